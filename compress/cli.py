@@ -1,0 +1,214 @@
+"""The command line: parse, call, print. No logic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from compress.errors import CompressError
+from compress.version import __version__
+
+INTERRUPTED = 130
+
+
+class _Group(click.Group):
+    """Turns errors into one line and an exit code; --debug shows the traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        debug = "--debug" in (kwargs.get("args") or (args[0] if args and args[0] else None) or sys.argv[1:])
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except CompressError as error:
+            _fail(str(error), error.exit_code, debug)
+        except click.exceptions.Abort:
+            _fail("interrupted; the same command continues where it stopped", INTERRUPTED, debug)
+        except KeyboardInterrupt:
+            _fail("interrupted; the same command continues where it stopped", INTERRUPTED, debug)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except OSError as error:
+            _fail(str(error), 1, debug)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int, debug: bool) -> None:
+    """One line on standard error, and out."""
+    if debug:
+        raise
+    click.echo(f"error: {message}", err=True)
+    sys.exit(code)
+
+
+@click.group(cls=_Group)
+@click.version_option(__version__, prog_name="compress")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Make language models smaller and faster by chaining small passes."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+MODEL = click.option(
+    "--model", help="Use this model instead of the recipe's: hub id, local folder or .gguf file."
+)
+
+
+def _read(recipe: Path, model: str | None) -> Any:
+    from compress.recipe import Recipe  # torch takes seconds to import; --help should not
+
+    found = Recipe.from_yaml(recipe)
+    return found if model is None else found.model_copy(update={"model": model})
+
+
+@main.command()
+@RECIPE
+@MODEL
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Output folder; out/NAME of the recipe if not given."
+)
+@click.option("--overwrite", is_flag=True, help="Replace another run in the output folder.")
+def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> None:
+    """Compress the model of RECIPE, check and evaluate the result. Continues a run that was stopped."""
+    asked = _read(recipe, model)
+    from compress.journal import Journal
+    from compress.runner import run as run_recipe
+
+    console, journal = Console(stderr=True), Journal()
+    folder = out or Path("out") / recipe.stem
+    with _Bar(console) as bar:
+        journal.listeners.append(bar)
+        result = run_recipe(asked, folder, overwrite, journal)
+    _print_report(result.report, folder)
+
+
+@main.command()
+@RECIPE
+@MODEL
+def plan(recipe: Path, model: str | None) -> None:
+    """Show what RECIPE will do to every module, the bytes it will write and the memory it will need."""
+    asked = _read(recipe, model)
+    from compress.plan import plan as make_plan
+
+    planned = make_plan(asked)
+    rows = [
+        (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "left alone",
+         "dense" if layer.scheme is None else f"{layer.scheme.grid.name}, group {layer.scheme.group_size}",
+         f"{layer.size_bytes}")
+        for layer in planned.layers
+    ]  # fmt: skip
+    _print_table("", ("module", "out x in", "passes", "ends as", "bytes"), rows)
+    for note in planned.notes:
+        click.echo(f"note: {note}")
+    click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
+    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, libraries apart")
+
+
+@main.command("eval")
+@click.argument("model")
+@click.option(
+    "--text", multiple=True, default=("embedded",), help="embedded, wikitext, or a .txt, .jsonl or .npy file."
+)
+@click.option("--windows", type=int, default=16, help="Windows per text.")
+@click.option("--length", type=int, default=512, help="Tokens per window.")
+@click.option("--dtype", default="auto", help="What is computed in.")
+def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
+    """Measure the perplexity of MODEL: a compressed checkpoint, or any model."""
+    from compress.evaluate.texts import evaluate_texts
+
+    found = evaluate_texts(model, text, windows, length, dtype)
+    rows = [
+        (name, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
+        for name, p in found.items()
+    ]
+    _print_table(model, ("text", "perplexity", "loss", "tokens", "seconds"), rows)
+
+
+@main.command()
+def passes() -> None:
+    """List the passes with their options."""
+    from compress.passes import PASSES
+
+    for key, step in PASSES.items():
+        click.echo(f"{key}: {(step.__doc__ or '').strip().splitlines()[0]}\n    {step.paper}")
+        for name, option in step.model_fields.items():
+            click.echo(f"    {name} = {option.default!r}: {option.description}")
+
+
+def _print_report(report: dict[str, Any], folder: Path) -> None:
+    from compress.report.write import checks, costs, evidence, journal
+
+    _print_table(
+        f"{report['model']['source']} -> {folder}", ("", "before", "after", "ratio"), evidence(report)
+    )
+    _print_table("", ("phase", "seconds", "peak memory, MB"), costs(report))
+    for line in [*checks(report), *(entry.removeprefix("- ") for entry in journal(report))]:
+        click.echo(line)
+    click.echo(f"checkpoint sha256: {report['checkpoint_sha256']}")
+    click.echo(f"report: {folder / 'report.md'}")
+
+
+def _print_table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    shown = Table(title=title or None, title_justify="left")
+    for i, name in enumerate(head):
+        shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
+
+
+class _Bar:
+    """A progress bar with block, pass and time left; where there is no terminal, a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._tasks: dict[str, TaskID] = {}
+        self._told: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> Callable[[Any], None]:
+        self._bar.start()
+        return self._hear
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _hear(self, entry: Any) -> None:
+        if entry.kind == "fallback":
+            self._console.print(f"{entry.kind}: {entry.where}: {entry.message}")
+        if entry.kind != "progress":
+            return
+        figures = entry.figures
+        if "block" in figures:
+            self._show("blocks", f"{entry.message}  {figures['step']}", figures["block"], figures["blocks"])
+        else:
+            self._show(entry.message, entry.message, figures["done"], figures["of"])
+
+    def _show(self, task: str, text: str, done: int, of: int) -> None:
+        if task not in self._tasks:
+            self._tasks[task] = self._bar.add_task(text, total=of)
+        self._bar.update(self._tasks[task], description=text, completed=done)
+        tenth = 10 * done // of
+        if not self._console.is_terminal and (task, tenth) not in self._told:
+            self._told.add((task, tenth))
+            self._console.print(f"{text}  {done}/{of}")

@@ -1,0 +1,61 @@
+"""The errors a user can meet: one small tree, each with the exit code of the command line."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class CompressError(Exception):
+    """Base of every error raised on purpose. The message says where, what, and what to write instead."""
+
+    exit_code = 1
+
+
+class UserError(CompressError):
+    """Something in the input must be changed by the user; exit code 2."""
+
+    exit_code = 2
+
+
+class RecipeError(UserError):
+    """The recipe is not valid; the message carries the line and column of the mistake where known."""
+
+
+class ModelError(UserError):
+    """The model cannot be opened, or its structure or its weights cannot be worked on."""
+
+
+class CalibrationError(UserError):
+    """The calibration or evaluation text is missing, unreachable or too short."""
+
+
+class TargetError(UserError):
+    """A pass cannot be applied to the modules it was asked to work on."""
+
+
+class OutputError(UserError):
+    """The output folder cannot be used: it holds another run, or something that is not a run."""
+
+
+class Failure(CompressError):
+    """The run itself failed; exit code 1."""
+
+
+class NumericError(Failure):
+    """NaN or infinity appeared in activations or statistics, or a factorization failed."""
+
+
+class SaveError(Failure):
+    """Writing failed: disk full, no permission. What was complete before is still there."""
+
+
+class VerificationError(Failure):
+    """What was written does not read back as what was computed."""
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """A hint: '; did you mean X?', or '; known: A, B, C' when nothing is near."""
+    options = sorted(known)
+    near = difflib.get_close_matches(wrong, options, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(options)}"

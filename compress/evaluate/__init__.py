@@ -1,0 +1,1 @@
+"""Evidence: what a model is worth, measured on the checkpoint as it was shipped."""

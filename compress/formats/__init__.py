@@ -1,0 +1,11 @@
+"""Disk layouts: how packed codes are stored and read back. One page of specification at the top of each file."""
+
+from __future__ import annotations
+
+from compress.formats.base import Format
+from compress.formats.compressed_tensors import CompressedTensors
+from compress.formats.dense import Dense
+from compress.formats.native import Native
+
+FORMATS: dict[str, Format] = {format_.name: format_ for format_ in (CompressedTensors(), Dense(), Native())}
+"""Every format by its name in a recipe."""

@@ -1,0 +1,55 @@
+"""Our own format: every grid, any group size (short last group included), groups by column index.
+
+    <m>.weight_packed       int32 [O, ceil(I*b/32)]   unsigned codes, a dense bit stream along the input axis, least
+                                                      significant bit first (q - lowest; level index; bit pattern)
+    <m>.weight_scale        float [O, G]              [1, 1] per tensor
+    <m>.weight_zero_point   int8  [O, G]              only with zero points
+    <m>.weight_g_idx        int32 [I]                 only with a group index
+    config.json: quantization_config = {quant_method: compress, version, layers: {name: {grid, group_size,
+                 symmetric, indexed, activations, width}}}
+
+Read by `compress.load` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from compress.formats.base import Format, Scheme
+from compress.numerics.grids import Grid
+from compress.numerics.packed import PackedCodes
+
+
+class Native(Format):
+    """The `native` format."""
+
+    name = "native"
+
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        return None
+
+    def encode(self, packed: PackedCodes, activations: Grid | None) -> dict[str, Tensor]:
+        found = {"weight_packed": packed.words, "weight_scale": packed.scale}
+        if packed.zero is not None:
+            found["weight_zero_point"] = packed.zero
+        if packed.group_index is not None:
+            found["weight_g_idx"] = packed.group_index
+        return found
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+        words = tensors["weight_packed"]
+        assert scheme.width is not None
+        return PackedCodes(
+            words, tensors["weight_scale"], tensors.get("weight_zero_point"), scheme.grid, scheme.group_size,
+            (words.shape[0], scheme.width), tensors.get("weight_g_idx"),
+        )  # fmt: skip
+
+    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+        layers = {name: scheme.to_json() for name, scheme in schemes.items()}
+        return {"quant_method": "compress", "version": version, "layers": layers} if layers else None
+
+    def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
+        return {name: Scheme.from_json(layer) for name, layer in config["layers"].items()}

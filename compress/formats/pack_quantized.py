@@ -1,0 +1,114 @@
+"""`pack-quantized`, the packed integer layout of compressed-tensors (W4A16, W8A16, 2 to 8 bits).
+
+    <m>.weight_packed       int32 [O, ceil(I*b/32)]   codes q + 2^(b-1), a dense bit stream along the input axis, least
+                                                      significant bit first, codes cross word borders (3, 5, 6, 7 bits)
+    <m>.weight_scale        float [O, G]; [O, 1] per channel; [1] per tensor
+    <m>.weight_zero_point   int32 [ceil(O*b/32), G]   zero + 2^(b-1), packed along the OUTPUT axis; only if asymmetric
+    <m>.weight_shape        int64 [2]                 (O, I)
+
+W ~ (q - zero) * scale. The reader divides a row into whole groups of equal size only, and has no group index. A short
+last group is therefore stored as groups of gcd(I, group_size) columns with repeated scales, which is the same weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.formats.base import Scheme
+from compress.numerics.bits import pack, unpack
+from compress.numerics.grids import Grid, IntGrid
+from compress.numerics.packed import PackedCodes
+
+NAME = "pack-quantized"
+SMALLEST_GROUP = 16  # a finer split of a short last group would cost more in scales than it saves
+
+
+def stored_group_size(width: int, group_size: int) -> int:
+    """The group size in the file: as asked where it divides the width, otherwise the greatest common divisor."""
+    return math.gcd(width, group_size)
+
+
+def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    """Why this layout cannot hold a layer, and what can be written instead."""
+    width = shape[1]
+    if not isinstance(scheme.grid, IntGrid):
+        return f"weights {scheme.grid.name} are not an integer grid; use int2 to int8, or format: native"
+    if scheme.indexed:
+        return "act_order: group has no reader any more (compressed-tensors dropped it); use act_order: static, or format: native"
+    if not scheme.symmetric and scheme.group_size == "tensor":
+        return "zero points per tensor cannot be packed; use group_size: channel, or symmetric: true"
+    if isinstance(scheme.group_size, int) and stored_group_size(width, scheme.group_size) < min(
+        SMALLEST_GROUP, scheme.group_size
+    ):
+        return f"group_size {scheme.group_size} does not divide the {width} inputs; {sizes_that_work(width)}"
+    return None
+
+
+def sizes_that_work(width: int) -> str:
+    """'use 32, 64 or 192, or format: native': group sizes near the usual ones that divide a width."""
+    sizes = [str(size) for size in range(16, 257) if width % size == 0]
+    return f"use {', '.join([*sizes, 'channel'])}, or format: native"
+
+
+def adapt(packed: PackedCodes) -> PackedCodes:
+    """The same weight in groups that the layout can hold."""
+    width, size = packed.shape[1], packed.group_size
+    if not isinstance(size, int) or width % size == 0:
+        return packed
+    stored = stored_group_size(width, size)
+    group = torch.arange(width // stored, device=packed.scale.device) * stored // size
+    zero = None if packed.zero is None else packed.zero[:, group]
+    return replace(packed, scale=packed.scale[:, group], zero=zero, group_size=stored)
+
+
+def encode(packed: PackedCodes) -> dict[str, Tensor]:
+    """The layer's tensors."""
+    scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
+    shape = torch.tensor(packed.shape, dtype=torch.int64)
+    found = {"weight_packed": packed.words, "weight_scale": scale, "weight_shape": shape}
+    if packed.zero is not None:
+        assert isinstance(packed.grid, IntGrid)
+        unsigned = packed.zero.to(torch.int16) - packed.grid.lowest
+        found["weight_zero_point"] = pack(unsigned.T, packed.grid.bits).T
+    return found
+
+
+def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+    """The inverse of encode."""
+    rows, width = tensors["weight_packed"].shape[0], int(tensors["weight_shape"][1])
+    scale = tensors["weight_scale"]
+    scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
+    zero = None
+    if "weight_zero_point" in tensors:
+        assert isinstance(scheme.grid, IntGrid)
+        unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
+        zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
+    return PackedCodes(tensors["weight_packed"], scale, zero, scheme.grid, scheme.group_size, (rows, width))
+
+
+def weight_arguments(scheme: Scheme) -> dict[str, Any]:
+    """The `weights` part of a config group (QuantizationArgs)."""
+    if isinstance(scheme.group_size, int):
+        strategy, group_size = "group", scheme.group_size
+    else:
+        strategy, group_size = scheme.group_size, None
+    return {
+        "num_bits": scheme.grid.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "group_size": group_size,
+        "strategy": strategy,
+        "dynamic": False,
+    }
+
+
+def input_arguments(grid: Grid) -> dict[str, Any]:
+    """The `input_activations` part: one scale per token, found at run time."""
+    kind = "int" if isinstance(grid, IntGrid) else "float"
+    return {"num_bits": grid.bits, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}

@@ -1,0 +1,64 @@
+"""Peak memory of a stretch of work: of the process on a CPU, of the device where there is an accelerator."""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+import psutil
+import torch
+
+INTERVAL_SECONDS = 0.02
+
+
+class PeakMemory:
+    """A context that watches the resident memory of the process (and the accelerator's) until it ends.
+
+    peak_bytes: the largest value seen, with mapped files counted as the system counts them. One watcher thread
+    serves all contexts, so that short stretches cost nothing.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _open: ClassVar[list[PeakMemory]] = []
+    _watching: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self.peak_bytes = _resident()
+        with self._lock:
+            self._open.append(self)
+            if not PeakMemory._watching:
+                PeakMemory._watching = True
+                threading.Thread(target=_watch, name="compress-memory", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak_bytes = max(self.peak_bytes, _resident())
+        with self._lock:
+            self._open.remove(self)
+
+
+_PROCESS = psutil.Process()
+
+
+def _resident() -> int:
+    host = _PROCESS.memory_info().rss
+    return host + (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+
+
+def _watch() -> None:
+    """Look at the memory while any context is open; end after a second without one."""
+    idle = threading.Event()
+    empty = 0.0
+    while True:
+        idle.wait(INTERVAL_SECONDS)
+        now = _resident()
+        with PeakMemory._lock:
+            for context in PeakMemory._open:
+                context.peak_bytes = max(context.peak_bytes, now)
+            empty = 0.0 if PeakMemory._open else empty + INTERVAL_SECONDS
+            if empty > 1:
+                PeakMemory._watching = False
+                return

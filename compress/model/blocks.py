@@ -1,0 +1,41 @@
+"""Finding the blocks of a model: the list of equal modules that hidden states pass through one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from compress.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its position, its full name in the model, and the module."""
+
+    index: int
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The blocks of a model, in order.
+
+    They are the entries of the ModuleList (not inside another one) that holds the most parameters. Whether they are
+    really chained is checked when their inputs are captured.
+
+    Raises ModelError when the model has no ModuleList.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outer = {
+        name: module
+        for name, module in lists.items()
+        if not any(name.startswith(other + ".") for other in lists)
+    }
+    if not outer:
+        raise ModelError(
+            f"model: {type(model).__name__} has no list of blocks (no torch.nn.ModuleList); "
+            "compress works on models built of repeated blocks"
+        )
+    name, found = max(outer.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return [Block(i, f"{name}.{i}", block) for i, block in enumerate(found)]

@@ -1,0 +1,98 @@
+"""Loading a compressed checkpoint: the stock model with its compressed layers as CompressedLinear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from compress.errors import ModelError
+from compress.formats import FORMATS
+from compress.formats.base import Format, Scheme
+from compress.model import open as opening
+from compress.model.packed import linears, replace_linear
+
+METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
+"""quant_method of a config -> our format."""
+
+
+def load(
+    folder: str | Path,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+    """(model, tokenizer) of a folder written by `compress run`, or of any dense model.
+
+    Packed weights stay packed and memory-mapped; each layer unpacks its own when it runs.
+    dtype: what is computed in; 'auto' is what the checkpoint stores.
+
+    Raises ModelError: not a model, an unknown quantization method, missing or truncated tensors.
+    """
+    folder, device = Path(folder), torch.device(device)
+    if not folder.is_dir():
+        raise ModelError(f"model: no folder {folder}")
+    config = opening.read_config(folder, str(folder), trust_remote_code)
+    quantization = getattr(config, "quantization_config", None)
+    format_, described = _format_of(quantization, folder)
+    if quantization is not None:
+        del config.quantization_config
+    compute = opening.compute_dtype(config, dtype)
+    with init_empty_weights():
+        model = opening.class_of(config, trust_remote_code)._from_config(config, dtype=compute)
+    stored = opening.stored_tensors(folder)
+    schemes = {} if format_ is None else format_.schemes(described, list(linears(model)))
+    files = opening.match(model, stored, present=set(schemes))
+    if files is None:
+        if schemes:
+            raise ModelError(f"model: {folder} lacks tensors of its model; write it again")
+        model = opening.load_whole(type(model), folder, compute, device)
+    else:
+        mapped = opening.Mapped({name: (path, key) for name, (path, key) in stored.items()}, compute, device)
+        if format_ is not None:
+            fill(model, "", mapped.read_raw(list(stored)), schemes, format_)
+        renamed = opening.Mapped(files, compute, device)
+        opening.assign(model, renamed.read(list(files)))
+        model.tie_weights()
+        opening.to_device(model, device)
+    model.eval().requires_grad_(False)
+    return model, opening.read_tokenizer(folder, trust_remote_code)
+
+
+def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[str, Any]]:
+    if quantization is None:
+        return None, {}
+    described = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = described.get("quant_method")
+    if method not in METHODS:
+        raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
+    return FORMATS[METHODS[method]], described
+
+
+def fill(
+    root: nn.Module,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    schemes: Mapping[str, Scheme],
+    format_: Format,
+) -> None:
+    """Put the compressed linears below `root` in place; `prefix` + name is a tensor's name, schemes by full name."""
+    for full, scheme in schemes.items():
+        if not full.startswith(prefix):
+            continue
+        start = full + "."
+        inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        try:
+            packed = format_.decode(inside, scheme)
+        except KeyError as error:
+            raise ModelError(
+                f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again"
+            ) from error
+        layer = replace_linear(root, full.removeprefix(prefix))
+        layer.put(packed)
+        layer.activations = scheme.activations

@@ -1,0 +1,44 @@
+"""Choosing modules by patterns: globs ('*.mlp.*') or regular expressions ('re:.*_proj')."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+
+from compress.errors import TargetError, did_you_mean
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's full name matches a glob, or, after 're:', a whole regular expression."""
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], where: str) -> list[str]:
+    """The names that match a target and no ignore pattern, in their given order.
+
+    where: who asks, for the error ('passes[1] gptq').
+
+    Raises TargetError when a pattern, of either kind, matches nothing, or when nothing is left.
+    """
+    names = list(names)
+    for option, patterns in (("targets", targets), ("ignore", ignore)):
+        for pattern in patterns:
+            if not any(matches(name, pattern) for name in names):
+                raise TargetError(
+                    f"{where}: {option} pattern {pattern!r} matches no linear inside the blocks{_hint(pattern, names)}"
+                )
+    chosen = [
+        n for n in names if any(matches(n, p) for p in targets) and not any(matches(n, p) for p in ignore)
+    ]
+    if not chosen:
+        raise TargetError(f"{where}: the ignore patterns leave none of the {len(names)} linears to work on")
+    return chosen
+
+
+def _hint(pattern: str, names: list[str]) -> str:
+    """Near names, shown by their last parts, since most mistakes are in those."""
+    leaves = {name.rpartition(".")[2] for name in names}
+    return did_you_mean(pattern.rpartition(".")[2].strip("*"), leaves)

@@ -1,0 +1,48 @@
+"""Factorizations with damping: the inverse of a Hessian as the column sweep needs it."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compress.errors import NumericError
+
+ESCALATION = 10.0  # each retry multiplies the damping by this
+RETRIES = 4
+
+
+def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float[Tensor, "n n"], float]:
+    """(U, damping used): the upper Cholesky factor U of the inverse, inv(H + damping * mean(diag H) * I) = U^T U.
+
+    GPTQ (Frantar 2022), section 3.3, step 3. Float32 first; when the matrix is not positive definite there, once
+    in float64, then with a damping ten times larger, and so on; the damping that worked is returned, so that the
+    caller can say so.
+
+    Raises NumericError when the matrix is not finite, or no damping up to 10^4 times the asked one helps.
+    """
+    if not bool(torch.isfinite(hessian).all()):
+        raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
+    mean = hessian.diagonal().mean()
+    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
+    used = damping
+    for _ in range(RETRIES + 1):
+        damped = hessian + eye * (used * mean)
+        for dtype in (torch.float32, torch.float64):
+            factor = _upper_of_inverse(damped.to(dtype))
+            if factor is not None:
+                return factor.to(torch.float32), used
+        used *= ESCALATION
+    raise NumericError(f"the Hessian is not positive definite even with a damping of {used / ESCALATION:g}")
+
+
+def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
+    """Upper Cholesky factor of the inverse, or None when a factorization fails or is not finite."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    if int(info):
+        return None
+    inverse = torch.cholesky_inverse(lower)
+    upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
+    if int(info) or not bool(torch.isfinite(upper).all()):
+        return None
+    return upper

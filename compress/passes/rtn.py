@@ -1,0 +1,23 @@
+"""Round to nearest: every weight to the nearest value of the grid, no data needed. The baseline of all others."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from compress.contract import Layer, QuantizingPass
+from compress.numerics.codes import Codes, quantize
+from compress.stream.observers import Nothing
+
+
+class RTN(QuantizingPass):
+    """Round each weight to the nearest value of the grid."""
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
+        return quantize(
+            weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, dtype=layer.storage
+        )

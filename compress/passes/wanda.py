@@ -1,0 +1,22 @@
+"""Wanda: prune by weight times input norm, without any update of what stays (Sun 2023)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from compress.contract import PruningPass
+from compress.stream.observers import InputNorm, Observer
+
+
+class Wanda(PruningPass):
+    """Zero the weights with the smallest |W_ij| * ||X_j||_2, in each row ('row'), in the matrix, or N:M."""
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.11695"
+    observes: ClassVar[type[Observer]] = InputNorm
+
+    def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
+        # S_ij = |W_ij| * ||X_j||_2  (equation 1)
+        return weight.abs() * seen.norm

@@ -1,0 +1,262 @@
+"""Recipe: a model, a calibration set and a list of passes, as a frozen value. YAML is its spelling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+
+from compress.contract import Pass
+from compress.errors import RecipeError, did_you_mean
+from compress.formats import FORMATS
+from compress.passes import PASSES
+from compress.types import Fact
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Path_ = tuple[str | int, ...]
+"""A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Calibration(_Part):
+    """Where calibration token ids come from."""
+
+    source: str = Field(
+        "embedded", description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl or .npy file"
+    )
+    sequences: int | None = Field(
+        64, gt=0, description="how many sequences; null: all that a .npy file holds"
+    )
+    length: int | None = Field(512, gt=1, description="tokens per sequence; null: as a .npy file has them")
+    batch: int = Field(4, gt=0, description="sequences in one forward pass")
+
+
+class Save(_Part):
+    """What is written."""
+
+    format: str = Field("compressed-tensors", description=f"one of {', '.join(FORMATS)}")
+    dtype: DType = Field("auto", description="dtype of scales and dense tensors; auto: the one computed in")
+    verify: Literal["full", "own"] = Field(
+        "full",
+        description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
+    )
+
+    @model_validator(mode="after")
+    def _known(self) -> Save:
+        if self.format not in FORMATS:
+            raise ValueError(f"format {self.format!r} is not known{did_you_mean(self.format, FORMATS)}")
+        return self
+
+
+class Evaluate(_Part):
+    """What is measured on the reloaded checkpoint and on the base model."""
+
+    perplexity: tuple[str, ...] = Field(("embedded",), description="text sources, as for calibration")
+    windows: int | None = Field(16, gt=0, description="non-overlapping windows per text; null: all")
+    length: int | None = Field(512, gt=1, description="tokens per window; null: as a .npy file has them")
+
+
+class Recipe(_Part):
+    """All that a run depends on; equal recipes on equal models give equal bytes.
+
+    Raises RecipeError when passes stand in an impossible order.
+    """
+
+    model: str = Field(description="hub id, local folder, or .gguf file")
+    dtype: DType = Field("auto", description="dtype that is computed in; auto: the checkpoint's")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    seed: int = 0
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    calibration: Calibration = Calibration()
+    passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
+    save: Save = Save()
+    eval: Evaluate = Evaluate()
+
+    def model_post_init(self, context: Any) -> None:
+        check_order(self.passes)
+
+    @field_serializer("passes")
+    def _spell(self, passes: tuple[Pass, ...]) -> list[dict[str, Any]]:
+        return [{step.key(): step.model_dump(mode="json")} for step in passes]
+
+    def labels(self) -> list[str]:
+        """'passes[0] gptq' for every pass."""
+        return [label(i, step) for i, step in enumerate(self.passes)]
+
+    def to_yaml(self) -> str:
+        """The fully resolved recipe, every option spelled out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Recipe:
+        """Read a recipe from a YAML file.
+
+        Raises RecipeError with file, line and column: no such file, no YAML, unknown keys, passes, options (with the
+        nearest known one), values out of range, passes in an impossible order.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: cannot be read ({error})") from error
+        return cls.from_text(text, str(path))
+
+    @classmethod
+    def from_text(cls, text: str, name: str = "recipe") -> Recipe:
+        """Read a recipe from YAML text; name is what errors call it."""
+        data, places = _compose(text, name)
+        try:
+            return cls.from_data(data)
+        except _Mistake as mistake:
+            line, column = _nearest(places, mistake.path)
+            raise RecipeError(f"{name}:{line}:{column}: {mistake}") from mistake
+
+    @classmethod
+    def from_data(cls, data: Any) -> Recipe:
+        """Build a recipe from plain values as YAML has them."""
+        if not isinstance(data, Mapping):
+            raise _Mistake((), "a recipe is a mapping with the keys model, passes, ...")
+        known = dict(data)
+        passes = _passes(known.pop("passes", None)) if "passes" in known else None
+        try:
+            return cls(**known, **({} if passes is None else {"passes": passes}))
+        except ValidationError as error:
+            raise _mistake(error, (), cls) from error
+
+
+class _Mistake(RecipeError):
+    """A mistake at a place in the recipe's data."""
+
+    def __init__(self, path: Path_, message: str) -> None:
+        where = "".join(f"[{p}]" if isinstance(p, int) else f" {p}" for p in path).strip()
+        super().__init__(f"{where}: {message}" if where else message)
+        self.path = path
+
+
+def label(index: int, step: Pass) -> str:
+    """How errors and reports call a pass: 'passes[1] gptq'."""
+    return f"passes[{index}] {step.key()}"
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Raise RecipeError when a pass comes before what it needs, or after what it cannot work on."""
+    facts: dict[Fact, str] = {}
+    for index, step in enumerate(passes):
+        for fact in sorted(step.never_after):
+            if fact in facts:
+                before = facts[fact]
+                message = f"the model is {_spoken(fact)} by {before} already; put {step.key()} before it"
+                raise _Mistake(("passes", index, step.key()), message)
+        for fact in sorted(step.after):
+            if fact not in facts:
+                message = f"the model must be {_spoken(fact)} first; put a pass that does so before it"
+                raise _Mistake(("passes", index, step.key()), message)
+        facts |= {fact: label(index, step) for fact in step.facts()}
+
+
+def _spoken(fact: Fact) -> str:
+    return {"masked": "pruned", "quantized": "quantized", "activations_quantized": "given quantized inputs"}[
+        fact
+    ]
+
+
+def _passes(items: Any) -> tuple[Pass, ...]:
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise _Mistake(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
+    return tuple(_pass(i, item) for i, item in enumerate(items))
+
+
+def _pass(index: int, item: Any) -> Pass:
+    if isinstance(item, Pass):
+        return item
+    if isinstance(item, str):
+        item = {item: None}
+    if not isinstance(item, Mapping) or len(item) != 1:
+        raise _Mistake(
+            ("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'"
+        )
+    ((key, options),) = item.items()
+    place: Path_ = ("passes", index, key)
+    if key not in PASSES:
+        raise _Mistake(place, f"there is no pass {key!r}{did_you_mean(str(key), PASSES)}")
+    if not isinstance(options or {}, Mapping):
+        raise _Mistake(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
+    try:
+        return PASSES[key](**(options or {}))
+    except ValidationError as error:
+        raise _mistake(error, place, PASSES[key]) from error
+
+
+def _mistake(error: ValidationError, prefix: Path_, model: type[BaseModel]) -> _Mistake:
+    """The first mistake that pydantic found, in our words."""
+    first = error.errors()[0]
+    place: Path_ = (*prefix, *first["loc"])
+    if first["type"] == "extra_forbidden":
+        owner = _owner(model, first["loc"][:-1])
+        wrong = str(first["loc"][-1])
+        return _Mistake(place, f"unknown option{did_you_mean(wrong, owner.model_fields)}")
+    if first["type"] == "missing":
+        return _Mistake(place, "is missing")
+    message = first["msg"].removeprefix("Value error, ")
+    asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
+    return _Mistake(place, message[0].lower() + message[1:] + asked)
+
+
+def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
+    for part in path:
+        inner = model.model_fields[str(part)].annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            model = inner
+    return model
+
+
+def _compose(text: str, name: str) -> tuple[Any, dict[Path_, tuple[int, int]]]:
+    """Plain values, and (line, column) from 1 of every key and item."""
+    places: dict[Path_, tuple[int, int]] = {(): (1, 1)}
+
+    def walk(node: yaml.Node, path: Path_) -> None:
+        places.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
+        if isinstance(node, yaml.SequenceNode):
+            for i, item in enumerate(node.value):
+                walk(item, (*path, i))
+        elif isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                place = (*path, key.value)
+                mark = (key.start_mark.line + 1, key.start_mark.column + 1)
+                if key.value in seen:
+                    raise RecipeError(f"{name}:{mark[0]}:{mark[1]}: the key {key.value!r} stands there twice")
+                seen.add(key.value)
+                places[place] = mark
+                walk(value, place)
+
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            raise RecipeError(f"{name}: is empty")
+        walk(root, ())
+        return yaml.safe_load(text), places
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise RecipeError(f"{where}: this is not YAML: {error.problem}") from error
+
+
+def _nearest(places: Mapping[Path_, tuple[int, int]], path: Path_) -> tuple[int, int]:
+    while path not in places:
+        path = path[:-1]
+    return places[path]

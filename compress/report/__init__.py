@@ -1,0 +1,1 @@
+"""The evidence of a run: one report.json, and report.md for people."""

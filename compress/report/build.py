@@ -1,0 +1,120 @@
+"""report.json: everything measured, and everything needed to do it again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.context import Run
+from compress.errors import VerificationError
+from compress.model.open import OpenModel
+from compress.model.save import file_sha256
+from compress.plan import Plan
+from compress.recipe import Recipe
+from compress.stream.manifest import Manifest
+from compress.types import dtype_name
+from compress.verify import Verified
+from compress.version import __version__
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "compressed-tensors",
+    "gguf",
+)
+DESCRIPTIONS = ("report.json", "report.md", "report.html", "recipe.yaml")
+
+
+def build_report(
+    recipe: Recipe,
+    opened: OpenModel,
+    run: Run,
+    manifest: Manifest,
+    planned: Plan,
+    verified: Verified,
+    quality: list[dict[str, Any]],
+    identity: dict[str, Any],
+) -> dict[str, Any]:
+    """All sections of report.json.
+
+    Raises VerificationError when the checkpoint has another size than the plan predicted.
+    """
+    written = sum(entry.size_bytes for entry in manifest.shards.values())
+    if written != planned.checkpoint_bytes:
+        raise VerificationError(
+            f"{manifest.folder}: holds {written} bytes of tensors, but the plan predicted {planned.checkpoint_bytes}"
+        )
+    files = checkpoint_files(manifest.folder)
+    return {
+        "compress": __version__,
+        "model": {
+            "source": recipe.model,
+            "class": type(opened.model).__name__,
+            "fingerprint": opened.fingerprint,
+        },
+        "size": _sizes(manifest.folder, planned),
+        "quality": quality,
+        "layers": [r for block in opened.blocks for r in manifest.shards[block.name].results],
+        "costs": {name: asdict(cost) for name, cost in run.costs.items()},
+        "predicted": {"tensor_bytes": planned.checkpoint_bytes, "memory_bytes": planned.memory_bytes},
+        "verified": asdict(verified),
+        "journal": {
+            "counts": run.journal.counts(),
+            "entries": [asdict(entry) for entry in run.journal.entries],
+        },
+        "reproduce": {
+            "recipe": recipe.model_dump(mode="json"),
+            "fingerprint": manifest.fingerprint,
+            "calibration_sha256": identity["calibration"],
+            "compute_dtype": dtype_name(opened.dtype),
+            "storage_dtype": dtype_name(run.storage),
+            "device": str(opened.device),
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: _version(name) for name in PACKAGES},
+        },
+        "files": files,
+        "checkpoint_sha256": hashlib.sha256(
+            "".join(f"{n} {h}\n" for n, h in files.items()).encode()
+        ).hexdigest(),
+    }
+
+
+def checkpoint_files(folder: Path) -> dict[str, str]:
+    """sha256 of every file of the checkpoint, the descriptions of the run apart, by name."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in DESCRIPTIONS)
+    return {name: file_sha256(folder / name) for name in names}
+
+
+def _sizes(folder: Path, planned: Plan) -> dict[str, Any]:
+    """Bytes and bits per weight, of the whole model and of the linears that were worked on."""
+    touched = [layer for layer in planned.layers if layer.passes]
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in touched)
+    packed = sum(layer.size_bytes for layer in touched)
+    return {
+        "dense_bytes": planned.dense_bytes,
+        "tensor_bytes": planned.checkpoint_bytes,
+        "checkpoint_bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        "compressed_layers": len(touched),
+        "compressed_weights": weights,
+        "compressed_bytes": packed,
+        "bits_per_weight": 8 * packed / weights,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,148 @@
+"""report.json and report.md on disk."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.model.save import write_json, write_text
+
+MB = 1e6
+WORST = 10  # layers listed in report.md; all are in report.json
+
+
+def write_report(report: dict[str, Any], folder: Path) -> None:
+    """Write report.json and report.md atomically."""
+    write_json(folder / "report.json", report)
+    write_text(folder / "report.md", markdown(report))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people: what it cost, what it saved, where, and how to do it again."""
+    sections = [
+        f"# {report['model']['source']}, compressed",
+        "## Size and quality\n\n" + table(("", "before", "after", "ratio"), evidence(report)),
+        "## Time and memory\n\n" + table(("phase", "seconds", "peak memory, MB"), costs(report)),
+        "## Checks\n\n" + "\n".join(f"- {line}" for line in checks(report)),
+        "## Relative output error of layers\n\n"
+        + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
+        f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
+        "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
+        "## To do it again\n\n```yaml\n"
+        + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False)
+        + "```",
+        table(("", ""), reproduction(report)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def evidence(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Rows (what, before, after, ratio): bytes, bits per weight, perplexity per text."""
+    size = report["size"]
+    dense, now = size["dense_bytes"], size["tensor_bytes"]
+    bits = 8 * (dense - now + size["compressed_bytes"]) / size["compressed_weights"]
+    rows = [
+        (
+            "checkpoint, MB",
+            f"{dense / MB:.1f}",
+            f"{size['checkpoint_bytes'] / MB:.1f}",
+            f"{dense / size['checkpoint_bytes']:.2f}x smaller",
+        ),
+        (
+            f"bits per weight, {size['compressed_layers']} layers",
+            f"{bits:.2f}",
+            f"{size['bits_per_weight']:.3f}",
+            f"{bits / size['bits_per_weight']:.2f}x smaller",
+        ),
+    ]
+    for text in report["quality"]:
+        before, after = text["base"]["perplexity"], text["compressed"]["perplexity"]
+        name = f"perplexity, {text['text']} ({text['windows']} x {text['length']} tokens)"
+        rows.append((name, f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f}x"))
+    return rows
+
+
+def costs(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (phase, seconds, MB)."""
+    return [(n, f"{c['seconds']:.1f}", f"{c['peak_bytes'] / MB:.0f}") for n, c in report["costs"].items()]
+
+
+def checks(report: dict[str, Any]) -> list[str]:
+    """What was verified, in words."""
+    found, size = report["verified"], report["size"]
+    lines = [
+        f"tensor bytes: {size['tensor_bytes']}, as predicted by the plan",
+        f"codes of {found['layers']} layers read back bit for bit",
+        f"reloaded by compress.load: logits differ by at most {found['own']:.3g}",
+    ]
+    if found["transformers"] is None:
+        lines.append(f"not reloaded by transformers: {found['skipped']}")
+    else:
+        lines.append(
+            f"reloaded by transformers: logits differ by at most {found['transformers']:.3g}, weights equal"
+        )
+    return lines
+
+
+def by_pass(report: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """Rows (pass, layers, mean and largest relative error of layer outputs, share of zeros)."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for result in report["layers"]:
+        groups[result["by"]].append(result)
+    rows = []
+    for name, results in groups.items():
+        errors = [r["error"] for r in results if r["error"] is not None] or [float("nan")]
+        zeros = sum(r["sparsity"] for r in results) / len(results)
+        rows.append(
+            (
+                name,
+                str(len(results)),
+                f"{sum(errors) / len(errors):.4f}",
+                f"{max(errors):.4f}",
+                f"{zeros:.3f}",
+            )
+        )
+    return rows
+
+
+def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """The layers whose output a pass changed most."""
+    known = [r for r in report["layers"] if r["error"] is not None]
+    known.sort(key=lambda r: -r["error"])
+    return [(r["layer"], r["by"], f"{r['error']:.4f}") for r in known[:WORST]]
+
+
+def journal(report: dict[str, Any]) -> list[str]:
+    """Every entry once, with how often it came."""
+    counts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for entry in report["journal"]["entries"]:
+        counts[entry["kind"], entry["message"]].append(entry["where"])
+    return [
+        f"- {kind}: {message} ({places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''})"
+        for (kind, message), places in counts.items()
+    ]
+
+
+def reproduction(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of hashes and versions."""
+    again = report["reproduce"]
+    rows = [
+        ("compress", report["compress"]),
+        ("checkpoint sha256", report["checkpoint_sha256"]),
+        ("model fingerprint", report["model"]["fingerprint"]),
+        ("calibration sha256", again["calibration_sha256"]),
+        ("computed in, stored in", f"{again['compute_dtype']}, {again['storage_dtype']}"),
+        ("device, threads", f"{again['device']}, {again['threads']}"),
+        ("python, platform", f"{again['python']}, {again['platform']}"),
+    ]
+    return rows + [(name, version) for name, version in again["packages"].items() if version]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,380 @@
+"""run(recipe, out): compress block by block, save, reload and compare, evaluate, report. The command line calls this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from compress import corpus
+from compress.context import Cost, Run
+from compress.contract import Pass
+from compress.errors import CalibrationError
+from compress.evaluate.perplexity import Perplexity, perplexity
+from compress.formats import FORMATS
+from compress.formats.base import Scheme
+from compress.formats.native import Native
+from compress.journal import Entry, Journal
+from compress.model.blocks import Block, find_blocks
+from compress.model.load import fill
+from compress.model.open import InMemory, Mapped, OpenModel, assign, open_model, stored_in
+from compress.model.packed import CompressedLinear, linears, replace_linear
+from compress.model.save import (
+    block_tensors,
+    dense_linear_names,
+    file_sha256,
+    outside_tensors,
+    shard_name,
+    write_description,
+    write_shard,
+    write_text,
+)
+from compress.plan import Step, is_sweep, plan_of, resolve, storage_dtype
+from compress.recipe import Recipe, check_order
+from compress.report.build import build_report
+from compress.report.write import write_report
+from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
+from compress.stream.sweep import LayerResult, Sweep, needs_data, round_to_storage
+from compress.verify import Verified, verify
+from compress.version import __version__
+
+PROBE_FILE = "probe.safetensors"
+PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run made: the folder, the report as it stands in report.json, and the journal."""
+
+    folder: Path
+    report: dict[str, Any]
+    journal: Journal
+
+
+def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
+    """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
+
+    The same call continues a run that was killed; a run that is complete is only evaluated again.
+
+    Raises the errors of `compress.errors`.
+    """
+    out, journal = Path(out), journal or Journal()
+    opened = open_model(recipe.model, recipe.dtype, _device(recipe.device), recipe.trust_remote_code)
+    for note in opened.notes:
+        journal.add("note", "model", note)
+    context = Run(
+        opened.device, storage_dtype(recipe, opened), recipe.seed, FORMATS[recipe.save.format], journal
+    )
+    planned = plan_of(recipe, opened)
+    steps = resolve(recipe.passes, opened, context.format)
+    evaluation = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
+    with context.phase("calibration text"):
+        ids = calibration_ids(recipe, opened)
+    spelled = recipe.model_dump(mode="json")
+    spelled.pop("eval")
+    spelled.pop("model")
+    identity = {
+        "recipe": spelled,
+        "model": opened.fingerprint,
+        "calibration": corpus.corpus_sha256(ids),
+        "version": __version__,
+    }
+    manifest = open_folder(out, fingerprint(**identity), overwrite)
+    job = _Job(recipe, opened, context, steps, ids, manifest)
+    if not manifest.complete:
+        job.compress()
+    verified, model = job.verify()
+    quality = _evaluate(job, model, evaluation)
+    report = build_report(recipe, opened, context, manifest, planned, verified, quality, identity)
+    write_report(report, out)
+    return Result(out, report, journal)
+
+
+def _evaluate(job: _Job, model: nn.Module, texts: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Perplexity of the reloaded checkpoint and of the base model on every text."""
+    base = open_model(job.recipe.model, job.recipe.dtype, job.opened.device, job.recipe.trust_remote_code)
+    found = []
+    for name, ids in texts.items():
+        measured: dict[str, Perplexity] = {}
+        with job.context.phase("evaluate"), base.streaming() as dense:
+            for which, module in (("base", dense), ("compressed", model)):
+                measured[which] = perplexity(module, ids, partial(_tell, job.context.journal, name, which))
+        facts = {
+            "text": name,
+            "windows": ids.shape[0],
+            "length": ids.shape[1],
+            "sha256": corpus.corpus_sha256(ids),
+        }
+        found.append(facts | {k: asdict(m) | {"perplexity": m.perplexity} for k, m in measured.items()})
+    return found
+
+
+def _tell(journal: Journal, text: str, which: str, done: int, of: int) -> None:
+    journal.add("progress", "evaluate", f"perplexity of the {which} model on {text}", done=done, of=of)
+
+
+def apply(
+    model: nn.Module,
+    passes: Sequence[Pass],
+    calibration: Tensor | None = None,
+    batch: int = 4,
+    journal: Journal | None = None,
+) -> nn.Module:
+    """Work passes on a model in memory, in place; returns it.
+
+    calibration: token ids [sequences, length]; needed unless all passes are data-free.
+
+    Raises RecipeError for an impossible order, TargetError, CalibrationError.
+    """
+    check_order(passes)
+    first = next(model.parameters())
+    opened = OpenModel(
+        model.eval(),
+        find_blocks(model),
+        InMemory(),
+        None,
+        type(model).__name__,
+        "",
+        first.device,
+        first.dtype,
+    )
+    context = Run(opened.device, first.dtype, journal=journal or Journal(), format=Native())
+    steps = resolve(passes, opened, context.format)
+    if calibration is None and any(needs_data(step) for step in passes):
+        raise CalibrationError(
+            "calibration: these passes need token ids, an integer tensor [sequences, length]"
+        )
+    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
+    batches = [] if calibration is None else list(ids.split(batch))
+    for swept, segment in _segments(steps):
+        if swept:
+            Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
+        else:
+            for _, step, _ in segment:
+                step.apply(model, context)
+    return model
+
+
+def _segments(steps: Sequence[Step]) -> list[tuple[bool, list[Any]]]:
+    """Consecutive layer and block passes together, each run of model passes together."""
+    return [(swept, list(group)) for swept, group in groupby(steps, lambda step: is_sweep(step[1]))]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
+    """The recipe's calibration token ids, [sequences, length].
+
+    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary, or a model without tokenizer.
+    """
+    wanted = recipe.calibration
+    if wanted.source == "self":
+        with opened.streaming() as model:
+            count, length = wanted.sequences or 64, wanted.length or 512
+            return corpus.self_sampled(model, _tokenizer(opened), count, length, recipe.seed)
+    ids = _ids(wanted.source, "calibration", opened, wanted.sequences, wanted.length, recipe.seed)
+    return ids
+
+
+def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
+    """Token ids of an evaluation text, [windows, length]."""
+    return _ids(source, "test", opened, recipe.eval.windows, recipe.eval.length, recipe.seed)
+
+
+def _ids(
+    source: str, part: Any, opened: OpenModel, count: int | None, length: int | None, seed: int
+) -> Tensor:
+    tokenizer = None if source.endswith(".npy") else _tokenizer(opened)
+    ids = corpus.token_ids(source, part, tokenizer, count, length, seed)
+    size = opened.model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= size:
+        raise CalibrationError(
+            f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
+            "the ids were made with another tokenizer"
+        )
+    longest = getattr(opened.config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] > longest:
+        raise CalibrationError(
+            f"{part}: length {ids.shape[1]} is beyond the model's {longest} positions; use a shorter one"
+        )
+    return ids
+
+
+def _tokenizer(opened: OpenModel) -> Any:
+    if opened.tokenizer is None:
+        raise CalibrationError(
+            f"calibration: {opened.source} has no tokenizer; give token ids in a .npy file"
+        )
+    return opened.tokenizer
+
+
+@dataclass
+class _Job:
+    """One run on its way: compress into shards, then check them."""
+
+    recipe: Recipe
+    opened: OpenModel
+    context: Run
+    steps: list[Step]
+    ids: Tensor
+    manifest: Manifest
+    _noted: int = 0
+
+    @property
+    def shards(self) -> int:
+        return len(self.opened.blocks) + 1
+
+    @property
+    def probe(self) -> Tensor:
+        return self.ids[:1, :PROBE_TOKENS]
+
+    def compress(self) -> None:
+        """Work through all passes and write every shard and its description."""
+        self._noted = len(self.context.journal.entries)
+        self._take_up()
+        round_to_storage(self.opened.model, self.context)
+        segments = _segments(self.steps)
+        resumable = len(segments) == 1 and segments[0][0]
+        batches = list(self.ids.split(self.recipe.calibration.batch))
+        if not any(needs_data(step) for _, step, _ in self.steps):
+            batches = batches[:1]  # nothing is calibrated; one batch is enough to measure errors on
+        if not resumable:
+            self._bring_all()
+        for index, (swept, segment) in enumerate(segments):
+            last = index == len(segments) - 1
+            if swept:
+                sweep = Sweep(self.opened, segment, batches, self.probe, self.context)
+                hidden = sweep(self._write_block if last else _keep, self._restore if resumable else _never)
+                if last:
+                    self._write_reference(sweep.surroundings.logits(self.probe, hidden))
+            else:
+                for where, step, _ in segment:
+                    with self.context.phase(where):
+                        step.apply(self.opened.model, self.context)
+                if last:
+                    for block in self.opened.blocks:
+                        self._write_block(block, [])
+                    with torch.no_grad():
+                        self._write_reference(self.opened.model(input_ids=self.probe).logits)
+        self._describe()
+
+    def _write_reference(self, logits: Tensor) -> None:
+        """The compressed model's logits for the probe as they were computed, for the comparison after reloading."""
+        folder = self.manifest.folder / WORK
+        write_shard(folder / PROBE_FILE, {"ids": self.probe, "logits": logits.cpu().contiguous()})
+
+    def _take_up(self) -> None:
+        """The costs of an earlier start of the same run."""
+        self.context.costs |= {name: Cost(**cost) for name, cost in self.manifest.costs.items()}
+        (self.manifest.folder / WORK).mkdir(exist_ok=True)
+
+    def _bring_all(self) -> None:
+        """All weights into memory, for passes that work on the whole model or sweeps that follow one another."""
+        for block in self.opened.blocks:
+            self.opened.weights.bring(block)
+        self.opened.weights = InMemory()
+
+    def _write_block(self, block: Block, results: list[LayerResult]) -> None:
+        with self.context.phase("save"):
+            tensors = block_tensors(block.name, block.module, self.context.format, self.context.storage)
+            path = self.manifest.folder / shard_name(block.index + 2, self.shards)
+            entry = _entry(path, tensors)
+            for name, layer in linears(block.module).items():
+                packed = layer.packed if isinstance(layer, CompressedLinear) else None
+                if packed is not None:
+                    full = f"{block.name}.{name}"
+                    entry.digests[full] = packed.sha256()
+                    entry.schemes[full] = Scheme.of(packed, layer.activations).to_json()
+            entry.results = [asdict(result) for result in results]
+            entry.journal = [asdict(e) for e in self.context.journal.entries[self._noted :]]
+            self._noted = len(self.context.journal.entries)
+            self.manifest.shards[block.name] = entry
+            self.manifest.costs = {name: asdict(cost) for name, cost in self.context.costs.items()}
+            self.manifest.write()
+
+    def _restore(self, block: Block) -> bool:
+        """The compressed block from its shard, if a killed run had finished it."""
+        entry = self.manifest.shards.get(block.name)
+        path = None if entry is None else self.manifest.folder / entry.file
+        if entry is None or path is None or not path.exists() or file_sha256(path) != entry.sha256:
+            return False
+        mapped = Mapped(stored_in(path), self.opened.dtype, self.opened.device)
+        targets = {name for _, _, names in self.steps for name in names}
+        for name in linears(block.module):
+            if f"{block.name}.{name}" in targets:
+                replace_linear(block.module, name)
+        schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
+        fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, self.context.format)
+        self._assign_dense(block, mapped, schemes)
+        self.context.journal.entries += [Entry(**values) for values in entry.journal]
+        self._noted = len(self.context.journal.entries)
+        return True
+
+    def _assign_dense(self, block: Block, mapped: Mapped, schemes: dict[str, Scheme]) -> None:
+        """Tensors that are stored as they are computed with."""
+        tensors = mapped.read(list(mapped.files))
+        for name, layer in linears(block.module).items():
+            full = f"{block.name}.{name}"
+            if isinstance(layer, CompressedLinear) and full not in schemes:
+                weight = tensors.pop(f"{full}.weight")
+                layer.put(weight.T if layer.transposed else weight)
+        held = {f"{block.name}.{name}" for name in block.module.state_dict()}
+        assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
+
+    def _describe(self) -> None:
+        """The tensors outside of the blocks, and everything beside the shards."""
+        folder = self.manifest.folder
+        with self.context.phase("save"):
+            tensors = outside_tensors(self.opened, self.context.storage)
+            self.manifest.shards["outside"] = _entry(folder / shard_name(1, self.shards), tensors)
+            entries = self.manifest.shards.values()
+            schemes = self.schemes()
+            ignore = dense_linear_names(self.opened, set(schemes))
+            config = self.context.format.config(schemes, ignore, __version__)
+            sizes = sum(entry.size_bytes for entry in entries)
+            names = {entry.file: entry.names for entry in entries}
+            write_description(self.opened, folder, names, sizes, config, self.context.storage)
+            write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+            self.manifest.costs = {name: asdict(cost) for name, cost in self.context.costs.items()}
+            self.manifest.complete = True
+            self.manifest.write()
+
+    def schemes(self) -> dict[str, Scheme]:
+        """How every compressed layer is stored, in the order of the model."""
+        found = {n: v for entry in self.manifest.shards.values() for n, v in entry.schemes.items()}
+        return {n: Scheme.from_json(found[n]) for n in self.opened.linear_names() if n in found}
+
+    def verify(self) -> tuple[Verified, nn.Module]:
+        """Reload the checkpoint and compare it with what was computed; the reloaded model comes along."""
+        with self.context.phase("verify"):
+            digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
+            reference = load_file(self.manifest.folder / WORK / PROBE_FILE)
+            return verify(
+                self.recipe, self.opened.dtype, self.manifest.folder, digests, reference, self.context
+            )
+
+
+def _keep(block: Block, results: list[LayerResult]) -> None:
+    """A block that stays in memory for the next pass."""
+
+
+def _never(block: Block) -> bool:
+    """No block is restored."""
+    return False
+
+
+def _entry(path: Path, tensors: dict[str, Tensor]) -> ShardEntry:
+    """Write a shard; its entry in the manifest."""
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    return ShardEntry(path.name, write_shard(path, tensors), list(tensors), size)

@@ -1,0 +1,154 @@
+"""How a model calls its blocks: the arguments of every block for every batch, and the model around the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compress.errors import ModelError, NumericError
+from compress.model.blocks import Block
+from compress.model.open import OpenModel
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block, apart from the hidden states: what else it is given.
+
+    keyword: the name under which hidden states are passed, or None when they are the first positional argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str | None
+
+    def run(self, block: nn.Module, hidden: Float[Tensor, "batch length width"]) -> Tensor:
+        """The hidden states that the block makes of `hidden`."""
+        if self.keyword is not None:
+            return hidden_of(block(*self.args, **{**self.kwargs, self.keyword: hidden}))
+        return hidden_of(block(hidden, *self.args, **self.kwargs))
+
+
+@dataclass
+class Captured:
+    """What one batch of token ids becomes on its way to the blocks.
+
+    hidden: the input of the first block. calls: one per block.
+    """
+
+    hidden: Float[Tensor, "batch length width"]
+    calls: list[Call]
+
+
+def hidden_of(output: Any) -> Tensor:
+    """The hidden states in what a block returned: the tensor itself, or the first of a tuple."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+@contextmanager
+def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[None]:
+    """Every block computes forward(block, *args, **kwargs); all else about it (attributes, hooks) stays."""
+    for block in blocks:
+        block.module.forward = lambda *args, _block=block, **kwargs: forward(_block, *args, **kwargs)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.module.forward
+
+
+def _split(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Hidden states and the rest of a block's arguments."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], Call(args[1:], kwargs, None)
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return kwargs["hidden_states"], Call(args, rest, "hidden_states")
+    raise ModelError(f"model: {block.name} is called without hidden states as its first argument")
+
+
+class Surroundings:
+    """The model around its blocks: ids -> first block's input, last block's output -> logits."""
+
+    def __init__(self, opened: OpenModel) -> None:
+        self._opened = opened
+        self._form: Callable[[Tensor], Any] | None = None
+
+    def capture(self, ids: Int[Tensor, "batch length"]) -> Captured:
+        """Run the model on token ids with its blocks passing hidden states on unchanged.
+
+        Raises ModelError when the blocks do not pass hidden states straight to one another.
+        """
+        form = self._form or self._learn_form(ids)
+        seen: list[tuple[Tensor, Call]] = []
+
+        def pass_on(block: Block, *args: Any, **kwargs: Any) -> Any:
+            hidden, call = _split(block, args, kwargs)
+            if seen and hidden is not seen[-1][0]:
+                raise ModelError(
+                    f"model: {block.name} does not get the output of the block before it as it is, "
+                    "so the blocks cannot be worked on one after the other"
+                )
+            seen.append((hidden, call))
+            return form(hidden)
+
+        self._run(ids, pass_on)
+        if len(seen) != len(self._opened.blocks):
+            raise ModelError(f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass")
+        return Captured(seen[0][0], [call for _, call in seen])
+
+    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "batch length vocab"]:
+        """The model's output for the hidden states that its last block made of these ids."""
+        form = self._form or self._learn_form(ids)
+        last = self._opened.blocks[-1].index
+
+        def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
+            return form(hidden if block.index == last else _split(block, args, kwargs)[0])
+
+        return self._run(ids, replay)
+
+    def _learn_form(self, ids: Tensor) -> Callable[[Tensor], Any]:
+        """How a block's output holds the hidden states; learned from one real call of the first block."""
+        first = self._opened.blocks[0]
+        self._opened.weights.bring(first)
+        plain = type(first.module).forward
+
+        class Learned(Exception):  # noqa: N818  ends the forward pass, nothing is wrong
+            pass
+
+        def learn(block: Block, *args: Any, **kwargs: Any) -> Any:
+            raise Learned(plain(block.module, *args, **kwargs))
+
+        try:
+            self._run(ids[:1, :4], learn)
+        except Learned as learned:
+            output = learned.args[0]
+        if isinstance(output, (tuple, list)):
+            rest = tuple(output[1:])
+            self._form = lambda hidden: (hidden, *rest)
+        else:
+            self._form = lambda hidden: hidden
+        return self._form
+
+    def _run(self, ids: Tensor, forward: Callable[..., Any]) -> Tensor:
+        model = self._opened.model
+        ids = ids.to(self._opened.device)
+        with torch.no_grad(), _forwards(self._opened.blocks, forward):
+            output = model(input_ids=ids, **({"use_cache": False} if _has_cache(model) else {}))
+        return output[0] if "logits" not in output else output["logits"]
+
+
+def _has_cache(model: nn.Module) -> bool:
+    """Whether the model's configuration knows use_cache (encoders do not)."""
+    return hasattr(model.config, "use_cache")
+
+
+def check_hidden(hidden: Tensor, block: Block) -> None:
+    """Raise NumericError, naming the block, when its output holds NaN or infinity."""
+    if not bool(torch.isfinite(hidden).all()):
+        raise NumericError(f"{block.name}: the block's output holds NaN or infinity on the calibration text")

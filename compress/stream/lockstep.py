@@ -1,0 +1,73 @@
+"""Forward passes in lockstep: all batches stop where a stage of linears begins, and go on when it has been solved.
+
+Each batch runs in a greenlet of its own. A later stage is so calibrated on the output of the already compressed
+earlier ones, every batch passes through the block exactly once, and the outputs are those of the compressed block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import greenlet
+from torch import Tensor, nn
+
+Arrive = Callable[[int, str, Tensor], None]
+"""arrive(stage, name of the linear, rows [tokens, in]): a batch has reached a stage."""
+
+
+def lockstep(
+    block: nn.Module,
+    stages: Sequence[Sequence[str]],
+    forwards: Sequence[Callable[[], Tensor]],
+    arrive: Arrive,
+    solve: Callable[[int], None],
+) -> list[Tensor]:
+    """Run all forward passes; returns their outputs in order.
+
+    stages: names (inside the block) of the linears of each stage, in the order of execution. forwards: one per batch.
+    solve(stage) is called once per stage, when every batch that comes by has arrived; it may change the linears in
+    place. Stages that no batch reaches are solved at the end.
+    """
+    scheduler = greenlet.getcurrent()
+    done: set[int] = set()
+
+    def hook_for(stage: int, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if stage not in done:
+                arrive(stage, name, args[0].reshape(-1, args[0].shape[-1]))
+                scheduler.switch(stage)
+
+        return hook
+
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(hook_for(stage, name))
+        for stage, names in enumerate(stages)
+        for name in names
+    ]
+    outputs: dict[int, Tensor] = {}
+    waiting: dict[int, tuple[greenlet.greenlet, int]] = {}
+
+    def advance(index: int, batch: greenlet.greenlet) -> None:
+        result = batch.switch()
+        if batch.dead:
+            waiting.pop(index, None)
+            outputs[index] = result
+        else:
+            waiting[index] = (batch, result)
+
+    try:
+        for index, forward in enumerate(forwards):
+            advance(index, greenlet.greenlet(forward))
+        while waiting:
+            stage = min(stage for _, stage in waiting.values())
+            solve(stage)
+            done.add(stage)
+            for index, (batch, at) in sorted(waiting.items()):
+                if at == stage:
+                    advance(index, batch)
+        for stage in sorted(set(range(len(stages))) - done):
+            solve(stage)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [outputs[index] for index in range(len(forwards))]

@@ -1,0 +1,114 @@
+"""The manifest of a run: which blocks are finished, so that a killed run goes on at the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compress.errors import OutputError
+from compress.model.save import write_json
+
+WORK = ".compress"
+OWN_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.part",
+    "chat_template.jinja",
+    "recipe.yaml",
+    "report.md",
+    "report.html",
+)
+"""What a run writes into its folder, and --overwrite therefore removes."""
+
+
+@dataclass
+class ShardEntry:
+    """One finished shard: what it holds, what was done, and how it can be recognized.
+
+    digests: sha256 of the codes per layer. schemes: how each layer is stored. results, journal: lines for the report.
+    """
+
+    file: str
+    sha256: str
+    names: list[str]
+    size_bytes: int
+    digests: dict[str, str] = field(default_factory=dict)
+    schemes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    journal: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """What an output folder holds; written atomically after every shard.
+
+    fingerprint: a digest of all that the bytes depend on. complete: the checkpoint is whole.
+    """
+
+    folder: Path
+    fingerprint: str
+    shards: dict[str, ShardEntry] = field(default_factory=dict)
+    costs: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Where the manifest is."""
+        return self.folder / WORK / "manifest.json"
+
+    def write(self) -> None:
+        """Write atomically."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        values = asdict(self) | {"folder": "."}
+        write_json(self.path, values)
+
+
+def fingerprint(**parts: Any) -> str:
+    """A digest of named values."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
+    """The manifest of an output folder: a new one, or that of an earlier start of the same run.
+
+    Raises OutputError when the folder holds another run, or files that are no run, unless `overwrite` is set; only
+    the files of a run are ever removed.
+    """
+    path = folder / WORK / "manifest.json"
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder}: is a file; name a folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        return Manifest(folder, wanted)
+    if not path.exists():
+        if any(child.name != WORK for child in folder.iterdir()):
+            raise OutputError(
+                f"{folder}: holds files that are no run of compress; name a new or empty folder"
+            )
+        return Manifest(folder, wanted)
+    found = _read(path, folder)
+    if found is not None and found.fingerprint == wanted:
+        return found
+    if not overwrite:
+        raise OutputError(
+            f"{folder}: holds another run (its recipe, model, calibration text or version differs); "
+            "name a new folder, or pass --overwrite to replace it"
+        )
+    for pattern in OWN_FILES:
+        for file in folder.glob(pattern):
+            file.unlink()
+    shutil.rmtree(folder / WORK)
+    return Manifest(folder, wanted)
+
+
+def _read(path: Path, folder: Path) -> Manifest | None:
+    try:
+        values = json.loads(path.read_text())
+        shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
+        return Manifest(**{**values, "folder": folder, "shards": shards})
+    except (ValueError, TypeError, KeyError):
+        return None  # written by another version; it is not this run

@@ -1,0 +1,66 @@
+"""A bounded store for the activations between blocks: in memory up to a limit, the rest in files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class ActivationStore:
+    """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files of a folder.
+
+    Tensors on an accelerator stay there: the limit is one for that device's memory, too.
+    """
+
+    def __init__(self, limit_bytes: int, folder: Path | None = None) -> None:
+        self._limit = limit_bytes
+        self._folder = folder
+        self._own: tempfile.TemporaryDirectory[str] | None = None
+        self._items: list[Tensor | Path] = []
+        self._devices: dict[int, str] = {}
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Tensor:
+        item = self._items[index]
+        return item if isinstance(item, Tensor) else load_file(item, device=self._devices[index])["x"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def in_files(self) -> int:
+        """How many tensors are in files."""
+        return sum(isinstance(item, Path) for item in self._items)
+
+    def append(self, tensor: Tensor) -> None:
+        """Add a tensor at the end."""
+        self._items.append(tensor.new_empty(0))
+        self[len(self._items) - 1] = tensor
+
+    def __setitem__(self, index: int, tensor: Tensor) -> None:
+        old = self._items[index]
+        if isinstance(old, Tensor):
+            self._bytes -= old.numel() * old.element_size()
+        size = tensor.numel() * tensor.element_size()
+        if self._bytes + size <= self._limit:
+            self._items[index] = tensor
+            self._bytes += size
+            return
+        path = self._file(index)
+        save_file({"x": tensor.contiguous()}, path)
+        self._items[index] = path
+        self._devices[index] = str(tensor.device)
+
+    def _file(self, index: int) -> Path:
+        if self._folder is None:
+            self._own = tempfile.TemporaryDirectory(prefix="compress-activations-")
+            self._folder = Path(self._own.name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self._folder / f"activations-{index:05d}.safetensors"

@@ -1,0 +1,293 @@
+"""The one block loop: several passes over each block in turn, one block's weights in memory.
+
+For each block every pass gets one forward pass of all calibration inputs; the last one's outputs are the inputs of
+the next block. Layer passes run in lockstep, so that a layer is calibrated on the output of the already compressed
+layers before it in the same block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.context import Run
+from compress.contract import BlockPass, Layer, LayerPass, QuantizingPass
+from compress.model.blocks import Block
+from compress.model.links import Group, find_groups, relative_error
+from compress.model.open import OpenModel
+from compress.model.packed import CompressedLinear, replace_linear
+from compress.stream.capture import Call, Captured, Surroundings, check_hidden
+from compress.stream.lockstep import lockstep
+from compress.stream.observers import Nothing, Observer, Sample
+from compress.stream.store import ActivationStore
+
+STORE_BYTES = 4 << 30  # activations kept in memory; beyond it they go to files
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What one pass did to one layer.
+
+    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
+    """
+
+    layer: str
+    by: str
+    error: float | None
+    sparsity: float
+
+
+@dataclass
+class SweepState:
+    """Where the sweep stands between two blocks: the activations of every batch, and those of the probe."""
+
+    hidden: ActivationStore
+    calls: list[list[Call]]
+    probe: Tensor
+    probe_calls: list[Call]
+
+
+BlockDone = Callable[[Block, list[LayerResult]], None]
+"""Called with each finished block, its weights still present."""
+
+Restore = Callable[[Block], bool]
+"""Put an already finished block's compressed weights in place; False when there are none."""
+
+
+@dataclass
+class Sweep:
+    """One sweep of layer and block passes over the blocks of a model.
+
+    steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
+    empty when no pass needs data. probe: ids [1, length] that go along for proofs and for the final comparison.
+    """
+
+    opened: OpenModel
+    steps: Sequence[tuple[str, LayerPass | BlockPass, Sequence[str]]]
+    batches: Sequence[Tensor]
+    probe: Tensor
+    run: Run
+    store_bytes: int = STORE_BYTES
+    surroundings: Surroundings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.surroundings = Surroundings(self.opened)
+
+    def __call__(self, done: BlockDone, restore: Restore) -> Tensor:
+        """Work on all blocks; returns the last block's output for the probe."""
+        with torch.no_grad():
+            with self.run.phase("capture"):
+                state = self._capture()
+            for block in self.opened.blocks:
+                if restore(block):
+                    with self.run.phase("restore"):
+                        self._progress(block, "restored")
+                        self._propagate(block, state)
+                else:
+                    self.opened.weights.bring(block)
+                    round_to_storage(block.module, self.run)
+                    done(block, self._work(block, state))
+                state.probe = state.probe_calls[block.index].run(block.module, state.probe)
+                check_hidden(state.probe, block)
+                self.opened.weights.release(block)
+        return state.probe
+
+    def _capture(self) -> SweepState:
+        probe = self.surroundings.capture(self.probe)
+        state = SweepState(ActivationStore(self.store_bytes), [], probe.hidden, probe.calls)
+        for ids in self.batches:
+            captured: Captured = self.surroundings.capture(ids)
+            state.hidden.append(captured.hidden)
+            state.calls.append(captured.calls)
+        return state
+
+    def _work(self, block: Block, state: SweepState) -> list[LayerResult]:
+        """Every pass on one block; leaves its outputs in the state."""
+        results: list[LayerResult] = []
+        current = False  # whether state.hidden already holds this block's outputs
+        for label, step, names in self.steps:
+            inside = [
+                name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")
+            ]
+            if not inside:
+                continue
+            self._progress(block, label)
+            with self.run.phase(label):
+                is_last = (label, step, names) == self.steps[-1]
+                if isinstance(step, BlockPass):
+                    inputs = _Inputs(self, block, state, inside)
+                    step.solve_block(block.module, inputs, self._noter(label, block.name))
+                    round_to_storage(block.module, self.run)
+                else:
+                    results += _LayerWork(self, block, state, label, step, inside)(is_last)
+                    current = is_last
+        if not current:
+            with self.run.phase("propagate"):
+                self._propagate(block, state)
+        return results
+
+    def _propagate(self, block: Block, state: SweepState) -> None:
+        for i, hidden in enumerate(state.hidden):
+            output = state.calls[i][block.index].run(block.module, hidden)
+            check_hidden(output, block)
+            state.hidden[i] = output
+
+    def _progress(self, block: Block, label: str) -> None:
+        self.run.journal.add(
+            "progress", label, block.name, block=block.index, blocks=len(self.opened.blocks), step=label
+        )
+
+    def _noter(self, label: str, name: str) -> Callable[..., None]:
+        def note(kind: str, message: str, **figures: Any) -> None:
+            self.run.journal.add(kind, f"{label} {name}", message, **figures)
+
+        return note
+
+    def groups(self, block: Block, state: SweepState) -> list[Group]:
+        """The block's groups, found on the probe."""
+        call = state.probe_calls[block.index]
+        return find_groups(block.module, lambda module: call.run(module, state.probe))
+
+
+@dataclass
+class _Inputs:
+    """BlockInputs of one block in a sweep."""
+
+    sweep: Sweep
+    block: Block
+    state: SweepState
+    names: list[str]
+    groups: list[Group] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = self.sweep.groups(self.block, self.state)
+        self.groups = [group for group in found if set(group.linears) & set(self.names)]
+
+    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        seen: dict[Group, Observer] = {}
+        handles = []
+        for group in self.groups:
+            first = self.block.module.get_submodule(group.linears[0])
+            seen[group] = observer(CompressedLinear.of(first).shape[1], self.sweep.opened.device)
+            handles.append(first.register_forward_pre_hook(_feeder(seen[group])))
+        try:
+            for i, hidden in enumerate(self.state.hidden):
+                self.state.calls[i][self.block.index].run(self.block.module, hidden)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def probe(self, block: nn.Module) -> Tensor:
+        dtype = next(block.parameters()).dtype
+        call = self.state.probe_calls[self.block.index]
+        return _cast(call, dtype).run(block, self.state.probe.to(dtype))
+
+
+def _feeder(observer: Observer) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        observer.update(args[0].reshape(-1, args[0].shape[-1]))
+
+    return hook
+
+
+def _cast(call: Call, dtype: torch.dtype) -> Call:
+    """The same call with every floating tensor in another dtype (position embeddings come in the model's)."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        if isinstance(value, (tuple, list)):
+            return type(value)(cast(item) for item in value)
+        return value
+
+    return Call(tuple(cast(a) for a in call.args), {k: cast(v) for k, v in call.kwargs.items()}, call.keyword)
+
+
+class _LayerWork:
+    """One layer pass on one block: observe and solve stage by stage, measuring what each solution does."""
+
+    def __init__(
+        self, sweep: Sweep, block: Block, state: SweepState, label: str, step: LayerPass, names: Sequence[str]
+    ) -> None:
+        self.sweep, self.block, self.state, self.label, self.step = sweep, block, state, label, step
+        groups = sweep.groups(block, state)
+        chosen = [[name for name in group.linears if name in set(names)] for group in groups]
+        self.stages = [members for members in chosen if members]
+        self.layers = {name: replace_linear(block.module, name) for name in names}
+        self.seen: dict[str, Observer] = {}
+        self.samples: dict[str, Sample] = {}
+        for members in self.stages:
+            width = self.layers[members[0]].shape[1]
+            observer, sample = step.observes(width, sweep.opened.device), Sample()
+            self.seen |= dict.fromkeys(members, observer)
+            self.samples |= dict.fromkeys(members, sample)
+        self.results: list[LayerResult] = []
+
+    def __call__(self, keep_outputs: bool) -> list[LayerResult]:
+        """Run; with keep_outputs the state's activations become the compressed block's outputs."""
+        index, module, hidden = self.block.index, self.block.module, self.state.hidden
+        sequential = self.step.true_sequential
+        forwards = [lambda i=i: self.state.calls[i][index].run(module, hidden[i]) for i in range(len(hidden))]
+        # Without true_sequential all layers see the block as it was: they form one stage that is solved at the end.
+        solve = self._solve_stage if sequential else lambda stage: None
+        stages = self.stages if sequential else [[name] for members in self.stages for name in members[:1]]
+        outputs = lockstep(module, stages, forwards, self._arrive, solve)
+        if not sequential:
+            for stage in range(len(self.stages)):
+                self._solve_stage(stage)
+        if keep_outputs and sequential:
+            for i, output in enumerate(outputs):
+                check_hidden(output, self.block)
+                hidden[i] = output
+        elif keep_outputs:
+            self.sweep._propagate(self.block, self.state)
+        return self.results
+
+    def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
+        self.seen[name].update(rows)
+        self.samples[name].update(rows)
+
+    def _solve_stage(self, stage: int) -> None:
+        for name in self.stages[stage]:
+            self._solve(name)
+
+    def _solve(self, name: str) -> None:
+        layer = self.layers[name]
+        full = f"{self.block.name}.{name}"
+        rows = self.samples[name].rows
+        before = None if rows is None else layer(rows)
+        facts = Layer(full, layer.mask, self.sweep.run.storage, self.sweep._noter(self.label, full))
+        solution = self.step.solve(layer.weight.float(), self.seen[name], facts)
+        layer.activations = solution.activations or layer.activations
+        dense = isinstance(solution.weight, Tensor)
+        layer.put(solution.weight.to(self.sweep.opened.dtype) if dense else solution.weight, solution.mask)
+        packed = layer.packed
+        if packed is not None:
+            packed = replace(packed, scale=packed.scale.to(self.sweep.run.storage))
+            adapted = self.sweep.run.format.adapt(packed)
+            layer.put(layer.weight_as(self.sweep.opened.dtype) if adapted is None else adapted)
+        round_to_storage(layer, self.sweep.run)
+        weight = layer.weight
+        error = None if before is None else relative_error(layer(rows), before)
+        sparsity = float((weight == 0).float().mean())
+        self.results.append(LayerResult(full, self.label, error, sparsity))
+
+
+def round_to_storage(module: nn.Module, run: Run) -> None:
+    """Round dense floating tensors to the dtype they will be stored in; scales are born in it."""
+    for tensor in (
+        *module.parameters(),
+        *(b for n, b in module.named_buffers() if n.rpartition(".")[2] == "dense"),
+    ):
+        if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
+            tensor.data = tensor.data.to(run.storage).to(tensor.dtype)
+
+
+def needs_data(step: Any) -> bool:
+    """Whether a pass looks at calibration inputs."""
+    return not (isinstance(step, QuantizingPass | LayerPass) and step.observes is Nothing)

@@ -1,0 +1,126 @@
+"""Reloading what was written and comparing it with what was computed, before a run is called successful."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from compress.context import Run
+from compress.errors import VerificationError
+from compress.model.load import load
+from compress.model.packed import CompressedLinear
+from compress.recipe import Recipe
+from compress.types import dtype_name
+
+TOLERANCE = (
+    1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
+)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """layers: compressed layers whose codes were read back bit for bit. own, transformers: largest absolute difference
+    of logits to the model as it was computed, None where not checked, and then `skipped` says why.
+    """
+
+    layers: int
+    own: float
+    transformers: float | None
+    skipped: str | None
+
+
+def verify(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    folder: Path,
+    digests: Mapping[str, str],
+    reference: Mapping[str, Tensor],
+    run: Run,
+) -> tuple[Verified, nn.Module]:
+    """Reload by compress.load and, where possible, by plain transformers.
+
+    digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
+
+    Raises VerificationError naming the layer, or the reader whose logits differ.
+    """
+    model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
+    for name, digest in digests.items():
+        layer = model.get_submodule(name)
+        packed = layer.packed if isinstance(layer, CompressedLinear) else None
+        if packed is None or packed.sha256() != digest:
+            raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
+    own = _compare("compress.load", model, reference, run.device, folder)
+    skipped = _no_reader(recipe, model)
+    if skipped is not None:
+        run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
+        return Verified(len(digests), own, None, skipped), model
+    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    theirs = _compare("transformers", other, reference, run.device, folder)
+    for name in digests:
+        _same_weight(name, model.get_submodule(name), other.get_submodule(name), dtype, folder)
+    return Verified(len(digests), own, theirs, None), model
+
+
+def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
+    """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
+    packed = [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+    if recipe.save.verify == "own":
+        return "the recipe says verify: own"
+    if not packed:
+        return None
+    if recipe.save.format == "native":
+        return "format native is read by compress.load alone"
+    if any(layer.transposed for layer in packed):
+        return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
+    return None
+
+
+def _transformers_model(
+    model_class: type[nn.Module], folder: Path, dtype: torch.dtype, remote: bool
+) -> nn.Module:
+    """The checkpoint as any user of transformers loads it, quietly."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
+    except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _compare(
+    reader: str, model: nn.Module, reference: Mapping[str, Tensor], device: torch.device, folder: Path
+) -> float:
+    """The largest absolute difference of logits; VerificationError when it is more than rounding."""
+    with torch.no_grad():
+        found = model(input_ids=reference["ids"].to(device)).logits.float().cpu()
+    wanted = reference["logits"].float()
+    difference = float((found - wanted).abs().max())
+    if not difference <= TOLERANCE * max(float(wanted.abs().max()), 1.0):
+        raise VerificationError(
+            f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} from the computed ones"
+        )
+    return difference
+
+
+def _same_weight(name: str, ours: nn.Module, theirs: nn.Module, dtype: torch.dtype, folder: Path) -> None:
+    """Bit for bit the same dense weight; readers multiply out in the dtype they load in, or in the stored one."""
+    assert isinstance(ours, CompressedLinear) and ours.packed is not None
+    weight = theirs.weight
+    stored = ours.packed.scale.dtype
+    if not any(
+        torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys((dtype, stored))
+    ):
+        raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

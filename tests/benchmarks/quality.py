@@ -1,0 +1,110 @@
+"""Quality, time and memory of recipes on a fixed protocol: windows and calibration sequences given as token ids.
+
+    python tests/benchmarks/quality.py RECIPE.yaml... --model PATH --test IDS.npy --calibration IDS.npy
+
+Each recipe is run with its model and calibration replaced by the given ones, in a process of its own; the reloaded
+checkpoint is evaluated on the windows. One JSON line per recipe:
+
+    recipe, perplexity, loss, base_loss, seconds, peak_rss_mb, checkpoint_bytes, bits_per_weight
+
+seconds: opening, calibrating, compressing, writing, and reading back, evaluation apart. peak_rss_mb: of the process
+until then. The calibration's batch stays the recipe's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+KEYS = (
+    "recipe",
+    "perplexity",
+    "loss",
+    "base_loss",
+    "seconds",
+    "peak_rss_mb",
+    "checkpoint_bytes",
+    "bits_per_weight",
+)
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.one:
+        print(json.dumps(measure(arguments, arguments.recipes[0])))
+        return
+    failed = False
+    for recipe in arguments.recipes:
+        command = [sys.executable, __file__, "--one", recipe, *forwarded(arguments)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        failed |= done.returncode != 0
+        print(done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"{recipe}: failed", flush=True)
+    sys.exit(failed)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("recipes", nargs="+", metavar="RECIPE.yaml")
+    parser.add_argument("--model", required=True, help="hub id, local folder or .gguf file")
+    parser.add_argument("--test", required=True, help="token ids of the windows, .npy [windows, length]")
+    parser.add_argument("--calibration", required=True, help="token ids, .npy [sequences, length]")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, help="threads of torch; all cores if not given")
+    parser.add_argument("--out", help="keep the checkpoints in this folder")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def forwarded(arguments: argparse.Namespace) -> list[str]:
+    names = ("model", "test", "calibration", "dtype", "threads", "out")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
+    import torch
+
+    import compress
+    from compress.runner import compress_only, evaluate_checkpoint
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    recipe = compress.Recipe.from_yaml(path)
+    ids = {"source": arguments.calibration, "sequences": None, "length": None}
+    recipe = recipe.model_copy(
+        update={
+            "model": arguments.model,
+            "dtype": arguments.dtype,
+            "calibration": recipe.calibration.model_copy(update=ids),
+            "eval": compress.Evaluate(perplexity=(arguments.test,), windows=None, length=None),
+        }
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(arguments.out or temporary) / Path(path).stem
+        begin = perf_counter()
+        job = compress_only(recipe, out)
+        seconds = perf_counter() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        report = evaluate_checkpoint(job).report
+    quality, size = report["quality"][0], report["size"]
+    values = (
+        Path(path).name,
+        quality["compressed"]["perplexity"],
+        quality["compressed"]["loss"],
+        quality["base"]["loss"],
+        round(seconds, 1),
+        round(peak),
+        size["checkpoint_bytes"],
+        round(size["bits_per_weight"], 4),
+    )
+    return dict(zip(KEYS, values, strict=True))
+
+
+if __name__ == "__main__":
+    main()

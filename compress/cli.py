@@ -66,9 +66,7 @@ def main(debug: bool) -> None:
 
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-MODEL = click.option(
-    "--model", help="Use this model instead of the recipe's: hub id, local folder or .gguf file."
-)
+MODEL = click.option("--model", help="Use this model instead of the recipe's: hub id, local folder or .gguf file.")
 
 
 def _read(recipe: Path, model: str | None) -> Any:
@@ -135,8 +133,7 @@ def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype
 
     found = evaluate_texts(model, text, windows, length, dtype)
     rows = [
-        (name, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
-        for name, p in found.items()
+        (name, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}") for name, p in found.items()
     ]
     _print_table(model, ("text", "perplexity", "loss", "tokens", "seconds"), rows)
 
@@ -155,9 +152,7 @@ def passes() -> None:
 def _print_report(report: dict[str, Any], folder: Path) -> None:
     from compress.report.write import checks, costs, evidence, journal
 
-    _print_table(
-        f"{report['model']['source']} -> {folder}", ("", "before", "after", "ratio"), evidence(report)
-    )
+    _print_table(f"{report['model']['source']} -> {folder}", ("", "before", "after", "ratio"), evidence(report))
     _print_table("", ("phase", "seconds", "peak memory, MB"), costs(report))
     for line in [*checks(report), *(entry.removeprefix("- ") for entry in journal(report))]:
         click.echo(line)

@@ -38,9 +38,7 @@ class Pass(BaseModel, ABC):
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()
 
-    targets: tuple[str, ...] = Field(
-        ("*",), description="which linears: globs, or regular expressions after 're:'"
-    )
+    targets: tuple[str, ...] = Field(("*",), description="which linears: globs, or regular expressions after 're:'")
     ignore: tuple[str, ...] = Field((), description="which of them to leave alone")
 
     @field_validator("targets", "ignore", mode="before")
@@ -150,9 +148,7 @@ GridName = Annotated[str, BeforeValidator(_grid)]
 
 
 def _group_size(value: Any) -> Any:
-    if isinstance(value, bool) or not (
-        value in ("channel", "tensor") or (isinstance(value, int) and value > 0)
-    ):
+    if isinstance(value, bool) or not (value in ("channel", "tensor") or (isinstance(value, int) and value > 0)):
         raise ValueError(f"group_size {value!r} must be a positive number of columns, channel, or tensor")
     return value
 
@@ -247,9 +243,7 @@ class PruningPass(LayerPass):
         if self.pattern.n_of_m is not None and self.sparsity is not None:
             n, m = self.pattern.n_of_m
             if abs(self.sparsity - (1 - n / m)) > 1e-9:
-                raise ValueError(
-                    f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out"
-                )
+                raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
 
     @property
     def density(self) -> float:

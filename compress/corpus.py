@@ -39,9 +39,7 @@ class HubSet(NamedTuple):
 
 
 HUB_SETS = {
-    "wikitext": HubSet(
-        "Salesforce/wikitext", "wikitext-2-raw-v1", None, {"calibration": "train", "test": "test"}
-    ),
+    "wikitext": HubSet("Salesforce/wikitext", "wikitext-2-raw-v1", None, {"calibration": "train", "test": "test"}),
     "c4": HubSet(
         "allenai/c4",
         None,
@@ -51,9 +49,7 @@ HUB_SETS = {
         },
         {"calibration": "train", "test": "validation"},
     ),
-    "ultrachat": HubSet(
-        "HuggingFaceH4/ultrachat_200k", None, None, {"calibration": "train_sft", "test": "test_sft"}
-    ),
+    "ultrachat": HubSet("HuggingFaceH4/ultrachat_200k", None, None, {"calibration": "train_sft", "test": "test_sft"}),
 }
 
 
@@ -129,9 +125,7 @@ def token_stream(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -
     if not documents:
         return torch.empty(0, dtype=torch.int64)
     # verbose=False: a document longer than the model's context is expected here, it is cut into windows.
-    encoded = tokenizer(
-        list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
-    ).input_ids
+    encoded = tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     joined = list(encoded[0])
     for ids in encoded[1:]:
@@ -254,8 +248,7 @@ def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | Non
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CalibrationError(
-            f"{part}: source {source} ({HUB_SETS[source].path}) could not be loaded from the hub: "
-            f"{reason}; {OFFLINE}"
+            f"{part}: source {source} ({HUB_SETS[source].path}) could not be loaded from the hub: {reason}; {OFFLINE}"
         ) from error
     if source == "wikitext":
         return ["\n\n".join(row["text"] for row in rows)]  # the convention of GPTQ and of its successors
@@ -282,9 +275,7 @@ def _read(path: Path) -> str:
     except OSError as error:
         raise CalibrationError(f"calibration: cannot read {path}: {error.strerror}; {OFFLINE}") from error
     except UnicodeDecodeError as error:
-        raise CalibrationError(
-            f"calibration: {path} is not UTF-8 at byte {error.start}; save it as UTF-8"
-        ) from error
+        raise CalibrationError(f"calibration: {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -308,8 +299,7 @@ def _document(row: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         raise CalibrationError(
-            f'{where}: no text; write {{"text": "..."}} '
-            f'or {{"messages": [{{"role": "user", "content": "..."}}]}}'
+            f'{where}: no text; write {{"text": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
         )
     if tokenizer is not None and tokenizer.chat_template is not None:
         return tokenizer.apply_chat_template(messages, tokenize=False)

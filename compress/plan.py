@@ -73,9 +73,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[
     return steps
 
 
-def _check_schemes(
-    step: QuantizingPass, names: Sequence[str], opened: OpenModel, format_: Format, where: str
-) -> None:
+def _check_schemes(step: QuantizingPass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
     shapes = layer_shapes(opened)
     for name in names:
         width = shapes[name][1]
@@ -153,9 +151,7 @@ def _bytes(tensor: Tensor, storage: torch.dtype) -> int:
     return tensor.numel() * (storage.itemsize if tensor.is_floating_point() else tensor.element_size())
 
 
-def _memory(
-    recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: dict[str, tuple[int, int]]
-) -> int:
+def _memory(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: dict[str, tuple[int, int]]) -> int:
     """What is in memory at once: outside weights, one block twice, activations, the largest solver's matrices."""
     compute = opened.dtype.itemsize
     outside = sum(_bytes(t, opened.dtype) for t in outside_tensors(opened, opened.dtype).values())

@@ -38,9 +38,7 @@ class Calibration(_Part):
     source: str = Field(
         "embedded", description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl or .npy file"
     )
-    sequences: int | None = Field(
-        64, gt=0, description="how many sequences; null: all that a .npy file holds"
-    )
+    sequences: int | None = Field(64, gt=0, description="how many sequences; null: all that a .npy file holds")
     length: int | None = Field(512, gt=1, description="tokens per sequence; null: as a .npy file has them")
     batch: int = Field(4, gt=0, description="sequences in one forward pass")
 
@@ -169,9 +167,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def _spoken(fact: Fact) -> str:
-    return {"masked": "pruned", "quantized": "quantized", "activations_quantized": "given quantized inputs"}[
-        fact
-    ]
+    return {"masked": "pruned", "quantized": "quantized", "activations_quantized": "given quantized inputs"}[fact]
 
 
 def _passes(items: Any) -> tuple[Pass, ...]:
@@ -186,9 +182,7 @@ def _pass(index: int, item: Any) -> Pass:
     if isinstance(item, str):
         item = {item: None}
     if not isinstance(item, Mapping) or len(item) != 1:
-        raise _Mistake(
-            ("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'"
-        )
+        raise _Mistake(("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'")
     ((key, options),) = item.items()
     place: Path_ = ("passes", index, key)
     if key not in PASSES:

@@ -36,7 +36,7 @@ from compress.model.save import (
     write_shard,
     write_text,
 )
-from compress.plan import Step, is_sweep, plan_of, resolve, storage_dtype
+from compress.plan import Plan, Step, is_sweep, plan_of, resolve, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.write import write_report
@@ -61,59 +61,14 @@ class Result:
 def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
 
-    The same call continues a run that was killed; a run that is complete is only evaluated again.
+    The same call continues a run that was killed; a run that is complete is only checked and evaluated again.
 
     Raises the errors of `compress.errors`.
     """
-    out, journal = Path(out), journal or Journal()
-    opened = open_model(recipe.model, recipe.dtype, _device(recipe.device), recipe.trust_remote_code)
-    for note in opened.notes:
-        journal.add("note", "model", note)
-    context = Run(
-        opened.device, storage_dtype(recipe, opened), recipe.seed, FORMATS[recipe.save.format], journal
-    )
-    planned = plan_of(recipe, opened)
-    steps = resolve(recipe.passes, opened, context.format)
-    evaluation = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
-    with context.phase("calibration text"):
-        ids = calibration_ids(recipe, opened)
-    spelled = recipe.model_dump(mode="json")
-    spelled.pop("eval")
-    spelled.pop("model")
-    identity = {
-        "recipe": spelled,
-        "model": opened.fingerprint,
-        "calibration": corpus.corpus_sha256(ids),
-        "version": __version__,
-    }
-    manifest = open_folder(out, fingerprint(**identity), overwrite)
-    job = _Job(recipe, opened, context, steps, ids, manifest)
-    if not manifest.complete:
+    job = Job.begin(recipe, Path(out), overwrite, journal or Journal())
+    if not job.manifest.complete:
         job.compress()
-    verified, model = job.verify()
-    quality = _evaluate(job, model, evaluation)
-    report = build_report(recipe, opened, context, manifest, planned, verified, quality, identity)
-    write_report(report, out)
-    return Result(out, report, journal)
-
-
-def _evaluate(job: _Job, model: nn.Module, texts: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Perplexity of the reloaded checkpoint and of the base model on every text."""
-    base = open_model(job.recipe.model, job.recipe.dtype, job.opened.device, job.recipe.trust_remote_code)
-    found = []
-    for name, ids in texts.items():
-        measured: dict[str, Perplexity] = {}
-        with job.context.phase("evaluate"), base.streaming() as dense:
-            for which, module in (("base", dense), ("compressed", model)):
-                measured[which] = perplexity(module, ids, partial(_tell, job.context.journal, name, which))
-        facts = {
-            "text": name,
-            "windows": ids.shape[0],
-            "length": ids.shape[1],
-            "sha256": corpus.corpus_sha256(ids),
-        }
-        found.append(facts | {k: asdict(m) | {"perplexity": m.perplexity} for k, m in measured.items()})
-    return found
+    return job.finish()
 
 
 def _tell(journal: Journal, text: str, which: str, done: int, of: int) -> None:
@@ -148,9 +103,7 @@ def apply(
     context = Run(opened.device, first.dtype, journal=journal or Journal(), format=Native())
     steps = resolve(passes, opened, context.format)
     if calibration is None and any(needs_data(step) for step in passes):
-        raise CalibrationError(
-            "calibration: these passes need token ids, an integer tensor [sequences, length]"
-        )
+        raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
     batches = [] if calibration is None else list(ids.split(batch))
     for swept, segment in _segments(steps):
@@ -192,9 +145,7 @@ def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
     return _ids(source, "test", opened, recipe.eval.windows, recipe.eval.length, recipe.seed)
 
 
-def _ids(
-    source: str, part: Any, opened: OpenModel, count: int | None, length: int | None, seed: int
-) -> Tensor:
+def _ids(source: str, part: Any, opened: OpenModel, count: int | None, length: int | None, seed: int) -> Tensor:
     tokenizer = None if source.endswith(".npy") else _tokenizer(opened)
     ids = corpus.token_ids(source, part, tokenizer, count, length, seed)
     size = opened.model.get_input_embeddings().weight.shape[0]
@@ -213,23 +164,46 @@ def _ids(
 
 def _tokenizer(opened: OpenModel) -> Any:
     if opened.tokenizer is None:
-        raise CalibrationError(
-            f"calibration: {opened.source} has no tokenizer; give token ids in a .npy file"
-        )
+        raise CalibrationError(f"calibration: {opened.source} has no tokenizer; give token ids in a .npy file")
     return opened.tokenizer
 
 
 @dataclass
-class _Job:
-    """One run on its way: compress into shards, then check them."""
+class Job:
+    """One run on its way: compress into shards, then check them.
+
+    ids: calibration token ids. texts: evaluation token ids by name, made before the work so that it is not in vain.
+    """
 
     recipe: Recipe
     opened: OpenModel
     context: Run
     steps: list[Step]
+    planned: Plan
     ids: Tensor
+    texts: dict[str, Tensor]
     manifest: Manifest
     _noted: int = 0
+
+    @classmethod
+    def begin(cls, recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
+        """Open everything that can be wrong: model, targets, texts, output folder."""
+        opened = open_model(recipe.model, recipe.dtype, _device(recipe.device), recipe.trust_remote_code)
+        for note in opened.notes:
+            journal.add("note", "model", note)
+        format_ = FORMATS[recipe.save.format]
+        context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, journal)
+        planned = plan_of(recipe, opened)
+        steps = resolve(recipe.passes, opened, format_)
+        texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
+        with context.phase("calibration text"):
+            ids = calibration_ids(recipe, opened)
+        spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
+        wanted = fingerprint(
+            recipe=spelled, model=opened.fingerprint, calibration=corpus.corpus_sha256(ids), version=__version__
+        )
+        manifest = open_folder(out, wanted, overwrite)
+        return cls(recipe, opened, context, steps, planned, ids, texts, manifest)
 
     @property
     def shards(self) -> int:
@@ -355,14 +329,35 @@ class _Job:
         found = {n: v for entry in self.manifest.shards.values() for n, v in entry.schemes.items()}
         return {n: Scheme.from_json(found[n]) for n in self.opened.linear_names() if n in found}
 
-    def verify(self) -> tuple[Verified, nn.Module]:
-        """Reload the checkpoint and compare it with what was computed; the reloaded model comes along."""
+    def finish(self) -> Result:
+        """Read the checkpoint back, compare it with what was computed, evaluate it, and write the report."""
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(self.manifest.folder / WORK / PROBE_FILE)
-            return verify(
-                self.recipe, self.opened.dtype, self.manifest.folder, digests, reference, self.context
-            )
+            folder = self.manifest.folder
+            verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context)
+        quality = self._evaluate(model)
+        hashed = corpus.corpus_sha256(self.ids)
+        report = build_report(
+            self.recipe, self.opened, self.context, self.manifest, self.planned, verified, quality, hashed
+        )
+        write_report(report, folder)
+        return Result(folder, report, self.context.journal)
+
+    def _evaluate(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Perplexity of the reloaded checkpoint and of the base model on every text."""
+        recipe, journal = self.recipe, self.context.journal
+        base = open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code)
+        quality = []
+        for name, ids in self.texts.items():
+            measured: dict[str, Perplexity] = {}
+            with self.context.phase("evaluate"), base.streaming() as dense:
+                for which, module in (("base", dense), ("compressed", model)):
+                    measured[which] = perplexity(module, ids, partial(_tell, journal, name, which))
+            facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1]}
+            facts |= {"sha256": corpus.corpus_sha256(ids)}
+            quality.append(facts | {k: asdict(m) | {"perplexity": m.perplexity} for k, m in measured.items()})
+        return quality
 
 
 def _keep(block: Block, results: list[LayerResult]) -> None:

@@ -18,9 +18,7 @@ from compress.model.packed import CompressedLinear
 from compress.recipe import Recipe
 from compress.types import dtype_name
 
-TOLERANCE = (
-    1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
-)
+TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,7 @@ def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
     return None
 
 
-def _transformers_model(
-    model_class: type[nn.Module], folder: Path, dtype: torch.dtype, remote: bool
-) -> nn.Module:
+def _transformers_model(model_class: type[nn.Module], folder: Path, dtype: torch.dtype, remote: bool) -> nn.Module:
     """The checkpoint as any user of transformers loads it, quietly."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -120,7 +116,5 @@ def _same_weight(name: str, ours: nn.Module, theirs: nn.Module, dtype: torch.dty
     assert isinstance(ours, CompressedLinear) and ours.packed is not None
     weight = theirs.weight
     stored = ours.packed.scale.dtype
-    if not any(
-        torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys((dtype, stored))
-    ):
+    if not any(torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys((dtype, stored))):
         raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

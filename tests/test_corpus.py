@@ -85,9 +85,7 @@ def test_calibration_draws_whole_windows_once(data, length, seed):
 
 
 def test_calibration_ids_depend_on_the_seed_alone(tokenizer):
-    first, again, other = (
-        corpus.token_ids("embedded", "calibration", tokenizer, 8, 64, seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (corpus.token_ids("embedded", "calibration", tokenizer, 8, 64, seed) for seed in (1, 1, 2))
     assert first.dtype == torch.int64
     assert torch.equal(first, again)
     assert corpus.corpus_sha256(first) == corpus.corpus_sha256(again) != corpus.corpus_sha256(other)

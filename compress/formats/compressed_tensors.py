@@ -20,9 +20,7 @@ from compress.formats.base import Format, Scheme
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 
-WRITES_AS = (
-    "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
-)
+WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
 
 
 class CompressedTensors(Format):
@@ -98,7 +96,5 @@ class CompressedTensors(Format):
             everywhere = "Linear" in group["targets"]
             targets = set(group["targets"])
             ignored = set(config.get("ignore", []))
-            found |= {
-                name: scheme for name in names if name in targets or (everywhere and name not in ignored)
-            }
+            found |= {name: scheme for name in names if name in targets or (everywhere and name not in ignored)}
         return found

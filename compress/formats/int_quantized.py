@@ -23,9 +23,7 @@ NAME = "int-quantized"
 
 def suits(scheme: Scheme) -> bool:
     """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
-    integers = (
-        scheme.grid.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
-    )
+    integers = scheme.grid.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
     return integers and scheme.group_size in ("channel", "tensor") and not scheme.indexed
 
 

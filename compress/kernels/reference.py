@@ -22,12 +22,7 @@ def dense_weight(packed: PackedCodes, dtype: torch.dtype) -> Float[Tensor, "out 
     # The codes are stored from 0 up; whole numbers below 256 are exact in every float dtype.
     values = codes.to(dtype).add_(packed.grid.lowest)
     groups = scale.shape[1]
-    if (
-        packed.group_index is None
-        and groups > 1
-        and width % groups == 0
-        and packed.group_size == width // groups
-    ):
+    if packed.group_index is None and groups > 1 and width % groups == 0 and packed.group_size == width // groups:
         parts = values.view(rows, groups, -1)
         if packed.zero is not None:
             parts.sub_(packed.zero.to(dtype)[..., None])

@@ -27,11 +27,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     Raises ModelError when the model has no ModuleList.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outer = {
-        name: module
-        for name, module in lists.items()
-        if not any(name.startswith(other + ".") for other in lists)
-    }
+    outer = {name: module for name, module in lists.items() if not any(name.startswith(other + ".") for other in lists)}
     if not outer:
         raise ModelError(
             f"model: {type(model).__name__} has no list of blocks (no torch.nn.ModuleList); "

@@ -26,11 +26,7 @@ def as_safetensors(path: Path) -> Path:
     if not path.is_file():
         raise ModelError(f"model: no file {path}")
     with path.open("rb") as file:
-        digest = (
-            hashlib.file_digest(file, "sha256")
-            if hasattr(hashlib, "file_digest")
-            else hashlib.sha256(file.read())
-        )
+        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
         file.seek(0)
         if file.read(4) != b"GGUF":
             raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
@@ -45,11 +41,7 @@ def as_safetensors(path: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             shutil.rmtree(part, ignore_errors=True)
-            reason = (
-                done.stderr.strip().splitlines()[-1]
-                if done.stderr.strip()
-                else f"exit code {done.returncode}"
-            )
+            reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
             raise ModelError(
                 f"model: {path} cannot be read ({reason}); reading GGUF needs the extra: compress-llm[gguf]"
             )

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from compress.model.packed import CompressedLinear, linears
 
-FOLD_TOLERANCE = (
-    1e-4  # relative, float32: measured folds are exact to 1e-6, wrong ones are off by more than 1e-2
-)
+FOLD_TOLERANCE = 1e-4  # relative, float32: measured folds are exact to 1e-6, wrong ones are off by more than 1e-2
 
 Forward = Callable[[nn.Module], Tensor]
 """One forward pass of a block on fixed inputs: block -> hidden states."""
@@ -131,9 +129,7 @@ def _scale_columns(block: nn.Module, group: Group, scale: Tensor) -> None:
             continue
         layer = CompressedLinear.of(module)
         scaled = layer.weight * scale.to(layer.weight.dtype)
-        module.weight = nn.Parameter(
-            (scaled.T if layer.transposed else scaled).contiguous(), requires_grad=False
-        )
+        module.weight = nn.Parameter((scaled.T if layer.transposed else scaled).contiguous(), requires_grad=False)
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

@@ -90,9 +90,7 @@ def fill(
         try:
             packed = format_.decode(inside, scheme)
         except KeyError as error:
-            raise ModelError(
-                f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again"
-            ) from error
+            raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
         layer = replace_linear(root, full.removeprefix(prefix))
         layer.put(packed)
         layer.activations = scheme.activations

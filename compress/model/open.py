@@ -22,9 +22,7 @@ from compress.model import gguf
 from compress.model.blocks import Block, find_blocks
 from compress.model.packed import linears
 
-SAMPLE_BYTES = (
-    1 << 16
-)  # a fingerprint reads this much at each of SAMPLES places of a file, so that it takes no time
+SAMPLE_BYTES = 1 << 16  # a fingerprint reads this much at each of SAMPLES places of a file, so that it takes no time
 SAMPLES = 64
 
 
@@ -123,12 +121,8 @@ class OpenModel:
         """The whole model, runnable: each block's weights are brought for its forward pass only."""
         handles = []
         for block in self.blocks:
-            handles.append(
-                block.module.register_forward_pre_hook(lambda m, a, b=block: self.weights.bring(b))
-            )
-            handles.append(
-                block.module.register_forward_hook(lambda m, a, o, b=block: self.weights.release(b))
-            )
+            handles.append(block.module.register_forward_pre_hook(lambda m, a, b=block: self.weights.bring(b)))
+            handles.append(block.module.register_forward_hook(lambda m, a, o, b=block: self.weights.release(b)))
         try:
             yield self.model
         finally:
@@ -170,9 +164,7 @@ def open_model(
     folder = folder_of(source)
     config = read_config(folder, source, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"model: {source} is already quantized; start from the dense model (compress.load reads it)"
-        )
+        raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     with init_empty_weights():
@@ -184,12 +176,8 @@ def open_model(
     fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
-        note = (
-            "the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole"
-        )
-        return OpenModel(
-            whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=[note], **common
-        )
+        note = "the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole"
+        return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=[note], **common)
     blocks = find_blocks(model)
     weights = Mapped(files, compute, device)
     outside = [name for name in files if not any(name.startswith(block.name + ".") for block in blocks)]
@@ -294,13 +282,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
-        raise ModelError(
-            f"model: {path} is missing, though the index names it; fetch the model again"
-        ) from error
+        raise ModelError(f"model: {path} is missing, though the index names it; fetch the model again") from error
     except SafetensorError as error:
-        raise ModelError(
-            f"model: {path} is truncated or no safetensors file ({error}); fetch it again"
-        ) from error
+        raise ModelError(f"model: {path} is truncated or no safetensors file ({error}); fetch it again") from error
 
 
 def match(
@@ -333,9 +317,7 @@ def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ModelError(
-            f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again"
-        )
+        raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")
     return model.eval().requires_grad_(False).to(device)
 
 

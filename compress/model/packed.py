@@ -63,9 +63,7 @@ class CompressedLinear(nn.Module):
         """The packed codes, or None while the weight is dense."""
         if self.words is None:
             return None
-        return PackedCodes(
-            self.words, self.scale, self.zero, group_index=self.group_index, **self._packed_facts
-        )
+        return PackedCodes(self.words, self.scale, self.zero, group_index=self.group_index, **self._packed_facts)
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
@@ -111,11 +109,7 @@ def _data(tensor: Tensor) -> Tensor:
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
     """Every linear below a module by its name, in the order of definition, dense and compressed alike."""
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if isinstance(child, (*LINEARS, CompressedLinear))
-    }
+    return {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:

@@ -163,7 +163,5 @@ def write_description(
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
     """Full names of all linears of the model that stay dense, the head included."""
     return [
-        name
-        for name, module in opened.model.named_modules()
-        if isinstance(module, LINEARS) and name not in compressed
+        name for name, module in opened.model.named_modules() if isinstance(module, LINEARS) and name not in compressed
     ]

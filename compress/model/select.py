@@ -30,9 +30,7 @@ def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], 
                 raise TargetError(
                     f"{where}: {option} pattern {pattern!r} matches no linear inside the blocks{_hint(pattern, names)}"
                 )
-    chosen = [
-        n for n in names if any(matches(n, p) for p in targets) and not any(matches(n, p) for p in ignore)
-    ]
+    chosen = [n for n in names if any(matches(n, p) for p in targets) and not any(matches(n, p) for p in ignore)]
     if not chosen:
         raise TargetError(f"{where}: the ignore patterns leave none of the {len(names)} linears to work on")
     return chosen

@@ -21,9 +21,7 @@ GroupSize = int | Literal["channel", "tensor"]
 ScaleSearch = Literal["absmax", "mse"]
 
 MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
-MSE_STEPS = (
-    30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
-)
+MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
 MSE_SHRINK = 0.60  # the largest share of the range that is cut off
 
 
@@ -57,11 +55,7 @@ class Codes:
         """The weight that the codes stand for: (code - zero) * scale, computed in `dtype`."""
         width = self.codes.shape[1]
         scale = spread(self.scale.to(dtype), width, self.group_size, self.group_index)
-        zero = (
-            None
-            if self.zero is None
-            else spread(self.zero.to(dtype), width, self.group_size, self.group_index)
-        )
+        zero = None if self.zero is None else spread(self.zero.to(dtype), width, self.group_size, self.group_index)
         return self.grid.decode(self.codes, scale, zero)
 
 

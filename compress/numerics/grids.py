@@ -33,9 +33,7 @@ class Grid(ABC):
         """True when the grid has no zero point."""
 
     @abstractmethod
-    def fit(
-        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(scale, zero) that cover the range [low, high], the scale rounded to `dtype` as it will be stored.
 
         low, high: any one shape; scale and zero have that shape. zero is None when symmetric.
@@ -74,9 +72,7 @@ class IntGrid(Grid):
         """The largest code, 2^(bits-1) - 1."""
         return 2 ** (self.bits - 1) - 1
 
-    def fit(
-        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         steps = self.highest - self.lowest
         low, high = low.clamp(max=0), high.clamp(min=0)  # zero is always representable
         if symmetric:
@@ -106,9 +102,7 @@ class LevelGrid(Grid):
     def symmetric_only(self) -> bool:
         return True
 
-    def fit(
-        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return _nonzero(torch.maximum(-low, high).clamp(min=0) / max(map(abs, self.levels)), dtype), None
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
@@ -131,9 +125,7 @@ class Float8Grid(Grid):
     def symmetric_only(self) -> bool:
         return True
 
-    def fit(
-        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         return _nonzero(torch.maximum(-low, high).clamp(min=0) / torch.finfo(self.dtype).max, dtype), None
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -24,9 +24,7 @@ class Pattern:
             raise ValueError(f"pattern {self.text!r} is not known; write row, layer, or N:M such as 2:4")
         if self.n_of_m is not None and not 0 < self.n_of_m[0] < self.n_of_m[1]:
             n, m = self.n_of_m
-            raise ValueError(
-                f"pattern {self.text!r} keeps {n} of {m}; N must be at least 1 and smaller than M"
-            )
+            raise ValueError(f"pattern {self.text!r} keeps {n} of {m}; N must be at least 1 and smaller than M")
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
@@ -60,13 +58,9 @@ class Pattern:
         return int(((weight[:, :whole] != 0).reshape(-1, m).sum(1) > n).sum())
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """A recipe spells a pattern as a string."""
-        parse = core_schema.no_info_plain_validator_function(
-            lambda v: v if isinstance(v, cls) else cls(_text(v))
-        )
+        parse = core_schema.no_info_plain_validator_function(lambda v: v if isinstance(v, cls) else cls(_text(v)))
         return core_schema.json_or_python_schema(
             json_schema=parse,
             python_schema=parse,
@@ -77,9 +71,7 @@ class Pattern:
 def _text(value: Any) -> str:
     """The text of a pattern; YAML 1.1 reads an unquoted 2:4 as the base-60 number 124."""
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(
-            f'pattern {value} is a number; N:M needs quotes in YAML: "{value // 60}:{value % 60}"'
-        )
+        raise ValueError(f'pattern {value} is a number; N:M needs quotes in YAML: "{value // 60}:{value % 60}"')
     if not isinstance(value, str):
         raise ValueError(f"pattern {value!r} is not text; write row, layer, or N:M such as 2:4")
     return value

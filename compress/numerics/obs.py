@@ -37,9 +37,7 @@ class ColumnRule(Protocol):
         ...
 
 
-def sweep(
-    weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule: ColumnRule
-) -> Float[Tensor, "out in"]:
+def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule: ColumnRule) -> Float[Tensor, "out in"]:
     """Compress all columns in order by `rule`; returns the compressed weight, and `weight` is left alone.
 
     factor: U of `linalg.inverse_factor`, in the order of the columns.
@@ -62,9 +60,7 @@ def sweep(
                     # W[:, j] -= err * U_ij for the columns of this leaf
                     work[i + 1 : high].addr_(factor[i, i + 1 : high], error, alpha=-1)
             if high < stop:
-                work[high:stop].addmm_(
-                    factor[low:high, high:stop].T, errors[low - start : high - start], alpha=-1
-                )
+                work[high:stop].addmm_(factor[low:high, high:stop].T, errors[low - start : high - start], alpha=-1)
         if stop < width:
             work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     return work.T.contiguous()

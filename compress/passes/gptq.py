@@ -30,17 +30,13 @@ class GPTQ(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     observes: ClassVar[type[Observer]] = Gram
 
-    act_order: Literal["none", "static", "group"] = Field(
-        "none", description="the order of columns in the sweep"
-    )
+    act_order: Literal["none", "static", "group"] = Field("none", description="the order of columns in the sweep")
     damping: float = Field(DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
-            raise ValueError(
-                f"act_order: group needs a number as group_size, not {self.group_size!r}; use static"
-            )
+            raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
 
     @property
     def indexed(self) -> bool:
@@ -63,9 +59,7 @@ class GPTQ(QuantizingPass):
             scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
         if order is not None:
             weight, mask = weight[:, order], None if mask is None else mask[:, order]
-        rule = Rounding(
-            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, mask, scale, zero
-        )
+        rule = Rounding(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, mask, scale, zero)
         if self.act_order == "static":
             rule.fix(order, weight.shape[1])
         sweep(weight, factor, rule)

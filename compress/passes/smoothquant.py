@@ -43,9 +43,7 @@ class SmoothQuant(BlockPass):
                 continue
             fold = fold_into_norm(block, group, self.scale(absmax, weight_absmax(block, group)), inputs.probe)
             if not fold.kept:
-                message = (
-                    f"{where}: folding into {group.norm} would change the block's output, so it was undone"
-                )
+                message = f"{where}: folding into {group.norm} would change the block's output, so it was undone"
                 note("fallback", message, relative_error=fold.error)
 
     def scale(self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"]) -> Float[Tensor, " in"]:

@@ -43,7 +43,7 @@ def build_report(
     planned: Plan,
     verified: Verified,
     quality: list[dict[str, Any]],
-    identity: dict[str, Any],
+    calibration_sha256: str,
 ) -> dict[str, Any]:
     """All sections of report.json.
 
@@ -75,7 +75,7 @@ def build_report(
         "reproduce": {
             "recipe": recipe.model_dump(mode="json"),
             "fingerprint": manifest.fingerprint,
-            "calibration_sha256": identity["calibration"],
+            "calibration_sha256": calibration_sha256,
             "compute_dtype": dtype_name(opened.dtype),
             "storage_dtype": dtype_name(run.storage),
             "device": str(opened.device),
@@ -85,9 +85,7 @@ def build_report(
             "packages": {name: _version(name) for name in PACKAGES},
         },
         "files": files,
-        "checkpoint_sha256": hashlib.sha256(
-            "".join(f"{n} {h}\n" for n, h in files.items()).encode()
-        ).hexdigest(),
+        "checkpoint_sha256": hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest(),
     }
 
 

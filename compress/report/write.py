@@ -32,9 +32,7 @@ def markdown(report: dict[str, Any]) -> str:
         + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
         f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
-        "## To do it again\n\n```yaml\n"
-        + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False)
-        + "```",
+        "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
         table(("", ""), reproduction(report)),
     ]
     return "\n\n".join(sections) + "\n"
@@ -82,9 +80,7 @@ def checks(report: dict[str, Any]) -> list[str]:
     if found["transformers"] is None:
         lines.append(f"not reloaded by transformers: {found['skipped']}")
     else:
-        lines.append(
-            f"reloaded by transformers: logits differ by at most {found['transformers']:.3g}, weights equal"
-        )
+        lines.append(f"reloaded by transformers: logits differ by at most {found['transformers']:.3g}, weights equal")
     return lines
 
 

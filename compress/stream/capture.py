@@ -72,6 +72,10 @@ def _split(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     raise ModelError(f"model: {block.name} is called without hidden states as its first argument")
 
 
+class _Enough(Exception):  # noqa: N818  ends a forward pass; nothing is wrong
+    pass
+
+
 class Surroundings:
     """The model around its blocks: ids -> first block's input, last block's output -> logits."""
 
@@ -95,10 +99,15 @@ class Surroundings:
                     "so the blocks cannot be worked on one after the other"
                 )
             seen.append((hidden, call))
+            if len(seen) == len(self._opened.blocks):
+                raise _Enough  # the head is not needed, and its logits would be the largest tensor of all
             return form(hidden)
 
-        self._run(ids, pass_on)
-        if len(seen) != len(self._opened.blocks):
+        try:
+            self._run(ids, pass_on)
+        except _Enough:
+            pass
+        else:
             raise ModelError(f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass")
         return Captured(seen[0][0], [call for _, call in seen])
 
@@ -118,15 +127,12 @@ class Surroundings:
         self._opened.weights.bring(first)
         plain = type(first.module).forward
 
-        class Learned(Exception):  # noqa: N818  ends the forward pass, nothing is wrong
-            pass
-
         def learn(block: Block, *args: Any, **kwargs: Any) -> Any:
-            raise Learned(plain(block.module, *args, **kwargs))
+            raise _Enough(plain(block.module, *args, **kwargs))
 
         try:
             self._run(ids[:1, :4], learn)
-        except Learned as learned:
+        except _Enough as learned:
             output = learned.args[0]
         if isinstance(output, (tuple, list)):
             rest = tuple(output[1:])

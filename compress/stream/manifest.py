@@ -86,9 +86,7 @@ def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
         return Manifest(folder, wanted)
     if not path.exists():
         if any(child.name != WORK for child in folder.iterdir()):
-            raise OutputError(
-                f"{folder}: holds files that are no run of compress; name a new or empty folder"
-            )
+            raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
         return Manifest(folder, wanted)
     found = _read(path, folder)
     if found is not None and found.fingerprint == wanted:

@@ -82,9 +82,7 @@ class Gram(Observer):
         """2/n X^T X."""
         return self._sum * (2 / max(self.tokens, 1))
 
-    def factor(
-        self, damping: float, order: Tensor | None = None
-    ) -> tuple[Float[Tensor, "in in"], float, int]:
+    def factor(self, damping: float, order: Tensor | None = None) -> tuple[Float[Tensor, "in in"], float, int]:
         """(U, damping used, dead channels): `linalg.inverse_factor` with the columns in `order`.
 
         Channels that were always zero get a 1 on the diagonal, so that they neither give nor take. Kept for the

@@ -110,9 +110,7 @@ class Sweep:
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
         for label, step, names in self.steps:
-            inside = [
-                name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")
-            ]
+            inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
                 continue
             self._progress(block, label)

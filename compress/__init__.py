@@ -13,7 +13,7 @@ from compress.recipe import Calibration, Evaluate, Recipe, Save
 from compress.runner import Result, apply, run
 from compress.version import __version__
 
-__all__ = [
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]  passes are found by their files
     "PASSES",
     "Calibration",
     "CompressError",

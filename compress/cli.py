@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -48,7 +48,7 @@ class _Group(click.Group):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int, debug: bool) -> None:
+def _fail(message: str, code: int, debug: bool) -> NoReturn:
     """One line on standard error, and out."""
     if debug:
         raise

@@ -28,8 +28,8 @@ class Run:
     """One run of a recipe.
 
     device: where blocks are computed. storage: the dtype in which scales and dense tensors will be stored; computed
-    values are rounded to it before anything is calibrated on them. format: how layers will be stored; they take the form
-    that it can hold as soon as they are solved. costs: seconds and peak memory per phase.
+    values are rounded to it before anything is calibrated on them. format: how layers will be stored; they take the
+    form that it can hold as soon as they are solved. costs: seconds and peak memory per phase.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -38,8 +38,10 @@ class Pass(BaseModel, ABC):
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()
 
-    targets: tuple[str, ...] = Field(("*",), description="which linears: globs, or regular expressions after 're:'")
-    ignore: tuple[str, ...] = Field((), description="which of them to leave alone")
+    targets: tuple[str, ...] = Field(
+        default=("*",), description="which linears: globs, or regular expressions after 're:'"
+    )
+    ignore: tuple[str, ...] = Field(default=(), description="which of them to leave alone")
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod
@@ -96,7 +98,7 @@ class LayerPass(Pass):
     observes: ClassVar[type[Observer]] = Nothing
 
     true_sequential: bool = Field(
-        True, description="calibrate each layer on the output of the compressed layers before it in the block"
+        default=True, description="calibrate each layer on the output of the compressed layers before it in the block"
     )
 
     @abstractmethod
@@ -174,17 +176,17 @@ class QuantizingPass(LayerPass):
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
     weights: GridName = Field(
-        "int4", description="number grid of the weights: int2..int8, fp8_e4m3, fp4_e2m1, nf4, ..."
+        default="int4", description="number grid of the weights: int2..int8, fp8_e4m3, fp4_e2m1, nf4, ..."
     )
     group_size: Annotated[GroupSize, BeforeValidator(_group_size)] = Field(
-        64, description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix"
+        default=64, description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix"
     )
-    symmetric: bool = Field(True, description="no zero point; false adds one per scale (integer grids)")
+    symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
     scale: ScaleSearch = Field(
-        "absmax", description="'absmax' covers the range; 'mse' clips it where rounding error is least"
+        default="absmax", description="'absmax' covers the range; 'mse' clips it where rounding error is least"
     )
     activations: Literal["none", "int8", "fp8_e4m3"] = Field(
-        "none", description="grid that inputs are rounded to when the model runs, one scale per token"
+        default="none", description="grid that inputs are rounded to when the model runs, one scale per token"
     )
 
     @property
@@ -208,7 +210,8 @@ class QuantizingPass(LayerPass):
         return None if self.activations == "none" else GRIDS[self.activations]
 
     def facts(self) -> frozenset[Fact]:
-        return self.makes | ({"activations_quantized"} if self.input_grid else frozenset())
+        inputs: frozenset[Fact] = frozenset({"activations_quantized"}) if self.input_grid else frozenset()
+        return self.makes | inputs
 
     def model_post_init(self, context: Any) -> None:
         if not self.symmetric and not isinstance(self.grid, IntGrid):
@@ -229,15 +232,15 @@ class PruningPass(LayerPass):
     makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
 
     sparsity: float | None = Field(
-        None,
+        default=None,
         gt=0,
         lt=1,
         description="share of weights to remove; 0.5 if not given; N:M patterns have their own",
     )
     pattern: Pattern = Field(
-        Pattern("row"), description="where zeros may stand: 'row', 'layer', or 'N:M' such as '2:4'"
+        default=Pattern("row"), description="where zeros may stand: 'row', 'layer', or 'N:M' such as '2:4'"
     )
-    allocate: Literal["uniform"] = Field("uniform", description="how sparsity is shared out over layers")
+    allocate: Literal["uniform"] = Field(default="uniform", description="how sparsity is shared out over layers")
 
     def model_post_init(self, context: Any) -> None:
         if self.pattern.n_of_m is not None and self.sparsity is not None:

@@ -79,7 +79,7 @@ def texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None = N
 def token_ids(
     source: str,
     part: Part,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     sequences: int | None,
     length: int | None,
     seed: int,
@@ -101,6 +101,8 @@ def token_ids(
         return _stored_ids(Path(source), sequences, length)
     if length is None:
         raise CalibrationError(f"{part}: length is missing; {source} text needs one, such as length 2048")
+    if tokenizer is None:
+        raise CalibrationError(f"{part}: {source} text needs a tokenizer, and the model has none; give ids in a .npy")
     stream = token_stream(texts(source, part, tokenizer), tokenizer)
     cut = windows(stream, length)
     if len(cut) == 0:
@@ -238,7 +240,7 @@ def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | Non
     """Load one of `HUB_SETS`; every failure on the way becomes one `CalibrationError`."""
     try:  # imported here, because they take seconds and only the hub sources need them
         from datasets.exceptions import DatasetsError
-        from huggingface_hub.errors import HTTPError  # that of its HTTP client
+        from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  its client's
     except ImportError as error:
         raise CalibrationError(
             f"{part}: source {source} needs the package datasets ({error}); pip install datasets; {OFFLINE}"
@@ -255,7 +257,7 @@ def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | Non
     return [_document(row, f"{source} row {number}", tokenizer) for number, row in enumerate(rows)]
 
 
-def _hub_rows(source: str, part: Part) -> list[dict[str, Any]]:
+def _hub_rows(source: str, part: Part) -> list[Any]:
     """Fetch the rows of a hub set: all of wikitext, the first `HUB_DOCUMENTS` of the larger ones."""
     import datasets  # takes seconds, and only the hub sources need it
 
@@ -302,7 +304,7 @@ def _document(row: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -
             f'{where}: no text; write {{"text": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
         )
     if tokenizer is not None and tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
@@ -347,12 +349,12 @@ def _start_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> In
     """Return the ids of the vocabulary that are not special."""
     special = set(tokenizer.all_special_ids)
     special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    size = min(len(tokenizer), model.get_input_embeddings().num_embeddings)
+    size = min(len(tokenizer), model.get_input_embeddings().get_parameter("weight").shape[0])
     return torch.tensor([token for token in range(size) if token not in special])
 
 
 def _continue(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     ids: Int[Tensor, "batch tokens"],
     count: int,

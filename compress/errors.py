@@ -38,7 +38,7 @@ class OutputError(UserError):
     """The output folder cannot be used: it holds another run, or something that is not a run."""
 
 
-class Failure(CompressError):
+class Failure(CompressError):  # noqa: N818  the family; each of its members is named an error
     """The run itself failed; exit code 1."""
 
 

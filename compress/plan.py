@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
     rows, width = shape
     if scheme is None:
         return rows * width * storage.itemsize
-    empty = {"device": "meta"}
+    empty: dict[str, Any] = {"device": "meta"}
     scale_rows = 1 if scheme.group_size == "tensor" else rows
     scale = torch.empty(scale_rows, groups_in(width, scheme.group_size), dtype=storage, **empty)
     zero = None if scheme.symmetric else torch.empty(scale.shape, dtype=torch.int8, **empty)

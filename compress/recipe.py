@@ -36,20 +36,20 @@ class Calibration(_Part):
     """Where calibration token ids come from."""
 
     source: str = Field(
-        "embedded", description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl or .npy file"
+        default="embedded", description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl or .npy file"
     )
-    sequences: int | None = Field(64, gt=0, description="how many sequences; null: all that a .npy file holds")
-    length: int | None = Field(512, gt=1, description="tokens per sequence; null: as a .npy file has them")
-    batch: int = Field(4, gt=0, description="sequences in one forward pass")
+    sequences: int | None = Field(default=64, gt=0, description="how many sequences; null: all that a .npy file holds")
+    length: int | None = Field(default=512, gt=1, description="tokens per sequence; null: as a .npy file has them")
+    batch: int = Field(default=4, gt=0, description="sequences in one forward pass")
 
 
 class Save(_Part):
     """What is written."""
 
-    format: str = Field("compressed-tensors", description=f"one of {', '.join(FORMATS)}")
-    dtype: DType = Field("auto", description="dtype of scales and dense tensors; auto: the one computed in")
+    format: str = Field(default="compressed-tensors", description=f"one of {', '.join(FORMATS)}")
+    dtype: DType = Field(default="auto", description="dtype of scales and dense tensors; auto: the one computed in")
     verify: Literal["full", "own"] = Field(
-        "full",
+        default="full",
         description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
     )
 
@@ -63,9 +63,9 @@ class Save(_Part):
 class Evaluate(_Part):
     """What is measured on the reloaded checkpoint and on the base model."""
 
-    perplexity: tuple[str, ...] = Field(("embedded",), description="text sources, as for calibration")
-    windows: int | None = Field(16, gt=0, description="non-overlapping windows per text; null: all")
-    length: int | None = Field(512, gt=1, description="tokens per window; null: as a .npy file has them")
+    perplexity: tuple[str, ...] = Field(default=("embedded",), description="text sources, as for calibration")
+    windows: int | None = Field(default=16, gt=0, description="non-overlapping windows per text; null: all")
+    length: int | None = Field(default=512, gt=1, description="tokens per window; null: as a .npy file has them")
 
 
 class Recipe(_Part):
@@ -75,10 +75,10 @@ class Recipe(_Part):
     """
 
     model: str = Field(description="hub id, local folder, or .gguf file")
-    dtype: DType = Field("auto", description="dtype that is computed in; auto: the checkpoint's")
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
+    dtype: DType = Field(default="auto", description="dtype that is computed in; auto: the checkpoint's")
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
     seed: int = 0
-    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    trust_remote_code: bool = Field(default=False, description="run code that comes with the model")
     calibration: Calibration = Calibration()
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
     save: Save = Save()
@@ -128,15 +128,16 @@ class Recipe(_Part):
         """Build a recipe from plain values as YAML has them."""
         if not isinstance(data, Mapping):
             raise _Mistake((), "a recipe is a mapping with the keys model, passes, ...")
-        known = dict(data)
-        passes = _passes(known.pop("passes", None)) if "passes" in known else None
+        known: dict[str, Any] = dict(data)
+        if "passes" in known:
+            known["passes"] = _passes(known["passes"])
         try:
-            return cls(**known, **({} if passes is None else {"passes": passes}))
+            return cls(**known)
         except ValidationError as error:
             raise _mistake(error, (), cls) from error
 
 
-class _Mistake(RecipeError):
+class _Mistake(RecipeError):  # noqa: N818  never seen by its name: it becomes a RecipeError
     """A mistake at a place in the recipe's data."""
 
     def __init__(self, path: Path_, message: str) -> None:
@@ -163,7 +164,7 @@ def check_order(passes: Sequence[Pass]) -> None:
             if fact not in facts:
                 message = f"the model must be {_spoken(fact)} first; put a pass that does so before it"
                 raise _Mistake(("passes", index, step.key()), message)
-        facts |= {fact: label(index, step) for fact in step.facts()}
+        facts.update(dict.fromkeys(step.facts(), label(index, step)))
 
 
 def _spoken(fact: Fact) -> str:

@@ -1,4 +1,4 @@
-"""run(recipe, out): compress block by block, save, reload and compare, evaluate, report. The command line calls this."""
+"""run(recipe, out): compress block by block, save, reload and compare, evaluate, report. The command line's engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import corpus
 from compress.context import Cost, Run
@@ -42,7 +43,7 @@ from compress.report.build import build_report
 from compress.report.write import write_report
 from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
 from compress.stream.sweep import LayerResult, Sweep, needs_data, round_to_storage
-from compress.verify import Verified, verify
+from compress.verify import verify
 from compress.version import __version__
 
 PROBE_FILE = "probe.safetensors"
@@ -76,12 +77,12 @@ def _tell(journal: Journal, text: str, which: str, done: int, of: int) -> None:
 
 
 def apply(
-    model: nn.Module,
+    model: PreTrainedModel,
     passes: Sequence[Pass],
     calibration: Tensor | None = None,
     batch: int = 4,
     journal: Journal | None = None,
-) -> nn.Module:
+) -> PreTrainedModel:
     """Work passes on a model in memory, in place; returns it.
 
     calibration: token ids [sequences, length]; needed unless all passes are data-free.
@@ -148,7 +149,7 @@ def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
 def _ids(source: str, part: Any, opened: OpenModel, count: int | None, length: int | None, seed: int) -> Tensor:
     tokenizer = None if source.endswith(".npy") else _tokenizer(opened)
     ids = corpus.token_ids(source, part, tokenizer, count, length, seed)
-    size = opened.model.get_input_embeddings().weight.shape[0]
+    size = opened.model.get_input_embeddings().get_parameter("weight").shape[0]
     if int(ids.max()) >= size:
         raise CalibrationError(
             f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
@@ -162,7 +163,7 @@ def _ids(source: str, part: Any, opened: OpenModel, count: int | None, length: i
     return ids
 
 
-def _tokenizer(opened: OpenModel) -> Any:
+def _tokenizer(opened: OpenModel) -> PreTrainedTokenizerBase:
     if opened.tokenizer is None:
         raise CalibrationError(f"calibration: {opened.source} has no tokenizer; give token ids in a .npy file")
     return opened.tokenizer
@@ -265,8 +266,7 @@ class Job:
             path = self.manifest.folder / shard_name(block.index + 2, self.shards)
             entry = _entry(path, tensors)
             for name, layer in linears(block.module).items():
-                packed = layer.packed if isinstance(layer, CompressedLinear) else None
-                if packed is not None:
+                if isinstance(layer, CompressedLinear) and (packed := layer.packed) is not None:
                     full = f"{block.name}.{name}"
                     entry.digests[full] = packed.sha256()
                     entry.schemes[full] = Scheme.of(packed, layer.activations).to_json()
@@ -344,7 +344,7 @@ class Job:
         write_report(report, folder)
         return Result(folder, report, self.context.journal)
 
-    def _evaluate(self, model: nn.Module) -> list[dict[str, Any]]:
+    def _evaluate(self, model: PreTrainedModel) -> list[dict[str, Any]]:
         """Perplexity of the reloaded checkpoint and of the base model on every text."""
         recipe, journal = self.recipe, self.context.journal
         base = open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code)

@@ -6,10 +6,12 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
@@ -40,7 +42,7 @@ def verify(
     digests: Mapping[str, str],
     reference: Mapping[str, Tensor],
     run: Run,
-) -> tuple[Verified, nn.Module]:
+) -> tuple[Verified, PreTrainedModel]:
     """Reload by compress.load and, where possible, by plain transformers.
 
     digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
@@ -81,7 +83,9 @@ def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
     return None
 
 
-def _transformers_model(model_class: type[nn.Module], folder: Path, dtype: torch.dtype, remote: bool) -> nn.Module:
+def _transformers_model(
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool
+) -> nn.Module:
     """The checkpoint as any user of transformers loads it, quietly."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -106,12 +110,13 @@ def _compare(
     difference = float((found - wanted).abs().max())
     if not difference <= TOLERANCE * max(float(wanted.abs().max()), 1.0):
         raise VerificationError(
-            f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} from the computed ones"
+            f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} "
+            "from the computed ones"
         )
     return difference
 
 
-def _same_weight(name: str, ours: nn.Module, theirs: nn.Module, dtype: torch.dtype, folder: Path) -> None:
+def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path) -> None:
     """Bit for bit the same dense weight; readers multiply out in the dtype they load in, or in the stored one."""
     assert isinstance(ours, CompressedLinear) and ours.packed is not None
     weight = theirs.weight

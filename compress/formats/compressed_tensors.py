@@ -30,7 +30,8 @@ class CompressedTensors(Format):
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         if scheme.activations is not None and scheme.activations.name != "int8":
-            return f"activations {scheme.activations.name} cannot be combined with integer weights; use int8, or format: native"
+            name = scheme.activations.name
+            return f"activations {name} cannot be combined with integer weights; use int8, or format: native"
         return pack_quantized.refuses(scheme, shape)
 
     def adapt(self, packed: PackedCodes) -> PackedCodes:

@@ -40,7 +40,10 @@ def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
     if not isinstance(scheme.grid, IntGrid):
         return f"weights {scheme.grid.name} are not an integer grid; use int2 to int8, or format: native"
     if scheme.indexed:
-        return "act_order: group has no reader any more (compressed-tensors dropped it); use act_order: static, or format: native"
+        return (
+            "act_order: group has no reader any more (compressed-tensors dropped it); "
+            "use act_order: static, or format: native"
+        )
     if not scheme.symmetric and scheme.group_size == "tensor":
         return "zero points per tensor cannot be packed; use group_size: channel, or symmetric: true"
     if isinstance(scheme.group_size, int) and stored_group_size(width, scheme.group_size) < min(

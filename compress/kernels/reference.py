@@ -1,4 +1,4 @@
-"""The reference kernel in plain torch: unpack, dequantize, multiply. Slow is allowed, wrong is not: it is the oracle."""
+"""The reference kernel in plain torch: unpack, dequantize, multiply. Slow is allowed, wrong is not: the oracle."""
 
 from __future__ import annotations
 

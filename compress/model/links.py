@@ -73,7 +73,7 @@ def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 def _identity(tensor: Tensor) -> tuple[int, ...]:
     """What makes two tensors the same: storage, offset, shape and strides."""
-    shape = (tensor.storage_offset(), *tensor.shape[-1:], tensor.numel())
+    shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
     return (tensor.untyped_storage().data_ptr(), *shape)
 
 

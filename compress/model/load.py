@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import ModelError
 from compress.formats import FORMATS
@@ -26,7 +26,7 @@ def load(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-) -> tuple[nn.Module, PreTrainedTokenizerBase | None]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """(model, tokenizer) of a folder written by `compress run`, or of any dense model.
 
     Packed weights stay packed and memory-mapped; each layer unpacks its own when it runs.
@@ -41,7 +41,7 @@ def load(
     quantization = getattr(config, "quantization_config", None)
     format_, described = _format_of(quantization, folder)
     if quantization is not None:
-        del config.quantization_config
+        vars(config).pop("quantization_config")
     compute = opening.compute_dtype(config, dtype)
     with init_empty_weights():
         model = opening.class_of(config, trust_remote_code)._from_config(config, dtype=compute)

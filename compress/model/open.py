@@ -15,7 +15,7 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import ModelError
 from compress.model import gguf
@@ -97,7 +97,7 @@ class OpenModel:
     fingerprint: a digest of config and weights. original_bytes: size of the weights as they came.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     blocks: list[Block]
     weights: Weights
     tokenizer: PreTrainedTokenizerBase | None
@@ -117,12 +117,12 @@ class OpenModel:
         return [f"{block.name}.{name}" for block in self.blocks for name in linears(block.module)]
 
     @contextmanager
-    def streaming(self) -> Iterator[nn.Module]:
+    def streaming(self) -> Iterator[PreTrainedModel]:
         """The whole model, runnable: each block's weights are brought for its forward pass only."""
         handles = []
         for block in self.blocks:
-            handles.append(block.module.register_forward_pre_hook(lambda m, a, b=block: self.weights.bring(b)))
-            handles.append(block.module.register_forward_hook(lambda m, a, o, b=block: self.weights.release(b)))
+            handles.append(block.module.register_forward_pre_hook(lambda *_, b=block: self.weights.bring(b)))
+            handles.append(block.module.register_forward_hook(lambda *_, b=block: self.weights.release(b)))
         try:
             yield self.model
         finally:
@@ -172,7 +172,7 @@ def open_model(
     model.eval()
     tokenizer = read_tokenizer(folder, trust_remote_code)
     files = match(model, stored)
-    common = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
+    common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
     fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
@@ -219,6 +219,7 @@ def folder_of(source: str) -> Path:
 
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a model folder; source: what the user called it. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -241,6 +242,7 @@ def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    """The dtype by its name; for 'auto' that of the configuration, float32 where it names none."""
     if dtype != "auto":
         return getattr(torch, dtype)
     found = getattr(config, "dtype", None)
@@ -309,7 +311,7 @@ def match(
     return found
 
 
-def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model loaded by transformers, which converts between stored and computed layouts."""
     try:
         model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)

@@ -24,6 +24,13 @@ class CompressedLinear(nn.Module):
     Weights are always seen as [out, in]. `transposed` remembers that the dense original stores [in, out].
     """
 
+    mask: Tensor | None
+    dense: Tensor | None
+    words: Tensor | None
+    scale: Tensor | None
+    zero: Tensor | None
+    group_index: Tensor | None
+
     def __init__(self, weight: Tensor | PackedCodes, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
         self.transposed = transposed
@@ -40,9 +47,10 @@ class CompressedLinear(nn.Module):
         """The same function as a dense layer, as a CompressedLinear; the weight is shared, not copied."""
         if isinstance(module, CompressedLinear):
             return module
+        assert isinstance(module, LINEARS)
         transposed = isinstance(module, Conv1D)
-        weight = _data(module.weight)
-        bias = None if module.bias is None else _data(module.bias)
+        weight = module.weight.detach()
+        bias = None if module.bias is None else module.bias.detach()
         return cls(weight.T if transposed else weight, bias, transposed)
 
     def put(self, weight: Tensor | Codes | PackedCodes, mask: Bool[Tensor, "out in"] | None = None) -> None:
@@ -61,19 +69,24 @@ class CompressedLinear(nn.Module):
     @property
     def packed(self) -> PackedCodes | None:
         """The packed codes, or None while the weight is dense."""
-        if self.words is None:
+        if self.words is None or self.scale is None:
             return None
         return PackedCodes(self.words, self.scale, self.zero, group_index=self.group_index, **self._packed_facts)
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
         """The weight that the layer multiplies by, dense, in the dtype of the dense weight or of the scales."""
-        return self.weight_as(self.scale.dtype if self.dense is None else self.dense.dtype)
+        stored = self.scale if self.dense is None else self.dense
+        assert stored is not None
+        return self.weight_as(stored.dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight computed in `dtype`."""
+        if self.dense is not None:
+            return self.dense.to(dtype)
         packed = self.packed
-        return self.dense.to(dtype) if packed is None else reference.dense_weight(packed, dtype)
+        assert packed is not None
+        return reference.dense_weight(packed, dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,9 +98,10 @@ class CompressedLinear(nn.Module):
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         if self.activations is not None:
             x = round_tokens(x, self.activations)
-        packed = self.packed
-        if packed is None:
+        if self.dense is not None:
             return nn.functional.linear(x, self.dense, self.bias)
+        packed = self.packed
+        assert packed is not None
         return dispatch.linear(x, packed, self.bias)
 
     def extra_repr(self) -> str:
@@ -101,10 +115,6 @@ def round_tokens(x: Float[Tensor, "*batch in"], grid: Grid) -> Float[Tensor, "*b
     low, high = torch.aminmax(x, dim=-1, keepdim=True)
     scale, _ = grid.fit(low, high, True, x.dtype)
     return grid.decode(grid.encode(x, scale, None), scale, None)
-
-
-def _data(tensor: Tensor) -> Tensor:
-    return tensor.detach()
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:

@@ -26,7 +26,7 @@ def pack(codes: Int[Tensor, "*rows n"], bits: int) -> Int[Tensor, "*rows words"]
     if 8 % bits == 0:
         per_byte = 8 // bits
         codes = codes.reshape(*lead, blocks * 32 // per_byte, per_byte)
-        stream = codes[..., 0].clone()
+        stream = codes[..., 0].clone(memory_format=torch.contiguous_format)  # may be a transpose
         for j in range(1, per_byte):
             stream |= codes[..., j] << (bits * j)
         words = stream.view(torch.int32)

@@ -144,7 +144,7 @@ NF4_LEVELS = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 E2M1_POSITIVE = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_LEVELS = tuple(-v for v in reversed(E2M1_POSITIVE)) + (0.0,) + E2M1_POSITIVE
+E2M1_LEVELS = (*(-v for v in reversed(E2M1_POSITIVE)), 0.0, *E2M1_POSITIVE)
 
 GRIDS: dict[str, Grid] = {
     **{f"int{bits}": IntGrid(f"int{bits}", bits) for bits in range(2, 9)},

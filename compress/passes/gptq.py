@@ -30,8 +30,10 @@ class GPTQ(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     observes: ClassVar[type[Observer]] = Gram
 
-    act_order: Literal["none", "static", "group"] = Field("none", description="the order of columns in the sweep")
-    damping: float = Field(DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    act_order: Literal["none", "static", "group"] = Field(
+        default="none", description="the order of columns in the sweep"
+    )
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -83,8 +85,9 @@ class Rounding:
         scale: Float[Tensor, "out groups"] | None,
         zero: Float[Tensor, "out groups"] | None,
     ) -> None:
-        self.grid, self.group_size, self.symmetric = grid, group_size, symmetric
-        self.search, self.storage = search, storage
+        self.grid, self.symmetric, self.storage = grid, symmetric, storage
+        self.group_size: GroupSize = group_size
+        self.search: ScaleSearch = search
         self.keep = None if mask is None else mask.T.contiguous()
         self.scale, self.zero = scale, zero
         self._fixed = scale is not None
@@ -139,7 +142,7 @@ class Rounding:
         """All columns in their original order."""
         codes = torch.stack(self._codes, dim=1)
         width = codes.shape[1]
-        scale = self.scale if self._fixed else torch.cat(self._scales, dim=1)
+        scale = torch.cat(self._scales, dim=1) if self.scale is None else self.scale
         zero = self.zero if self._fixed else (torch.cat(self._zeros, dim=1) if self._zeros else None)
         index = None
         if order is not None:

@@ -28,7 +28,7 @@ class SmoothQuant(BlockPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
-    alpha: float = Field(0.5, ge=0, le=1, description="how much of the difficulty moves to the weights")
+    alpha: float = Field(default=0.5, ge=0, le=1, description="how much of the difficulty moves to the weights")
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         seen = inputs.observe(InputAbsMax)

@@ -60,12 +60,13 @@ def lockstep(
             advance(index, greenlet.greenlet(forward))
         while waiting:
             stage = min(stage for _, stage in waiting.values())
+            done.add(stage)  # before solving, so that forward passes of the linears alone are not taken for arrivals
             solve(stage)
-            done.add(stage)
             for index, (batch, at) in sorted(waiting.items()):
                 if at == stage:
                     advance(index, batch)
         for stage in sorted(set(range(len(stages))) - done):
+            done.add(stage)
             solve(stage)
     finally:
         for handle in handles:

@@ -24,8 +24,9 @@ class Observer(ABC):
 
     def update(self, rows: Float[Tensor, "tokens in"]) -> None:
         """Take in the inputs of one batch."""
-        self.tokens += rows.shape[0]
-        self.gather(rows.float())
+        if rows.shape[0]:  # an expert may be called with no token at all
+            self.tokens += rows.shape[0]
+            self.gather(rows.float())
 
     @abstractmethod
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
@@ -76,6 +77,7 @@ class Gram(Observer):
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self._sum.addmm_(rows.T, rows)
+        self._factors.clear()
 
     @property
     def hessian(self) -> Float[Tensor, "in in"]:

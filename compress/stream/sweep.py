@@ -262,8 +262,8 @@ class _LayerWork:
         facts = Layer(full, layer.mask, self.sweep.run.storage, self.sweep._noter(self.label, full))
         solution = self.step.solve(layer.weight.float(), self.seen[name], facts)
         layer.activations = solution.activations or layer.activations
-        dense = isinstance(solution.weight, Tensor)
-        layer.put(solution.weight.to(self.sweep.opened.dtype) if dense else solution.weight, solution.mask)
+        solved = solution.weight
+        layer.put(solved.to(self.sweep.opened.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
         packed = layer.packed
         if packed is not None:
             packed = replace(packed, scale=packed.scale.to(self.sweep.run.storage))

@@ -1,0 +1,166 @@
+"""What all tests share: the pico model, token ids for it, and tiny random models of several families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from compress import Calibration, Evaluate, Recipe, Save
+from compress.corpus import token_ids
+from compress.model.blocks import find_blocks
+from compress.model.open import InMemory, OpenModel
+
+PICO = Path(__file__).parent / "pico" / "model"
+VOCAB, WIDTH = 64, 32
+
+_usual = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+_grouped = {**_usual, "num_key_value_heads": 2}
+_opt = {
+    **{key: value for key, value in _usual.items() if key != "intermediate_size"},
+    "ffn_dim": 48,
+    "word_embed_proj_dim": WIDTH,
+}
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**_grouped, tie_word_embeddings=False),
+    "qwen2": lambda: Qwen2Config(**_grouped),
+    "qwen3": lambda: Qwen3Config(**_grouped, head_dim=8),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
+    ),
+    "opt": lambda: OPTConfig(**_opt),
+    "opt-post-norm": lambda: OPTConfig(**_opt, do_layer_norm_before=False),
+    "gpt-neox": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=False),
+    "gpt-neox-parallel": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=True),
+    "gemma2": lambda: Gemma2Config(**_grouped, head_dim=8, sliding_window=4),
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny matrices gain nothing from threads, and sums in one order are what makes bytes comparable."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pico() -> str:
+    """The folder of a small, really trained Llama."""
+    return str(PICO)
+
+
+@pytest.fixture
+def pico_model():
+    """A fresh copy of the pico model, dense and in memory."""
+    return AutoModelForCausalLM.from_pretrained(PICO).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """tiny(family, seed=0, **changes of its config) -> a random model in which no weight is 0 or 1."""
+
+    def build(family: str, seed: int = 0, **changes):
+        config = FAMILIES[family]()
+        for key, value in changes.items():
+            setattr(config, key, value)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+        return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny, tmp_path_factory):
+    """tiny_folder(family) -> a folder with a random model in safetensors; it is shared, so it must not be changed."""
+    made: dict[str, str] = {}
+
+    def save(family: str) -> str:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("models") / family
+            tiny(family).save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def in_memory():
+    """in_memory(model) -> the OpenModel of a model that is in memory."""
+
+    def wrap(model) -> OpenModel:
+        first = next(model.parameters())
+        return OpenModel(model, find_blocks(model), InMemory(), None, "test", "", first.device, first.dtype)
+
+    return wrap
+
+
+@pytest.fixture(scope="session")
+def ids():
+    """ids(sequences, length) -> random token ids that every tiny model knows."""
+
+    def draw(sequences: int = 4, length: int = 16, seed: int = 0) -> torch.Tensor:
+        return torch.randint(VOCAB, (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> dict[str, str]:
+    """.npy files of token ids: 'calibration' and 'test' of the embedded text for pico, 'tiny' for the tiny models."""
+    folder = tmp_path_factory.mktemp("texts")
+    tokenizer = AutoTokenizer.from_pretrained(PICO)
+    made = {
+        "calibration": token_ids("embedded", "calibration", tokenizer, 6, 64, seed=0),
+        "test": token_ids("embedded", "test", tokenizer, 2, 64, seed=0),
+        "tiny": torch.randint(VOCAB, (6, 24), generator=torch.Generator().manual_seed(0)),
+    }
+    for name, found in made.items():
+        np.save(folder / f"{name}.npy", found.numpy())
+    return {name: str(folder / f"{name}.npy") for name in made}
+
+
+@pytest.fixture(scope="session")
+def recipe(pico, texts):
+    """recipe(*passes, model=pico, save={...}, **options) -> a Recipe that runs in a second; other models are tiny."""
+
+    def build(*passes, model: str = pico, save: dict | None = None, **options) -> Recipe:
+        source, test = (texts["calibration"], texts["test"]) if model == pico else (texts["tiny"], texts["tiny"])
+        calibration = Calibration(source=source, sequences=None, length=None, batch=4)
+        measured = Evaluate(perplexity=(test,), windows=2, length=None)
+        usual = {"model": model, "calibration": calibration, "eval": measured, "save": Save(**(save or {}))}
+        return Recipe(passes=passes, **{**usual, **options})
+
+    return build
+
+
+@pytest.fixture
+def manifest_of():
+    """manifest_of(folder) -> the manifest of a run as plain values."""
+    return lambda folder: json.loads((Path(folder) / ".compress" / "manifest.json").read_text())

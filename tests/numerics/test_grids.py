@@ -1,0 +1,235 @@
+"""Number grids: the conventions of integers by hand and against compressed-tensors; every grid rounds to its nearest value."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from compress.numerics.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float8Grid, IntGrid, LevelGrid
+
+INTEGERS = [grid for grid in GRIDS.values() if isinstance(grid, IntGrid)]
+OTHERS = [grid for grid in GRIDS.values() if not isinstance(grid, IntGrid)]
+ALL = list(GRIDS.values())
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NUMBER = st.floats(-1e4, 1e4, width=32)
+quick = settings(deadline=None, max_examples=25)
+
+
+def by_name(grid):
+    return grid.name if hasattr(grid, "name") else str(grid)
+
+
+def every_code(grid):
+    """All codes that stand for a finite number, as whole numbers in float32."""
+    if isinstance(grid, IntGrid):
+        return torch.arange(grid.lowest, grid.highest + 1).float()
+    if isinstance(grid, LevelGrid):
+        return torch.arange(len(grid.levels)).float()
+    codes = torch.arange(256, dtype=torch.uint8)
+    return codes[codes.view(grid.dtype).float().isfinite()].float()
+
+
+def fit(grid, values, symmetric=True, dtype=torch.float32):
+    """Scale and zero of one group, as Python floats."""
+    values = torch.tensor(values)
+    scale, zero = grid.fit(values.min(), values.max(), symmetric, dtype)
+    return float(scale), None if zero is None else float(zero)
+
+
+def test_names_and_bits_agree():
+    assert all(name == grid.name for name, grid in GRIDS.items())
+    assert [GRIDS[f"int{bits}"].bits for bits in range(2, 9)] == list(range(2, 9))
+    assert (GRIDS["fp8_e4m3"].bits, GRIDS["fp8_e5m2"].bits, GRIDS["fp4_e2m1"].bits, GRIDS["nf4"].bits) == (8, 8, 4, 4)
+    assert len(NF4_LEVELS) == 16
+    assert len(E2M1_LEVELS) == 15  # -0 and 0 are one value
+
+
+@pytest.mark.parametrize("grid", INTEGERS, ids=by_name)
+def test_integers_use_the_full_signed_range(grid):
+    assert (grid.lowest, grid.highest) == (-(2 ** (grid.bits - 1)), 2 ** (grid.bits - 1) - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "scale"),
+    [
+        ("int4", [-7.5, 2.0], 1.0),
+        ("int4", [-1.0, 7.5], 1.0),
+        ("int8", [-127.5, 3.0], 1.0),
+        ("int2", [0.0, 3.0], 2.0),
+        ("fp8_e4m3", [-448.0, 1.0], 1.0),
+        ("fp8_e5m2", [57344.0, 1.0], 1.0),
+        ("fp4_e2m1", [-3.0, 1.0], 0.5),
+        ("nf4", [-0.25, 0.125], 0.25),
+    ],
+)
+def test_symmetric_scale_by_hand(name, values, scale):
+    assert fit(GRIDS[name], values) == (scale, None)
+
+
+def test_asymmetric_scale_and_zero_by_hand():
+    scale, zero = fit(GRIDS["int4"], [-1.0, 2.0], symmetric=False)
+    assert scale == pytest.approx(0.2)
+    assert zero == -3
+
+
+@pytest.mark.parametrize(
+    ("values", "zero"),
+    [([1.0, 3.0], -8), ([-3.0, -1.0], 7)],  # the range is widened to hold zero, so zero sits at an end of the codes
+)
+def test_an_asymmetric_range_always_holds_zero(values, zero):
+    grid = GRIDS["int4"]
+    scale, found = fit(grid, values, symmetric=False)
+    assert (scale, found) == (pytest.approx(3 / 15), zero)
+    scale, found = torch.tensor(scale), torch.tensor(found)
+    assert grid.decode(grid.encode(torch.tensor(0.0), scale, found), scale, found) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
+def test_a_group_of_zeros_gets_the_eps_of_the_storage_dtype(grid, dtype):
+    for symmetric in (True, False) if isinstance(grid, IntGrid) else (True,):
+        scale, zero = grid.fit(torch.zeros(2), torch.zeros(2), symmetric, dtype)
+        assert scale.tolist() == [torch.finfo(dtype).eps] * 2
+        codes = grid.encode(torch.zeros(2), scale, zero)
+        assert grid.decode(codes, scale, zero).tolist() == [0, 0]
+
+
+def test_a_scale_that_underflows_in_storage_becomes_eps_too():
+    scale, _ = fit(GRIDS["int4"], [-1e-9, 1e-9], dtype=torch.float16)
+    assert scale == torch.finfo(torch.float16).eps
+
+
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
+@quick
+@given(low=NUMBER, high=NUMBER, dtype=st.sampled_from(DTYPES), symmetric=st.booleans())
+def test_the_scale_is_representable_in_the_storage_dtype_and_positive(grid, low, high, dtype, symmetric):
+    low, high = torch.tensor(min(low, high)), torch.tensor(max(low, high))
+    scale, zero = grid.fit(low, high, symmetric or not isinstance(grid, IntGrid), dtype)
+    assert scale.dtype == torch.float32
+    assert float(scale) == float(scale.to(dtype)) > 0
+    if zero is not None:
+        assert float(zero) == round(float(zero))
+        assert grid.lowest <= float(zero) <= grid.highest
+
+
+@pytest.mark.parametrize("grid", INTEGERS, ids=by_name)
+@quick
+@given(values=st.lists(NUMBER, min_size=1, max_size=8), symmetric=st.booleans())
+def test_integer_scale_zero_and_codes_are_those_of_compressed_tensors(grid, values, symmetric):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    assume(symmetric or any(values))  # their zero point of an all-zero group is the integer of a NaN
+    arguments = quantization.QuantizationArgs(
+        num_bits=grid.bits, type="int", symmetric=symmetric, strategy="group", group_size=len(values)
+    )
+    weight = torch.tensor([values])
+    low, high = weight.aminmax(dim=1, keepdim=True)
+    theirs, their_zero = calculate_qparams(low, high, arguments)
+    scale, zero = grid.fit(low, high, symmetric, torch.float32)
+    assert torch.equal(scale, theirs)
+    assert (zero is None) if symmetric else torch.equal(zero, their_zero.float())
+    codes = grid.encode(weight, scale, zero)
+    assert torch.equal(codes, quantize(weight, theirs, their_zero, arguments))
+    assert torch.equal(grid.decode(codes, scale, zero), fake_quantize(weight, theirs, their_zero, arguments))
+
+
+@quick
+@given(values=st.lists(NUMBER, min_size=1, max_size=8), dtype=st.sampled_from(DTYPES))
+def test_fp8_scale_and_values_are_those_of_compressed_tensors(values, dtype):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    assume(any(values))  # their eps for a zero group is that of fp8, 0.125
+    arguments = quantization.QuantizationArgs(
+        num_bits=8, type="float", symmetric=True, strategy="channel", scale_dtype=dtype
+    )
+    weight = torch.tensor([values])
+    low, high = weight.aminmax(dim=1, keepdim=True)
+    theirs, zero = calculate_qparams(low, high, arguments)
+    grid = GRIDS["fp8_e4m3"]
+    scale, _ = grid.fit(low, high, True, dtype)
+    assert torch.equal(scale, theirs)
+    ours = grid.decode(grid.encode(weight, scale, None), scale, None)
+    assert torch.equal(ours, fake_quantize(weight, theirs, zero, arguments))
+
+
+def test_integers_round_half_to_even_and_saturate():
+    values = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 7.5, 100.0, -8.5, -100.0])
+    codes = GRIDS["int4"].encode(values, torch.tensor(1.0), None)
+    assert codes.tolist() == [0, 2, 2, 0, -2, -2, 7, 7, -8, -8]
+
+
+def test_the_zero_point_is_added_before_rounding():
+    codes = GRIDS["int4"].encode(torch.tensor([0.5, 1.5]), torch.tensor(1.0), torch.tensor(1.0))
+    assert codes.tolist() == [2, 2]  # round(1.5), round(2.5): to even of the sum, not of the value
+
+
+def test_fp8_saturates_instead_of_overflowing():
+    for name, top in (("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)):
+        grid, one = GRIDS[name], torch.tensor(1.0)
+        assert grid.decode(grid.encode(torch.tensor([1e9, -1e9]), one, None), one, None).tolist() == [top, -top]
+
+
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
+@quick
+@given(values=st.lists(st.floats(-1000, 1000, width=32), min_size=1, max_size=16), power=st.integers(-6, 2))
+def test_encode_finds_the_nearest_value(grid, values, power):
+    scale = torch.tensor(2.0**power)  # a power of two, so that dividing by it is exact
+    values = torch.tensor(values)
+    levels = (grid.decode(every_code(grid), scale, None)).double()
+    found = grid.decode(grid.encode(values, scale, None), scale, None).double()
+    nearest = (values.double()[:, None] - levels).abs().amin(1)
+    slack = 1e-6 * levels.abs().max()  # NF4's midpoints are rounded to float32
+    assert ((values.double() - found).abs() <= nearest + (slack if grid.name == "nf4" else 0)).all()
+
+
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
+@quick
+@given(scale=st.floats(2**-10, 2**10, width=32), share=st.floats(0, 1))
+def test_encoding_what_codes_decode_to_gives_the_codes(grid, scale, share):
+    codes, scale = every_code(grid), torch.tensor(scale)
+    zeros = [None]
+    if isinstance(grid, IntGrid):
+        zeros.append(torch.tensor(float(math.floor(grid.lowest + share * (grid.highest - grid.lowest)))))
+    for zero in zeros:
+        assert torch.equal(grid.encode(grid.decode(codes, scale, zero), scale, zero), codes)
+
+
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
+def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
+    values = torch.tensor([-1.0, 0.3, 1.0])
+    scale, _ = grid.fit(values.min(), values.max(), True, torch.float32)
+    found = grid.decode(grid.encode(values, scale, None), scale, None)
+    half = scale * 0.5 if isinstance(grid, IntGrid) else 1e-6
+    assert ((found - values).abs()[[0, 2]] <= half * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("grid", OTHERS, ids=by_name)
+def test_tables_and_floats_have_no_zero_point(grid):
+    assert grid.symmetric_only
+    assert grid.fit(torch.tensor(-1.0), torch.tensor(2.0), False, torch.float32)[1] is None
+    zero = grid.encode(torch.tensor([0.0]), torch.tensor(1.0), None)
+    assert grid.decode(zero, torch.tensor(1.0), None).tolist() == [0.0]
+
+
+def test_integers_can_have_a_zero_point():
+    assert not any(grid.symmetric_only for grid in INTEGERS)
+
+
+def test_fp8_codes_are_bit_patterns():
+    grid = Float8Grid("fp8_e4m3", 8)
+    codes = grid.encode(torch.tensor([1.0, -1.0, 0.0, 448.0]), torch.tensor(1.0), None)
+    assert codes.tolist() == [0x38, 0xB8, 0x00, 0x7E]  # exponent bias 7, three bits of mantissa
+
+
+def test_nf4_codes_are_indexes_into_the_ordered_table():
+    grid = GRIDS["nf4"]
+    levels = torch.tensor(NF4_LEVELS)
+    assert grid.encode(levels, torch.tensor(1.0), None).tolist() == list(range(16))
+    assert list(NF4_LEVELS) == sorted(NF4_LEVELS)
+    assert NF4_LEVELS[7] == 0

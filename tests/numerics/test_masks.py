@@ -1,0 +1,121 @@
+"""Masks: exact counts in every unit, ties to the lower column, and errors that say what to write."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from compress.numerics.masks import Pattern
+
+SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 40))
+
+
+def scores(shape, seed, distinct=False):
+    """Scores at least 0, with many ties unless they are distinct."""
+    generator = torch.Generator().manual_seed(seed)
+    if distinct:
+        return torch.randperm(shape[0] * shape[1], generator=generator).reshape(shape).float()
+    return torch.randint(0, 5, shape, generator=generator).float()
+
+
+@settings(deadline=None, max_examples=50)
+@given(shape=SHAPES, seed=st.integers(0, 10**6), density=st.floats(0, 1), pattern=st.sampled_from(["row", "layer"]))
+def test_exactly_round_of_the_density_is_kept_and_nothing_kept_scores_less(shape, seed, density, pattern):
+    score = scores(shape, seed)
+    kept = Pattern(pattern).keep(score, density)
+    units = [(score[i], kept[i]) for i in range(shape[0])] if pattern == "row" else [(score.ravel(), kept.ravel())]
+    for values, keep in units:
+        assert int(keep.sum()) == round(density * values.numel())
+        if keep.any() and not keep.all():
+            assert values[keep].min() >= values[~keep].max()
+
+
+@settings(deadline=None, max_examples=50)
+@given(shape=SHAPES, seed=st.integers(0, 10**6), n_of_m=st.sampled_from([(1, 2), (2, 4), (4, 8), (3, 5), (1, 16)]))
+def test_n_of_each_whole_m_are_kept_and_the_tail_stays_dense(shape, seed, n_of_m):
+    n, m = n_of_m
+    score = scores(shape, seed)
+    pattern = Pattern(f"{n}:{m}")
+    kept = pattern.keep(score, density=0.123)  # the pattern has its own density
+    whole = shape[1] // m * m
+    for row in range(shape[0]):
+        for start in range(0, whole, m):
+            values, keep = score[row, start : start + m], kept[row, start : start + m]
+            assert int(keep.sum()) == n
+            assert values[keep].min() >= values[~keep].max()
+    assert kept[:, whole:].all()
+    assert pattern.violations(kept.float()) == 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept"),
+    [
+        ("row", [[1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0]]),
+        ("layer", [[1, 1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]]),
+        ("2:4", [[1, 1, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0, 0]]),
+    ],
+)
+def test_ties_go_to_the_lower_column(pattern, kept):
+    assert Pattern(pattern).keep(torch.ones(2, 8), 0.5).int().tolist() == kept
+
+
+@pytest.mark.parametrize("pattern", ["row", "layer", "2:4"])
+def test_the_highest_scores_by_sorting(pattern):
+    score = scores((5, 16), seed=3, distinct=True)
+    unit = {"row": 16, "layer": 80, "2:4": 4}[pattern]
+    cut = score.reshape(-1, unit).median(dim=1, keepdim=True).values  # the lower of the two middle ones
+    assert torch.equal(Pattern(pattern).keep(score, 0.5), (score.reshape(-1, unit) > cut).reshape(5, 16))
+
+
+def test_violations_are_counted_per_group_and_the_tail_is_no_group():
+    weight = torch.tensor([[1.0, 2, 3, 0, 1, 1, 0, 0, 5, 5], [1, 1, 1, 1, 0, 0, 0, 0, 5, 5]])
+    assert Pattern("2:4").violations(weight) == 2
+    assert Pattern("3:4").violations(weight) == 1
+    assert Pattern("row").violations(weight) == Pattern("layer").violations(weight) == 0
+
+
+def test_n_of_m_is_read_from_the_text():
+    assert Pattern("2:4").n_of_m == (2, 4)
+    assert Pattern("row").n_of_m is None
+    assert Pattern().text == "row"
+
+
+@pytest.mark.parametrize("text", ["rows", "", "2:", ":4", "2:4:8", "a:b", "-1:4", "2 of 4", "2:4 "])
+def test_an_unknown_pattern_says_what_to_write(text):
+    with pytest.raises(ValueError, match="is not known; write row, layer, or N:M such as 2:4"):
+        Pattern(text)
+
+
+@pytest.mark.parametrize("text", ["4:4", "5:4", "0:4", "0:0"])
+def test_n_must_be_at_least_one_and_smaller_than_m(text):
+    with pytest.raises(ValueError, match="N must be at least 1 and smaller than M"):
+        Pattern(text)
+
+
+FIELD = TypeAdapter(Pattern)
+
+
+def test_a_recipe_spells_a_pattern_as_text():
+    assert FIELD.validate_python("2:4") == Pattern("2:4")
+    assert FIELD.validate_python(Pattern("row")) == Pattern("row")
+    assert FIELD.validate_json('"2:4"') == Pattern("2:4")
+    assert FIELD.dump_python(Pattern("2:4")) == "2:4"
+    assert FIELD.dump_json(Pattern("2:4")) == b'"2:4"'
+
+
+@pytest.mark.parametrize(("number", "meant"), [(124, "2:4"), (62, "1:2"), (248, "4:8")])
+def test_a_number_from_yaml_is_answered_with_the_pattern_that_was_meant(number, meant):
+    with pytest.raises(ValidationError, match=f'pattern {number} is a number; N:M needs quotes in YAML: "{meant}"'):
+        FIELD.validate_python(number)
+
+
+@pytest.mark.parametrize("value", [True, None, 2.4, ["2:4"]])
+def test_what_is_not_text_is_no_pattern(value):
+    with pytest.raises(ValidationError, match="is not text; write row, layer, or N:M such as 2:4"):
+        FIELD.validate_python(value)
+
+
+def test_a_bad_text_in_a_recipe_is_a_validation_error():
+    with pytest.raises(ValidationError, match="'5:4' keeps 5 of 4"):
+        FIELD.validate_python("5:4")

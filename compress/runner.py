@@ -1,4 +1,4 @@
-"""run(recipe, out): compress block by block, save, reload and compare, evaluate, report. The command line's engine."""
+"""run(recipe, out): compress by blocks, save, reload and compare, evaluate, report. The command line calls this."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def test_a_norm_with_another_reader_is_refused_and_left_as_it_was():
     old = copy.deepcopy(block.state_dict())
     (group,) = find_groups(block, lambda b: b(x))
     assert group == Group(("linear",), "norm")
-    fold = fold_into_norm(block, group, torch.rand(8) + 1.5, lambda b: b(x))
+    with torch.no_grad():
+        fold = fold_into_norm(block, group, torch.rand(8) + 1.5, lambda b: b(x))
     assert not fold.kept
     assert all(torch.equal(tensor, old[name]) for name, tensor in block.state_dict().items())
 

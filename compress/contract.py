@@ -39,7 +39,7 @@ class Pass(BaseModel, ABC):
     makes: ClassVar[frozenset[Fact]] = frozenset()
 
     targets: tuple[str, ...] = Field(
-        default=("*",), description="which linears: globs, or regular expressions after 're:'"
+        default=("*",), min_length=1, description="which linears: globs, or regular expressions after 're:'"
     )
     ignore: tuple[str, ...] = Field(default=(), description="which of them to leave alone")
 
@@ -48,7 +48,7 @@ class Pass(BaseModel, ABC):
     def _patterns(cls, value: Any) -> Any:
         """One pattern may be written without a list; regular expressions must compile."""
         patterns = (value,) if isinstance(value, str) else value
-        for pattern in patterns:
+        for pattern in patterns if isinstance(patterns, (list, tuple)) else ():
             if isinstance(pattern, str) and pattern.startswith("re:"):
                 try:
                     re.compile(pattern[3:])
@@ -141,7 +141,7 @@ def _grid(value: Any) -> Any:
     """A grid by its name."""
     if isinstance(value, Grid):
         return value.name
-    if value not in GRIDS:
+    if not isinstance(value, str) or value not in GRIDS:
         raise ValueError(f"grid {value!r} is not known; known: {', '.join(GRIDS)}")
     return value
 

@@ -14,7 +14,7 @@ from pydantic import (
     SerializeAsAny,
     ValidationError,
     field_serializer,
-    model_validator,
+    field_validator,
 )
 
 from compress.contract import Pass
@@ -26,6 +26,16 @@ from compress.types import Fact
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Path_ = tuple[str | int, ...]
 """A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
+
+PLAIN_WORDS = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "model_type": "must be a mapping of options",
+    "tuple_type": "must be a list",
+}
+"""Messages of pydantic, by type, that speak of Python where YAML was written."""
+
+KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
 class _Part(BaseModel):
@@ -53,11 +63,12 @@ class Save(_Part):
         description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
     )
 
-    @model_validator(mode="after")
-    def _known(self) -> Save:
-        if self.format not in FORMATS:
-            raise ValueError(f"format {self.format!r} is not known{did_you_mean(self.format, FORMATS)}")
-        return self
+    @field_validator("format")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in FORMATS:
+            raise ValueError(f"format {name!r} is not known{did_you_mean(name, FORMATS)}")
+        return name
 
 
 class Evaluate(_Part):
@@ -77,7 +88,7 @@ class Recipe(_Part):
     model: str = Field(description="hub id, local folder, or .gguf file")
     dtype: DType = Field(default="auto", description="dtype that is computed in; auto: the checkpoint's")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="of everything drawn at random")
     trust_remote_code: bool = Field(default=False, description="run code that comes with the model")
     calibration: Calibration = Calibration()
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
@@ -132,7 +143,7 @@ class Recipe(_Part):
         if "passes" in known:
             known["passes"] = _passes(known["passes"])
         try:
-            return cls(**known)
+            return cls.model_validate(known)
         except ValidationError as error:
             raise _mistake(error, (), cls) from error
 
@@ -188,10 +199,11 @@ def _pass(index: int, item: Any) -> Pass:
     place: Path_ = ("passes", index, key)
     if key not in PASSES:
         raise _Mistake(place, f"there is no pass {key!r}{did_you_mean(str(key), PASSES)}")
-    if not isinstance(options or {}, Mapping):
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
         raise _Mistake(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
     try:
-        return PASSES[key](**(options or {}))
+        return PASSES[key].model_validate(dict(options))
     except ValidationError as error:
         raise _mistake(error, place, PASSES[key]) from error
 
@@ -204,8 +216,8 @@ def _mistake(error: ValidationError, prefix: Path_, model: type[BaseModel]) -> _
         owner = _owner(model, first["loc"][:-1])
         wrong = str(first["loc"][-1])
         return _Mistake(place, f"unknown option{did_you_mean(wrong, owner.model_fields)}")
-    if first["type"] == "missing":
-        return _Mistake(place, "is missing")
+    if first["type"] in PLAIN_WORDS:
+        return _Mistake(place, PLAIN_WORDS[first["type"]])
     message = first["msg"].removeprefix("Value error, ")
     asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
     return _Mistake(place, message[0].lower() + message[1:] + asked)
@@ -223,32 +235,43 @@ def _compose(text: str, name: str) -> tuple[Any, dict[Path_, tuple[int, int]]]:
     """Plain values, and (line, column) from 1 of every key and item."""
     places: dict[Path_, tuple[int, int]] = {(): (1, 1)}
 
-    def walk(node: yaml.Node, path: Path_) -> None:
-        places.setdefault(path, (node.start_mark.line + 1, node.start_mark.column + 1))
+    def walk(node: yaml.Node, path: Path_, above: tuple[yaml.Node, ...]) -> None:
+        mark = _start(node)
+        places.setdefault(path, mark)
+        if node in above:
+            raise RecipeError(f"{name}:{mark[0]}:{mark[1]}: an alias stands inside of what it stands for")
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
-                walk(item, (*path, i))
+                walk(item, (*path, i), (*above, node))
         elif isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
-                place = (*path, key.value)
-                mark = (key.start_mark.line + 1, key.start_mark.column + 1)
+                line, column = _start(key)
+                if not isinstance(key, yaml.ScalarNode) or key.tag not in KEY_TAGS:
+                    raise RecipeError(f"{name}:{line}:{column}: a key must be text")
                 if key.value in seen:
-                    raise RecipeError(f"{name}:{mark[0]}:{mark[1]}: the key {key.value!r} stands there twice")
+                    raise RecipeError(f"{name}:{line}:{column}: the key {key.value!r} stands there twice")
                 seen.add(key.value)
-                places[place] = mark
-                walk(value, place)
+                place = (*path, key.value)
+                places[place] = line, column
+                walk(value, place, (*above, node))
 
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             raise RecipeError(f"{name}: is empty")
-        walk(root, ())
+        walk(root, (), ())
         return yaml.safe_load(text), places
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in the 13th month
+        mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise RecipeError(f"{where}: this is not YAML: {error.problem}") from error
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RecipeError(f"{where}: this is not YAML: {reason}") from error
+
+
+def _start(node: yaml.Node) -> tuple[int, int]:
+    """Line and column of a node, from 1."""
+    return node.start_mark.line + 1, node.start_mark.column + 1
 
 
 def _nearest(places: Mapping[Path_, tuple[int, int]], path: Path_) -> tuple[int, int]:

@@ -78,6 +78,9 @@ def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
         return "format native is read by compress.load alone"
     if any(layer.transposed for layer in packed):
         return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+    schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
+    if len(schemes) > 1 and any(layer.zero is not None for layer in packed):
+        return "transformers cannot load zero points where layers differ in bits or group size"
     if importlib.util.find_spec("compressed_tensors") is None:
         return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
     return None

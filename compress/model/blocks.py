@@ -24,9 +24,9 @@ def find_blocks(model: nn.Module) -> list[Block]:
     They are the entries of the ModuleList (not inside another one) that holds the most parameters. Whether they are
     really chained is checked when their inputs are captured.
 
-    Raises ModelError when the model has no ModuleList.
+    Raises ModelError when the model has no ModuleList with something in it.
     """
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outer = {name: module for name, module in lists.items() if not any(name.startswith(other + ".") for other in lists)}
     if not outer:
         raise ModelError(

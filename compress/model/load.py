@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,8 +42,7 @@ def load(
     if quantization is not None:
         vars(config).pop("quantization_config")
     compute = opening.compute_dtype(config, dtype)
-    with init_empty_weights():
-        model = opening.class_of(config, trust_remote_code)._from_config(config, dtype=compute)
+    model = opening.empty_model(folder, config, compute, trust_remote_code)
     stored = opening.stored_tensors(folder)
     schemes = {} if format_ is None else format_.schemes(described, list(linears(model)))
     files = opening.match(model, stored, present=set(schemes))
@@ -56,8 +54,9 @@ def load(
         mapped = opening.Mapped({name: (path, key) for name, (path, key) in stored.items()}, compute, device)
         if format_ is not None:
             fill(model, "", mapped.read_raw(list(stored)), schemes, format_)
+        packed = {f"{name}.weight" for name in schemes}  # some layouts store codes under this name
         renamed = opening.Mapped(files, compute, device)
-        opening.assign(model, renamed.read(list(files)))
+        opening.assign(model, renamed.read([name for name in files if name not in packed]))
         model.tie_weights()
         opening.to_device(model, device)
     model.eval().requires_grad_(False)

@@ -13,9 +13,17 @@ from typing import Any, Protocol
 import torch
 import transformers
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from compress.errors import ModelError
 from compress.model import gguf
@@ -167,9 +175,7 @@ def open_model(
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
-    with init_empty_weights():
-        model = class_of(config, trust_remote_code)._from_config(config, dtype=compute)
-    model.eval()
+    model = empty_model(folder, config, compute, trust_remote_code).eval()
     tokenizer = read_tokenizer(folder, trust_remote_code)
     files = match(model, stored)
     common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
@@ -187,6 +193,18 @@ def open_model(
     model.tie_weights()
     to_device(model, device)
     return OpenModel(model, blocks, weights, fingerprint=fingerprint, **common)
+
+
+def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The config's model without weights, with the folder's generation config. Raises ModelError."""
+    with init_empty_weights():
+        model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
+    try:
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model: {folder / 'generation_config.json'} cannot be read ({error})") from error
+    return model
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
@@ -222,9 +240,9 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     """The configuration of a model folder; source: what the user called it. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"model: {source} has no readable config.json ({line})") from error
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
 
 
 def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
@@ -256,16 +274,23 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
     ):
         return None
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model: the tokenizer in {folder} cannot be read ({error}); fetch it again") from error
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
     """Tensor name -> (file, name) for all safetensors of a folder, every file opened once to see that it is whole."""
     index = folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
     if index.exists():
-        paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"model: {index} is no index of weights ({error}); fetch it again") from error
     else:
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"model: {folder} holds no .safetensors file (pickled weights are not read)")
     return {name: place for path in paths for name, place in stored_in(path).items()}
@@ -285,14 +310,14 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} is missing, though the index names it; fetch the model again") from error
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ModelError(f"model: {path} is truncated or no safetensors file ({error}); fetch it again") from error
 
 
 def match(
     model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
 ) -> dict[str, tuple[Path, str]] | None:
-    """Model tensor name -> stored tensor, or None when names differ by more than the base model's prefix.
+    """Model tensor name -> stored tensor, or None when shapes differ, or names by more than the base model's prefix.
 
     present: linears whose weight is there in another form.
     """
@@ -308,15 +333,29 @@ def match(
         else:
             if name not in tied and wanted[name].is_meta and name.rpartition(".")[0] not in present:
                 return None
-    return found
+    plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
+    return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
+
+
+def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
+    """(name in the model, shape in the file) of every tensor."""
+    for path in sorted({path for path, _ in files.values()}):
+        with _opened(path) as file:
+            for name, (place, key) in files.items():
+                if place == path:
+                    yield name, torch.Size(file.get_slice(key).get_shape())
 
 
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model loaded by transformers, which converts between stored and computed layouts."""
     try:
-        model, info = model_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are told below
+        model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise ModelError(f"model: {name} is {list(stored)} in {folder}, but {list(wanted)} by its config.json")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")

@@ -127,7 +127,10 @@ def test_a_norm_with_another_reader_is_refused_and_left_as_it_was():
 
 def test_a_linear_that_did_not_run_is_a_group_of_its_own():
     block = Branched(unused=True)
-    assert find_groups(block, lambda b: b(torch.randn(1, 3, 8))) == [Group(("linear",), "norm"), Group(("expert",), None)]
+    assert find_groups(block, lambda b: b(torch.randn(1, 3, 8))) == [
+        Group(("linear",), "norm"),
+        Group(("expert",), None),
+    ]
 
 
 def test_hooks_are_gone_even_after_a_failed_forward_pass():

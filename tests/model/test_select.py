@@ -36,7 +36,11 @@ def test_what_is_ignored_is_left_out():
 @pytest.mark.parametrize(
     ("targets", "ignore", "message"),
     [
-        (["*.mlp.up_prj"], [], r"p\[0\]: targets pattern '\*\.mlp\.up_prj' matches no linear.*did you mean 'up_proj'\?"),
+        (
+            ["*.mlp.up_prj"],
+            [],
+            r"p\[0\]: targets pattern '\*\.mlp\.up_prj' matches no linear.*did you mean 'up_proj'\?",
+        ),
         (["*"], ["*.zzz"], r"p\[0\]: ignore pattern '\*\.zzz' matches no linear.*known: down_proj, q_proj, up_proj"),
         (["*", "re:up_proj"], [], r"targets pattern 're:up_proj' matches no linear inside the blocks"),
         (["*.mlp.*"], ["*_proj"], r"p\[0\]: the ignore patterns leave none of the 6 linears to work on"),

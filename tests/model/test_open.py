@@ -54,7 +54,7 @@ def test_a_local_folder(pico, ids):
     assert runs_like(opened, pico, ids())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gpt-neox", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma2"])
 def test_every_family_opens_mapped_and_computes_the_same(family, tiny_folder, ids):
     opened = open_model(tiny_folder(family))
     assert isinstance(opened.weights, Mapped) and opened.tokenizer is None
@@ -139,6 +139,13 @@ def test_a_checkpoint_that_transformers_must_convert_is_loaded_whole_with_a_note
     assert isinstance(opened.weights, InMemory)
     assert [note for note in opened.notes if "transformers loaded it whole" in note]
     assert runs_like(opened, tmp_path, ids())
+
+
+def test_a_checkpoint_with_another_name_for_its_head_is_loaded_whole(tiny_folder, ids):
+    folder = tiny_folder("gpt-neox")
+    assert "embed_out.weight" in load_file(Path(folder) / "model.safetensors")
+    opened = open_model(folder)
+    assert len(opened.notes) == 1 and runs_like(opened, folder, ids())
 
 
 def test_the_checkpoints_generation_config_is_kept(folder):

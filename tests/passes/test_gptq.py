@@ -1,0 +1,233 @@
+"""GPTQ: codes that are what the sweep made, less output error than rounding, and every order of columns."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from compress.errors import NumericError
+from compress.numerics.codes import fit, quantize, spread
+from compress.numerics.grids import GRIDS
+from compress.passes import gptq
+from compress.passes.gptq import GPTQ
+from compress.stream.observers import Gram
+
+WIDTH = 36
+ORDERS = ["none", "static", "group"]
+SIZES = [12, 16, 64, "channel", "tensor"]  # 16 leaves a short last group of 36 columns, 64 is larger than all of them
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seen_of(rows):
+    seen = Gram(rows.shape[1], torch.device("cpu"))
+    seen.update(rows)
+    return seen
+
+
+def correlated(tokens=200, width=WIDTH, seed=0):
+    """Inputs that share a common part, channels of very different size in no order."""
+    size = torch.linspace(0.2, 3, width)[torch.randperm(width, generator=torch.Generator().manual_seed(seed))]
+    return (random(tokens, width, seed=seed) + 2 * random(tokens, 1, seed=seed + 1)) * size
+
+
+def combinations():
+    return [(o, s) for o in ORDERS for s in SIZES if o != "group" or isinstance(s, int)]
+
+
+def error(found, weight, rows):
+    return float(((found.dense() - weight) @ rows.T).norm())
+
+
+@pytest.mark.parametrize(("order", "group_size"), combinations())
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_codes_decode_to_what_the_sweep_made(monkeypatch, layer_of, notes, order, group_size, symmetric):
+    made = []
+    original = gptq.sweep
+    monkeypatch.setattr(gptq, "sweep", lambda *args: made.append(original(*args)) or made[-1])
+    rows, weight = correlated(), random(7, WIDTH, seed=3)
+    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+        weight, seen_of(rows), layer_of()
+    )
+    swept = made[0]
+    if order != "none":
+        columns = seen_of(rows).hessian.diagonal().argsort(descending=True, stable=True)
+        swept = torch.empty_like(swept).index_copy_(1, columns, swept)
+    assert torch.equal(found.dense(), swept)
+    assert (found.zero is None) == symmetric
+    assert (found.group_index is None) == (order != "group")
+    assert notes == []
+
+
+@pytest.mark.parametrize(("order", "group_size"), combinations())
+@pytest.mark.parametrize("weights", ["int3", "nf4", "fp4_e2m1", "fp8_e4m3"])
+def test_the_output_error_is_less_than_that_of_rounding(layer_of, order, group_size, weights):
+    rows, weight = correlated(seed=5), random(16, WIDTH, seed=4)
+    found = GPTQ(weights=weights, group_size=group_size, act_order=order).codes(weight, seen_of(rows), layer_of())
+    nearest = quantize(weight, GRIDS[weights], group_size)
+    assert error(found, weight, rows) < 0.8 * error(nearest, weight, rows)
+
+
+@pytest.mark.parametrize(("order", "group_size"), combinations())
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scale", ["absmax", "mse"])
+def test_with_independent_inputs_it_is_exactly_rounding_to_nearest(layer_of, order, group_size, symmetric, scale):
+    weight = random(5, WIDTH, seed=6)
+    gptq_ = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric, scale=scale)
+    found = gptq_.codes(weight, seen_of(torch.eye(WIDTH)), layer_of(storage=torch.bfloat16))
+    wanted = quantize(weight, GRIDS["int4"], group_size, symmetric, scale, dtype=torch.bfloat16)
+    assert torch.equal(found.codes, wanted.codes)
+    assert torch.equal(found.scale, wanted.scale)
+    assert symmetric or torch.equal(found.zero, wanted.zero)
+    assert torch.equal(found.dense(), wanted.dense())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("order", "group_size"), [c for c in combinations() if c[0] == "static" or not isinstance(c[1], int)])
+def test_scales_that_are_fixed_beforehand_are_those_of_the_original_weight(layer_of, order, group_size, symmetric):
+    weight = random(7, WIDTH, seed=7)
+    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+        weight, seen_of(correlated()), layer_of()
+    )
+    scale, zero = fit(weight, GRIDS["int4"], group_size, symmetric)
+    assert torch.equal(found.scale, scale)
+    assert symmetric or torch.equal(found.zero, zero)
+
+
+def test_the_groups_of_act_order_group_are_runs_of_the_largest_inputs(layer_of):
+    rows = correlated(seed=9)
+    found = GPTQ(group_size=16, act_order="group").codes(random(7, WIDTH), seen_of(rows), layer_of())
+    largest_first = rows.square().sum(0).argsort(descending=True).tolist()
+    wanted = [0] * WIDTH
+    for place, column in enumerate(largest_first):
+        wanted[column] = place // 16
+    assert found.group_index.tolist() == wanted
+    assert found.group_index.dtype == torch.int32
+    assert found.scale.shape == (7, 3)
+    assert found.group_size == 16
+
+
+def test_the_first_group_of_act_order_group_has_the_scale_of_its_untouched_columns(layer_of):
+    weight = random(7, WIDTH, seed=2)
+    found = GPTQ(weights="int4", group_size=16, act_order="group").codes(weight, seen_of(correlated()), layer_of())
+    first = weight[:, found.group_index == 0]
+    assert torch.equal(found.scale[:, 0], fit(first, GRIDS["int4"], "channel", True)[0][:, 0])
+
+
+def test_large_inputs_first_helps_where_inputs_differ_in_size(layer_of):
+    better = []
+    for seed in range(8):
+        rows, weight = correlated(seed=seed), random(32, WIDTH, seed=seed)
+        plain, static = (
+            GPTQ(weights="int3", group_size="channel", act_order=order).codes(weight, seen_of(rows), layer_of())
+            for order in ("none", "static")
+        )
+        better.append(error(static, weight, rows) < error(plain, weight, rows))
+    assert sum(better) >= 6
+
+
+@pytest.mark.parametrize(("order", "group_size"), combinations())
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_mask_survives_exactly(layer_of, order, group_size, symmetric):
+    weight, mask = random(6, WIDTH, seed=1), random(6, WIDTH, seed=2) > 0
+    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+        weight * mask, seen_of(correlated()), layer_of(mask)
+    )
+    assert (found.dense()[~mask] == 0).all()
+    assert (found.dense()[mask] != 0).float().mean() > 0.7  # what is kept is not lost
+
+
+def test_kept_weights_make_up_for_the_rounding_of_a_masked_weight(layer_of):
+    rows = correlated(seed=3)
+    weight, mask = random(16, WIDTH, seed=1), random(16, WIDTH, seed=2) > 0
+    found = GPTQ(weights="int3", group_size=12).codes(weight * mask, seen_of(rows), layer_of(mask))
+    nearest = quantize(weight * mask, GRIDS["int3"], 12, mask=mask)
+    assert error(found, weight * mask, rows) < 0.8 * error(nearest, weight * mask, rows)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_codes_are_computed_from_the_scale_as_it_is_stored(layer_of, storage, order):
+    found = GPTQ(group_size=16, act_order=order).codes(
+        random(5, WIDTH), seen_of(correlated()), layer_of(storage=storage)
+    )
+    assert torch.equal(found.scale.to(storage).float(), found.scale)
+
+
+def test_layers_with_the_same_input_do_not_disturb_each_other(layer_of):
+    seen = seen_of(correlated())
+    first, second = random(5, WIDTH, seed=1), random(9, WIDTH, seed=2)
+    pass_ = GPTQ(group_size=12, act_order="static")
+    together = [pass_.codes(weight, seen, layer_of()).codes for weight in (first, second)]
+    alone = [pass_.codes(weight, seen_of(correlated()), layer_of()).codes for weight in (first, second)]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def test_the_weight_and_the_mask_are_left_alone(layer_of):
+    weight, mask = random(5, WIDTH), random(5, WIDTH, seed=1) > 0
+    weight_before, mask_before = weight.clone(), mask.clone()
+    GPTQ(group_size=12, act_order="static").codes(weight, seen_of(correlated()), layer_of(mask))
+    assert torch.equal(weight, weight_before)
+    assert torch.equal(mask, mask_before)
+
+
+def test_a_raised_damping_is_noted(layer_of, notes):
+    rows = random(3, WIDTH)  # rank 3, and a damping that is lost in float32
+    GPTQ(group_size=12, damping=1e-9).codes(random(5, WIDTH), seen_of(rows), layer_of())
+    [(kind, message, figures)] = notes
+    assert kind == "fallback"
+    assert message == "damping raised until the Hessian was positive definite"
+    assert figures["damping"] > 1e-9
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_channels_that_are_always_zero_are_rounded_to_nearest_and_noted(layer_of, notes, order):
+    rows, weight = correlated(), random(5, WIDTH)
+    dead = [4, 5, 30]
+    rows[:, dead] = 0
+    found = GPTQ(weights="int4", group_size=12, act_order=order).codes(weight, seen_of(rows), layer_of())
+    scale = spread(found.scale, WIDTH, 12, found.group_index)
+    nearest = GRIDS["int4"].encode(weight, scale, None)
+    assert torch.equal(found.codes[:, dead].float(), nearest[:, dead])
+    assert notes == [("note", "input channels that were always zero are rounded to nearest", {"channels": 3})]
+
+
+def test_inputs_that_are_all_zero_are_no_more_than_rounding(layer_of, notes):
+    weight = random(5, WIDTH)
+    found = GPTQ(weights="int4", group_size=12).codes(weight, seen_of(torch.zeros(4, WIDTH)), layer_of())
+    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 12).codes)
+    assert notes[0][2] == {"channels": WIDTH}
+
+
+def test_no_token_is_an_error_that_names_the_layer(layer_of):
+    with pytest.raises(NumericError, match=r"model.layers.0.mlp.up_proj: no calibration token reached this layer"):
+        GPTQ().codes(random(5, WIDTH), Gram(WIDTH, torch.device("cpu")), layer_of())
+
+
+def test_inputs_that_are_not_finite_are_an_error(layer_of):
+    rows = correlated()
+    rows[3, 3] = float("inf")
+    with pytest.raises(NumericError, match="NaN or infinity"):
+        GPTQ().codes(random(5, WIDTH), seen_of(rows), layer_of())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"damping": 0}, "greater than 0"),
+        ({"damping": -0.1}, "greater than 0"),
+        ({"damping": 1.5}, "less than or equal to 1"),
+        ({"act_order": "desc"}, "Input should be 'none', 'static' or 'group'"),
+        ({"act_order": "group", "group_size": "channel"}, "needs a number as group_size, not 'channel'; use static"),
+        ({"act_order": "group", "group_size": "tensor"}, "needs a number as group_size, not 'tensor'; use static"),
+        ({"weights": "fp8_e4m3", "symmetric": False}, "symmetric: false needs an integer grid"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(options, message):
+    with pytest.raises(ValidationError, match=message):
+        GPTQ(**options)
+
+
+def test_only_act_order_group_needs_a_format_with_an_index():
+    assert [GPTQ(act_order=order).spec.indexed for order in ORDERS] == [False, False, True]

@@ -1,0 +1,230 @@
+"""SmoothQuant: equation 4 by hand, folds that leave a block as it was, and folds that cannot, which are undone."""
+
+import copy
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from compress.model.links import find_groups
+from compress.model.packed import CompressedLinear, linears
+from compress.passes.smoothquant import SMALLEST, SmoothQuant, weight_absmax
+
+WIDTH = 6
+OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    """norm -> two linears of one input; their product goes through a third one, which no norm feeds."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.a, self.b = norm, nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8, bias=False)
+        self.out = nn.Linear(8, WIDTH)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.out(torch.tanh(self.a(h)) * self.b(h))
+
+
+class TwoReaders(Block):
+    """Something that is no linear reads the norm's output, too."""
+
+    def forward(self, x):
+        h = self.norm(x)
+        return h + self.out(torch.tanh(self.a(h)) * self.b(h))
+
+
+class OnePlus(nn.Module):
+    """A norm that multiplies by 1 + weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+class Inputs:
+    """BlockInputs of a block and its batches, without a sweep."""
+
+    def __init__(self, block, batches, names=None):
+        self.block, self.batches = block, batches
+        found = find_groups(block, lambda module: module(random(2, 5, WIDTH, seed=9)))
+        self.groups = [group for group in found if names is None or set(names) & set(group.linears)]
+
+    def observe(self, observer):
+        seen, handles = {}, []
+        for group in self.groups:
+            first = self.block.get_submodule(group.linears[0])
+            seen[group] = observer(CompressedLinear.of(first).shape[1], torch.device("cpu"))
+            hook = lambda module, args, s=seen[group]: s.update(args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
+            handles.append(first.register_forward_pre_hook(hook))
+        for batch in self.batches:
+            self.block(batch)
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    def probe(self, block):
+        dtype = next(block.parameters()).dtype
+        return block(random(2, 5, WIDTH, seed=9).to(dtype))
+
+
+def build(norm, kind=Block):
+    """A block of random weights whose norm writes outliers."""
+    torch.manual_seed(0)
+    block = kind(norm)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter)
+    weight = block.norm.weight
+    weight.data = OUTLIERS.clone() if not isinstance(norm, OnePlus) else OUTLIERS - 1
+    return block.requires_grad_(False)
+
+
+@pytest.fixture
+def batches():
+    return [random(3, 5, WIDTH, seed=1), random(2, 7, WIDTH, seed=2)]
+
+
+def input_absmax(block, batches):
+    return torch.cat([block.norm(x).reshape(-1, WIDTH) for x in batches]).abs().amax(0)
+
+
+def test_equation_4_by_hand():
+    inputs, weights = torch.tensor([16.0, 1.0, 9.0]), torch.tensor([1.0, 0.25, 4.0])
+    assert SmoothQuant(alpha=0.5).scale(inputs, weights).tolist() == [4.0, 2.0, 1.5]
+    assert SmoothQuant(alpha=1).scale(inputs, weights).tolist() == [16.0, 1.0, 9.0]
+    assert SmoothQuant(alpha=0).scale(inputs, weights).tolist() == [1.0, 4.0, 0.25]
+    torch.testing.assert_close(
+        SmoothQuant(alpha=0.75).scale(inputs, weights), torch.tensor([8.0, 2**0.5, 27**0.5 / 2**0.5])
+    )
+
+
+def test_a_channel_that_was_always_zero_keeps_its_scale():
+    scale = SmoothQuant(alpha=0.5).scale(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 1.0]))
+    assert scale.tolist() == [1.0, 2.0]
+
+
+def test_weights_and_scales_are_kept_away_from_zero():
+    smooth = SmoothQuant(alpha=0.5)
+    assert smooth.scale(torch.tensor([4.0]), torch.tensor([0.0])) == pytest.approx(2 / SMALLEST**0.5)
+    assert smooth.scale(torch.tensor([1e-30]), torch.tensor([1.0])) == pytest.approx(SMALLEST)
+
+
+def test_the_weight_maximum_is_over_all_linears_of_a_group():
+    block = build(nn.LayerNorm(WIDTH))
+    [group] = [g for g in find_groups(block, lambda module: module(random(1, 2, WIDTH))) if g.norm == "norm"]
+    assert group.linears == ("a", "b")
+    found = weight_absmax(block, group)
+    assert torch.equal(found, torch.maximum(block.a.weight.abs().amax(0), block.b.weight.abs().amax(0)))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), OnePlus()], ids=["layer", "rms", "one plus"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8, 1.0])
+def test_the_block_computes_what_it_did_and_the_scales_have_moved(batches, notes, norm, alpha):
+    block = build(norm)
+    before = copy.deepcopy(block)
+    inputs, weights = input_absmax(block, batches), torch.cat([block.a.weight, block.b.weight]).abs().amax(0)
+    SmoothQuant(alpha=alpha).solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
+    assert notes == []
+    for x in batches:
+        torch.testing.assert_close(block(x), before(x), rtol=1e-4, atol=1e-4)
+    s = inputs**alpha / weights ** (1 - alpha)
+    torch.testing.assert_close(block.a.weight, before.a.weight * s)
+    torch.testing.assert_close(block.b.weight, before.b.weight * s)
+    torch.testing.assert_close(input_absmax(block, batches), inputs / s, rtol=1e-4, atol=1e-5)
+    assert torch.equal(block.out.weight, before.out.weight)
+
+
+def test_alpha_1_makes_all_inputs_equal_and_alpha_0_all_weights(batches, notes):
+    block = build(nn.LayerNorm(WIDTH))
+    SmoothQuant(alpha=1).solve_block(block, Inputs(block, batches, ["a"]), notes)
+    torch.testing.assert_close(input_absmax(block, batches), torch.ones(WIDTH))
+    block = build(nn.LayerNorm(WIDTH))
+    SmoothQuant(alpha=0).solve_block(block, Inputs(block, batches, ["a"]), notes)
+    torch.testing.assert_close(torch.cat([block.a.weight, block.b.weight]).abs().amax(0), torch.ones(WIDTH))
+
+
+def test_at_one_half_inputs_and_weights_end_with_the_same_range(batches, notes):
+    block = build(nn.RMSNorm(WIDTH))
+    SmoothQuant(alpha=0.5).solve_block(block, Inputs(block, batches, ["a"]), notes)
+    weights = torch.cat([block.a.weight, block.b.weight]).abs().amax(0)
+    torch.testing.assert_close(input_absmax(block, batches), weights, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
+    block = build(nn.LayerNorm(WIDTH), TwoReaders)
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+    [(kind, message, figures)] = notes
+    assert kind == "fallback"
+    assert message == "a, b: folding into norm would change the block's output, so it was undone"
+    assert figures["relative_error"] > 0.01
+
+
+def test_linears_that_no_norm_feeds_are_left_alone_and_noted(batches, notes):
+    block = build(nn.LayerNorm(WIDTH))
+    before = copy.deepcopy(block)
+    SmoothQuant().solve_block(block, Inputs(block, batches, ["out"]), notes)
+    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True))
+    assert notes == [("note", "out: no norm writes their input, so nothing is smoothed", {})]
+
+
+def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
+    block = build(nn.LayerNorm(WIDTH))
+    before = copy.deepcopy(block)
+    SmoothQuant().solve_block(block, Inputs(block, [], ["a"]), notes)
+    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True))
+    assert notes == [("fallback", "a, b: no calibration token reached them, so nothing is smoothed", {})]
+
+
+def test_masks_stay_on_smoothed_layers(batches, notes):
+    block = build(nn.LayerNorm(WIDTH))
+    mask = random(8, WIDTH, seed=4) > 0
+    block.a = CompressedLinear.of(block.a)
+    block.a.put(block.a.weight * mask, mask)
+    assert set(linears(block)) == {"a", "b", "out"}
+    before = [block(x) for x in batches]
+    SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
+    assert torch.equal(block.a.mask, mask)
+    assert (block.a.weight[~mask] == 0).all()
+    for x, y in zip(batches, before, strict=True):
+        torch.testing.assert_close(block(x), y, rtol=1e-4, atol=1e-4)
+
+
+def test_smoothing_makes_rounded_activations_less_wrong(batches, notes):
+    from compress.numerics.codes import quantize
+    from compress.numerics.grids import GRIDS
+
+    def quantized_error(block):
+        wanted = [block(x) for x in batches]
+        rounded = copy.deepcopy(block)
+        for name in ("a", "b"):
+            layer = CompressedLinear.of(rounded.get_submodule(name))
+            layer.put(quantize(layer.weight, GRIDS["int8"], "channel"))
+            layer.activations = GRIDS["int8"]
+            setattr(rounded, name, layer)
+        return sum(float((rounded(x) - y).norm()) for x, y in zip(batches, wanted, strict=True))
+
+    block = build(nn.LayerNorm(WIDTH))
+    plain = quantized_error(block)
+    SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
+    assert quantized_error(block) < 0.9 * plain
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.1])
+def test_alpha_is_a_share(alpha):
+    with pytest.raises(ValidationError, match="than or equal to"):
+        SmoothQuant(alpha=alpha)
+
+
+def test_it_comes_before_anything_is_quantized():
+    assert SmoothQuant.never_after == {"quantized"}

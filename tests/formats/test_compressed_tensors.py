@@ -1,0 +1,129 @@
+"""The compressed-tensors family: the layout of every layer, and a config that its owner validates and we read back."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from compress.formats import FORMATS
+from compress.formats.base import Scheme
+from compress.numerics.grids import GRIDS
+
+FORMAT = FORMATS["compressed-tensors"]
+INT8 = GRIDS["int8"]
+SCHEMES = {
+    "W4A16 g32": Scheme(GRIDS["int4"], 32, True),
+    "W4A16 asymmetric": Scheme(GRIDS["int4"], 32, False),
+    "W3A16 channel": Scheme(GRIDS["int3"], "channel", True),
+    "W8A16 tensor": Scheme(INT8, "tensor", True),
+    "W8A8": Scheme(INT8, "channel", True, activations=INT8),
+    "W8A8 asymmetric": Scheme(INT8, "channel", False, activations=INT8),
+    "W4A8 g32": Scheme(GRIDS["int4"], 32, True, activations=INT8),
+}
+NAMES = ["model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head"]
+INTEGER_LAYOUT = {"W8A8", "W8A8 asymmetric"}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_layout_follows_from_the_scheme_and_is_exact(make, same, name):
+    scheme = SCHEMES[name]
+    packed = make(scheme.grid.name, (6, 64), scheme.group_size, scheme.symmetric)
+    tensors = FORMAT.encode(packed, scheme.activations)
+    assert ("weight" in tensors) == (name in INTEGER_LAYOUT)
+    same(FORMAT.decode(tensors, scheme), packed)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_one_scheme_is_written_for_all_linears_and_read_back(name):
+    schemes = dict.fromkeys(NAMES[:3], SCHEMES[name])
+    config = FORMAT.config(schemes, ["lm_head"], "0.1")
+    [group] = config["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    layout = "int-quantized" if name in INTEGER_LAYOUT else "pack-quantized"
+    assert (config["format"], group["format"]) == (layout, layout)
+    assert config["ignore"] == ["lm_head"]
+    assert config["quantization_status"] == "compressed"
+    assert FORMAT.schemes(json.loads(json.dumps(config)), NAMES) == schemes
+
+
+def test_several_schemes_are_written_by_name_and_read_back():
+    schemes = dict(zip(NAMES, list(SCHEMES.values())[3:], strict=True)) | {"model.layers.1.b": SCHEMES["W8A8"]}
+    config = FORMAT.config(schemes, ["model.layers.1.c"], "0.1")
+    groups = list(config["config_groups"].values())
+    assert [group["targets"] for group in groups] == [
+        ["model.layers.0.a"], ["model.layers.0.b", "model.layers.1.b"], ["model.layers.1.a"], ["lm_head"],
+    ]  # fmt: skip
+    assert config["format"] == "mixed-precision"
+    assert [g["format"] for g in groups] == ["pack-quantized", "int-quantized", "int-quantized", "pack-quantized"]
+    assert FORMAT.schemes(json.loads(json.dumps(config)), [*NAMES, "model.layers.1.b", "model.layers.1.c"]) == schemes
+
+
+def test_several_schemes_of_one_layout_name_that_layout():
+    schemes = {"a": SCHEMES["W4A16 g32"], "b": SCHEMES["W3A16 channel"]}
+    assert FORMAT.config(schemes, [], "0.1")["format"] == "pack-quantized"
+
+
+def test_the_width_of_a_layer_makes_no_group_of_its_own():
+    scheme = SCHEMES["W4A16 g32"]
+    schemes = {"a": replace(scheme, width=64), "b": replace(scheme, width=128)}
+    assert len(FORMAT.config(schemes, [], "0.1")["config_groups"]) == 1
+
+
+def test_without_compressed_layers_there_is_no_config():
+    assert FORMAT.config({}, ["lm_head"], "0.1") is None
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "mixed"])
+def test_compressed_tensors_validates_the_config(name):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    schemes = dict(zip("abcdefg", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
+    config = FORMAT.config(schemes, ["lm_head"], "0.1")
+    theirs = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
+    assert theirs.quantization_status == "compressed"
+    assert theirs.ignore == ["lm_head"]
+    assert len(theirs.config_groups) == len(config["config_groups"]) == len(schemes)
+    for scheme, group in zip(schemes.values(), theirs.config_groups.values(), strict=True):
+        weights, inputs = group.weights, group.input_activations
+        assert (weights.num_bits, weights.type, weights.symmetric) == (scheme.grid.bits, "int", scheme.symmetric)
+        assert (weights.group_size or weights.strategy) == scheme.group_size
+        assert (inputs is None) == (scheme.activations is None)
+        if inputs is not None:
+            assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == (8, "token", True, True)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_compressed_tensors_would_choose_the_same_layout(name):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    base = pytest.importorskip("compressed_tensors.compressors.base")
+    config = FORMAT.config({"a": SCHEMES[name]}, [], "0.1")
+    theirs = quantization.QuantizationConfig.model_validate(config)
+    group = theirs.config_groups["group_0"]
+    compressor = base.BaseCompressor.get_value_from_registry(group.format)
+    assert compressor.can_compress(torch.nn.Linear, group)
+
+
+def test_the_names_of_their_tensors_are_the_names_of_ours(make):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    base = pytest.importorskip("compressed_tensors.compressors.base")
+    for scheme in SCHEMES.values():
+        group = FORMAT.config({"a": scheme}, [], "0.1")["config_groups"]["group_0"]
+        theirs = quantization.QuantizationScheme.model_validate(group)
+        names = base.BaseCompressor.get_value_from_registry(theirs.format).compression_param_names(theirs)
+        packed = make(scheme.grid.name, (6, 64), scheme.group_size, scheme.symmetric)
+        assert set(FORMAT.encode(packed, scheme.activations)) == set(names)
+
+
+def test_activations_in_floats_are_refused():
+    message = FORMAT.refuses(replace(SCHEMES["W8A8"], activations=GRIDS["fp8_e4m3"]), (8, 64))
+    assert message == "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native"
+
+
+def test_what_the_packed_layout_refuses_is_refused():
+    assert "use 20, 25, 50, 100, channel, or format: native" in FORMAT.refuses(Scheme(INT8, 64, True), (8, 100))
+    assert all(FORMAT.refuses(scheme, (6, 64)) is None for scheme in SCHEMES.values())
+
+
+def test_short_groups_are_adapted(make):
+    packed = make("int4", (4, 96), 64)
+    assert FORMAT.adapt(packed).group_size == 32

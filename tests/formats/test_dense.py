@@ -1,0 +1,36 @@
+"""The dense format: everything is multiplied out, so it holds every weight and no rounded activations."""
+
+import pytest
+
+from compress.formats import FORMATS
+from compress.formats.base import Scheme
+from compress.numerics.grids import GRIDS
+
+FORMAT = FORMATS["dense"]
+
+
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
+def test_every_grid_and_group_can_be_stored_multiplied_out(make, grid):
+    for group_size in (7, "channel", "tensor"):
+        assert FORMAT.refuses(Scheme(grid, group_size, True, indexed=True), (5, 30)) is None
+        assert FORMAT.adapt(make(grid.name, (5, 30), group_size)) is None
+
+
+@pytest.mark.parametrize("inputs", ["int8", "fp8_e4m3"])
+def test_rounded_activations_are_refused_with_what_holds_them(inputs):
+    message = FORMAT.refuses(Scheme(GRIDS["int8"], "channel", True, activations=GRIDS[inputs]), (5, 30))
+    assert message == "format dense cannot say that activations are rounded; use format: compressed-tensors"
+
+
+def test_it_needs_no_config_and_holds_no_codes(make):
+    assert FORMAT.config({"a": Scheme(GRIDS["int4"], 32, True)}, [], "0.1") is None
+    assert FORMAT.schemes({}, ["a"]) == {}
+    with pytest.raises(AssertionError, match="multiplied out before"):
+        FORMAT.encode(make(), None)
+    with pytest.raises(AssertionError, match="holds no codes"):
+        FORMAT.decode({}, Scheme(GRIDS["int4"], 32, True))
+
+
+def test_every_format_is_found_by_its_name():
+    assert {name: format_.name for name, format_ in FORMATS.items()} == {name: name for name in FORMATS}
+    assert {"compressed-tensors", "dense", "native"} <= set(FORMATS)

@@ -1,0 +1,194 @@
+"""GGUF files are converted once, exactly, and kept in the user's cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+
+from compress.errors import ModelError
+from compress.model import gguf as reading
+from compress.model.open import open_model
+
+gguf = pytest.importorskip("gguf")
+quants = pytest.importorskip("gguf.quants")
+
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
+
+
+def interleaved(weight, heads: int):
+    """Rows of rotary heads in the order that llama.cpp has them."""
+    return weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_tensors(model):
+    """(name, array) as llama.cpp's converter writes a Llama."""
+    for name, tensor in model.state_dict().items():
+        array = np.ascontiguousarray(tensor.numpy())
+        if name == "model.embed_tokens.weight":
+            yield "token_embd.weight", array
+        elif name == "model.norm.weight":
+            yield "output_norm.weight", array
+        elif name != "lm_head.weight":
+            _, _, index, rest = name.split(".", 3)
+            heads = {"self_attn.q_proj.weight": 4, "self_attn.k_proj.weight": 2}.get(rest)
+            array = array if heads is None else interleaved(array, heads)
+            yield f"blk.{index}.{NAMES[rest.removesuffix('.weight')]}.weight", np.ascontiguousarray(array)
+
+
+def write_tokenizer(writer, folder: str):
+    found = json.loads((Path(folder) / "tokenizer.json").read_text())
+    special = {token["id"]: token["content"] for token in found["added_tokens"]}
+    tokens = {number: token for token, number in found["model"]["vocab"].items()} | special
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([tokens[i] for i in range(len(tokens))])
+    writer.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in found["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+
+
+@pytest.fixture(scope="module")
+def files(pico, tmp_path_factory):
+    """The pico model as GGUF: 'F32' and 'Q8_0'."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    folder = tmp_path_factory.mktemp("gguf")
+    for kind in ("F32", "Q8_0"):
+        writer = gguf.GGUFWriter(str(folder / f"{kind}.gguf"), "llama")
+        writer.add_block_count(3)
+        writer.add_context_length(512)
+        writer.add_embedding_length(128)
+        writer.add_feed_forward_length(288)
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_rope_dimension_count(32)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_vocab_size(1024)
+        write_tokenizer(writer, pico)
+        for name, array in gguf_tensors(model):
+            if kind == "Q8_0" and array.ndim == 2:
+                writer.add_tensor(name, quants.quantize(array, Q8_0), raw_dtype=Q8_0)
+            else:
+                writer.add_tensor(name, array)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return folder
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """The user's cache, empty."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "compress" / "gguf"
+
+
+@pytest.fixture
+def converted_here(monkeypatch):
+    """Convert in this process, which is what the other one does but quicker to start; counts the conversions."""
+    commands = []
+
+    def run(command, **kwargs):
+        commands.append(command)
+        assert command[:3] == [sys.executable, "-m", "compress.model.gguf"]
+        reading.convert(*map(Path, command[3:]))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(reading.subprocess, "run", run)
+    return commands
+
+
+def logits(opened, ids):
+    with torch.no_grad(), opened.streaming() as model:
+        return model(input_ids=ids).logits
+
+
+def test_a_float_file_opens_as_the_model_it_was_made_of(files, pico, cache, converted_here):
+    opened = open_model(str(files / "F32.gguf"))
+    ids = torch.arange(30, 60)[None]
+    assert torch.equal(logits(opened, ids), logits(open_model(pico), ids))
+    assert opened.dtype == torch.float32 and opened.notes == []
+    text = "def f(x): return x"
+    assert opened.tokenizer(text).input_ids == open_model(pico).tokenizer(text).input_ids
+
+
+def test_quantized_weights_are_multiplied_out(files, pico, cache, converted_here):
+    opened, dense = open_model(str(files / "Q8_0.gguf")), open_model(pico)
+    for model in (opened, dense):
+        model.weights.bring(model.blocks[0])
+    ours, was = (m.blocks[0].module.mlp.down_proj.weight for m in (opened, dense))
+    expected = quants.dequantize(quants.quantize(was.numpy(), Q8_0), Q8_0)
+    assert torch.equal(ours, torch.from_numpy(expected))
+    assert not torch.equal(ours, was)
+
+
+def test_a_file_is_converted_once(files, cache, converted_here, tmp_path):
+    source = str(files / "F32.gguf")
+    first, again = open_model(source), open_model(source)
+    renamed = tmp_path / "other.gguf"
+    renamed.write_bytes((files / "F32.gguf").read_bytes())
+    assert open_model(str(renamed)).fingerprint == first.fingerprint == again.fingerprint
+    assert len(converted_here) == 1
+    assert len(list(cache.iterdir())) == 1  # and no .part is left
+    open_model(str(files / "Q8_0.gguf"))
+    assert len(converted_here) == 2 and len(list(cache.iterdir())) == 2
+
+
+def test_what_a_killed_conversion_left_is_replaced(files, cache, converted_here):
+    folder = reading.as_safetensors(files / "F32.gguf")
+    folder.rename(folder.with_suffix(".part"))
+    (folder.with_suffix(".part") / "model.safetensors").write_bytes(b"half")
+    assert reading.as_safetensors(files / "F32.gguf") == folder
+    assert len(converted_here) == 2
+    assert [child.name for child in cache.iterdir()] == [folder.name]
+
+
+def test_no_such_file():
+    with pytest.raises(ModelError, match=r"model: no file .*/nothing\.gguf"):
+        open_model("/no/nothing.gguf")
+
+
+def test_not_a_gguf_file(tmp_path, cache):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(ModelError, match=r"a\.gguf is not a GGUF file \(it does not begin with 'GGUF'\)"):
+        open_model(str(path))
+
+
+@pytest.mark.parametrize(("stderr", "reason"), [("Traceback\nValueError: bad magic\n", "ValueError: bad magic"), ("", "exit code 3")])
+def test_a_file_that_cannot_be_read(stderr, reason, tmp_path, cache, monkeypatch):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(b"GGUF and nothing")
+    monkeypatch.setattr(reading.subprocess, "run", lambda c, **_: subprocess.CompletedProcess(c, 3, "", stderr))
+    with pytest.raises(ModelError, match=rf"cannot be read \({reason}\); reading GGUF needs the extra: compress-llm\[gguf\]"):
+        open_model(str(path))
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_conversion_in_a_process_of_its_own(files, pico, cache, tmp_path):
+    ids = torch.arange(30, 60)[None]
+    assert torch.equal(logits(open_model(str(files / "F32.gguf")), ids), logits(open_model(pico), ids))
+    path = tmp_path / "a.gguf"
+    path.write_bytes((files / "F32.gguf").read_bytes()[:2000])
+    with pytest.raises(ModelError, match=r"a\.gguf cannot be read \("):
+        open_model(str(path))

@@ -208,6 +208,7 @@ class Job:
 
     @property
     def shards(self) -> int:
+        """How many weight files there will be: one per block, and one for what is outside of them."""
         return len(self.opened.blocks) + 1
 
     @property

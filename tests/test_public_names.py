@@ -1,0 +1,106 @@
+"""The public surface is a list: what `import compress` promises, and nothing that came along by accident."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import compress
+from compress import errors
+from compress.contract import Pass
+
+NAMES = [
+    "Calibration",
+    "CompressError",
+    "Evaluate",
+    "PASSES",
+    "Recipe",
+    "Result",
+    "Save",
+    "__version__",
+    "apply",
+    "load",
+    "plan",
+    "run",
+]
+"""All public names, the classes of the passes apart: those are found by their files."""
+
+ERRORS = {
+    "CompressError": 1,
+    "UserError": 2,
+    "RecipeError": 2,
+    "ModelError": 2,
+    "CalibrationError": 2,
+    "TargetError": 2,
+    "OutputError": 2,
+    "Failure": 1,
+    "NumericError": 1,
+    "SaveError": 1,
+    "VerificationError": 1,
+}
+"""Every error a user can meet, and the exit code of the command line."""
+
+
+def test_the_public_names():
+    classes = {step.__name__ for step in compress.PASSES.values()}
+    assert compress.__all__ == sorted({*NAMES, *classes})
+    assert not classes & set(NAMES)
+    assert {name for name in dir(compress) if not name.startswith("_")} >= {*NAMES, *classes} - {"__version__"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there_and_documented(name):
+    found = getattr(compress, name)
+    if callable(found):
+        assert inspect.getdoc(found)
+
+
+def test_a_pass_is_public_under_the_name_of_its_class():
+    for step in compress.PASSES.values():
+        assert getattr(compress, step.__name__) is step
+        assert issubclass(step, Pass)
+
+
+@pytest.mark.parametrize("name", ["Sweep", "gptq_", "GTPQ", "runner_", "Annotated"])
+def test_other_names_are_not_there(name):
+    with pytest.raises(AttributeError, match=f"module 'compress' has no attribute '{name}'"):
+        getattr(compress, name)
+
+
+def test_the_function_plan_is_not_hidden_by_its_module():
+    import_module("compress.plan")
+    assert callable(compress.plan) and compress.plan.__module__ == "compress.plan"
+
+
+def test_type_checkers_see_the_same_names():
+    """What is imported under TYPE_CHECKING is what is imported on first use, from the same places."""
+    tree = ast.parse(Path(compress.__file__).read_text(encoding="utf-8"))
+    seen = {
+        alias.asname: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if node.module.startswith("compress.") and alias.asname
+    }
+    assert sorted(seen) == NAMES
+    for name, module in seen.items():
+        assert getattr(import_module(module), name) is getattr(compress, name)
+
+
+def test_importing_the_package_imports_nothing_slow():
+    code = "import sys, compress; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_tree_of_errors():
+    found = {
+        name: kind.exit_code for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__
+    }
+    assert found == ERRORS
+    assert all(issubclass(getattr(errors, name), compress.CompressError) for name in found)
+    assert all(issubclass(getattr(errors, n), errors.UserError) == (code == 2) for n, code in found.items())

@@ -1,0 +1,179 @@
+"""Everything the README shows is run or parsed: its recipes and Python on the pico model, its commands by their parsers."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import compress
+from compress import Recipe
+from compress.cli import main
+from compress.formats import FORMATS
+
+ROOT = Path(__file__).parents[1]
+PICO = Path(__file__).parent / "pico" / "model"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+SMALLER = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": str(PICO),
+    "sequences: 32": "sequences: 4",
+    "sequences=32": "sequences=4",
+    "length: 512": "length: 64",
+    "length=512": "length=64",
+    "windows: 16": "windows: 2",
+}
+"""What is read instead of what stands there, so that it takes seconds."""
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    """Every line of an indented or fenced shell block, without its comment."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = re.findall(r"^    (\S.*)$", plain, re.MULTILINE)
+    lines += [line for kind in ("sh", "bash", "shell", "console") for block in blocks(text, kind) for line in block.splitlines()]
+    found = [re.sub(r"(^|\s)#.*$", "", line).strip().removeprefix("$ ") for line in lines]
+    return [line for line in found if line]
+
+
+def smaller(text: str) -> str:
+    for written, read in SMALLER.items():
+        text = text.replace(written, read)
+    return text
+
+
+YAML, PYTHON, SHELL = blocks(README, "yaml"), blocks(README, "python"), commands(README)
+
+
+def test_there_is_something_to_run():
+    assert YAML and PYTHON and SHELL
+    fences = re.findall(r"^```(\w*)$", README, re.MULTILINE)
+    assert set(fences) <= {"", "yaml", "python", "sh", "bash", "shell", "console", "text", "json"}
+    assert fences.count("") == len(fences) / 2, "every block names its language"
+
+
+@pytest.mark.parametrize("number", range(len(YAML)))
+def test_every_recipe_is_valid_and_can_be_planned(number):
+    written = Recipe.from_text(YAML[number], "README.md")
+    planned = compress.plan(Recipe.from_text(smaller(YAML[number])))
+    assert Recipe.from_text(written.to_yaml()) == written
+    assert planned.checkpoint_bytes < planned.dense_bytes
+
+
+@pytest.mark.parametrize("number", range(len(PYTHON)))
+def test_every_python_block_runs(number, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(smaller(PYTHON[number]), f"README.md, Python block {number + 1}", "exec"), names)
+    if "result" in names:
+        assert names["result"].report["verified"]["own"] == 0
+
+
+def test_the_python_of_the_readme_is_its_recipe():
+    """'The same in Python' is the same value."""
+    made: list[Recipe] = []
+    for block in PYTHON:
+        if "compress.Recipe(" in block:
+            before_the_run = block.split("compress.run(")[0].rpartition("\n")[0]
+            names: dict = {}
+            exec(before_the_run, names)
+            made.append(names["recipe"])
+    read = [Recipe.from_text(text).model_copy(update={"eval": compress.Evaluate()}) for text in YAML]
+    assert made and all(recipe.model_copy(update={"eval": compress.Evaluate()}) in read for recipe in made)
+
+
+@pytest.mark.parametrize("line", SHELL)
+def test_every_command_is_one_that_exists(line):
+    words = shlex.split(line)
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    check = CHECKS.get(words[0])
+    assert check is not None, f"{line}: no check for the program {words[0]}"
+    check(words[1:])
+
+
+def parsed(arguments: list[str]) -> None:
+    """click takes the line, option by option; nothing runs."""
+    context = main.make_context("compress", list(arguments), resilient_parsing=False)
+    rest = [*context._protected_args, *context.args] if hasattr(context, "_protected_args") else context.args
+    name, command, rest = main.resolve_command(context, rest)
+    assert command is not None
+    command.make_context(name, rest, parent=context)
+
+
+def made(arguments: list[str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    wanted = [word for word in arguments if "=" not in word]
+    assert wanted and set(wanted) <= targets
+
+
+def installed(arguments: list[str]) -> None:
+    """pip install of this project, with extras that it has."""
+    assert arguments[0] == "install"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(re.findall(r"^([a-z-]+) = \[", project.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    for word in arguments[1:]:
+        asked = re.search(r"\[(.*)\]", word)
+        assert not asked or set(asked[1].split(",")) <= extras
+        assert word.startswith(("-", ".", "compress-llm", "'.", '".')), word
+
+
+def scripted(arguments: list[str]) -> None:
+    """A script of the repository that knows every option; or a module, -m, that is here."""
+    if arguments[0] == "-m":
+        assert arguments[1] == "compress" or (ROOT / (arguments[1].replace(".", "/") + ".py")).exists()
+        return parsed(arguments[2:]) if arguments[1] == "compress" else None
+    assert (ROOT / arguments[0]).is_file()
+    shown = subprocess.run(
+        [sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert [word for word in arguments if word.startswith("--") and word.split("=")[0] not in shown.stdout] == []
+
+
+def cloned(arguments: list[str]) -> None:
+    assert arguments[0] == "clone"
+
+
+CHECKS = {
+    "compress": parsed,
+    "make": made,
+    "pip": installed,
+    "python": scripted,
+    "git": cloned,
+    "cd": lambda arguments: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("compress squeeze recipe.yaml", click.UsageError),
+        ("compress run recipe.yaml --fast", click.UsageError),
+        ("compress run", click.UsageError),
+        ("make coffee", AssertionError),
+        ("pip install .[magic]", AssertionError),
+        ("python tests/benchmarks/none.py", AssertionError),
+        ("python tests/benchmarks/quality.py x --fast", AssertionError),
+        ("curl https://example.org", AssertionError),
+    ],
+)
+def test_a_wrong_command_would_be_found(line, error):
+    with pytest.raises(error):
+        test_every_command_is_one_that_exists(line)
+
+
+def test_the_readme_lists_every_pass_and_every_format():
+    rows = re.findall(r"^\| `([a-z0-9_-]+)` \|", README, re.MULTILINE)
+    assert [key for key in [*compress.PASSES, *FORMATS] if key not in rows] == []
+
+
+def test_every_local_link_leads_somewhere():
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert [link for link in links if not (ROOT / link).exists()] == []

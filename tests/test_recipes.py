@@ -1,0 +1,82 @@
+"""Every recipe of recipes/ is read, round-trips, runs on the pico model, and is as good as its stored baseline."""
+
+import json
+import platform
+
+import pytest
+import yaml
+from on_pico import MEASURED, PICO, RECIPES, ROOT, on_pico
+from transformers import AutoTokenizer
+
+import compress
+from compress import Recipe, corpus
+from compress.errors import TargetError
+
+STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
+MOST_WORSE = 1.02  # kernels of another CPU may break ties otherwise; a broken algorithm loses more
+
+every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+
+
+def test_there_are_recipes_for_all_passes_and_some_chains():
+    stems = {path.stem for path in RECIPES}
+    assert stems >= {*compress.PASSES, "chain", "demo"}
+
+
+@every_recipe
+def test_it_begins_with_what_it_is_for(path):
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ") and first.rstrip().endswith((".", ":"))
+
+
+@every_recipe
+def test_it_round_trips(path):
+    recipe = Recipe.from_yaml(path)
+    assert Recipe.from_text(recipe.to_yaml()) == recipe
+    assert Recipe.from_data(yaml.safe_load(path.read_text(encoding="utf-8"))) == recipe
+    again = Recipe.from_text(recipe.to_yaml()).to_yaml()
+    assert again == recipe.to_yaml()
+
+
+@every_recipe
+def test_it_writes_only_what_differs_or_matters(path):
+    """No recipe names a model of one machine, and no two recipes are the same."""
+    recipe = Recipe.from_yaml(path)
+    assert recipe.model.count("/") == 1 and not recipe.model.startswith((".", "/"))
+    assert [other.stem for other in RECIPES if Recipe.from_yaml(other) == recipe] == [path.stem]
+
+
+@every_recipe
+def test_it_runs_as_written_and_ships_what_its_baseline_says(path, tmp_path):
+    recipe = on_pico(Recipe.from_yaml(path))
+    result = compress.run(recipe, tmp_path)
+    assert Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
+    assert result.report["verified"]["own"] == 0
+    assert result.report["verified"]["transformers"] == 0 or result.report["verified"]["skipped"]
+    quality, size = result.report["quality"][0], result.report["size"]
+    assert size["checkpoint_bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
+    wanted = STORED["recipes"].get(path.stem)
+    if wanted is not None:
+        assert size["bits_per_weight"] == pytest.approx(wanted["bits_per_weight"], abs=1e-3)
+        if quality["sha256"] == STORED["evaluation"]["sha256"]:
+            assert quality["compressed"]["perplexity"] <= MOST_WORSE * wanted["perplexity"]
+
+
+def test_every_baseline_is_of_a_recipe_and_was_measured_on_this_protocol():
+    assert set(STORED["recipes"]) <= {path.stem for path in RECIPES}
+    measured = STORED["evaluation"]
+    asked = (MEASURED.perplexity[0], MEASURED.windows, MEASURED.length)
+    assert (measured["text"], measured["windows"], measured["length"]) == asked
+    if platform.python_version_tuple()[:2] == tuple(STORED["python"].split(".")[:2]):  # the text is CPython's own
+        tokenizer = AutoTokenizer.from_pretrained(PICO)
+        ids = corpus.token_ids(measured["text"], "test", tokenizer, measured["windows"], measured["length"], 0)
+        assert corpus.corpus_sha256(ids) == measured["sha256"]
+
+
+def test_only_group_sizes_are_changed_to_fit():
+    """A recipe whose targets match nothing on the pico model is not bent until it runs."""
+    lost = Recipe(model="m", passes=[compress.RTN(targets="*.q_porj")])
+    with pytest.raises(TargetError, match="matches no linear"):
+        on_pico(lost)
+    wide = on_pico(Recipe(model="m", passes=[compress.RTN(group_size=4096)]))
+    assert wide.passes[0].group_size == 32

@@ -58,8 +58,9 @@ class Pass(BaseModel, ABC):
 
     @classmethod
     def key(cls) -> str:
-        """The name in a recipe, which is the name of the file."""
-        return cls.__module__.rpartition(".")[2]
+        """The name in a recipe, which is the name of the file; a class of one's own elsewhere is called by its name."""
+        package, _, file = cls.__module__.rpartition(".")
+        return file if package.endswith(".passes") else cls.__name__.lower()
 
     def facts(self) -> frozenset[Fact]:
         """What this pass makes of the model, its options considered."""

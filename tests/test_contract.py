@@ -341,6 +341,12 @@ def test_passes_of_ones_own_run_through_apply_and_run(chain, recipe, ids, tmp_pa
     assert ("doubled" in notes) == ("model" in chain)
 
 
+def test_a_pass_of_ones_own_is_called_by_its_class(ids):
+    assert Recipe(model="m", passes=[Doubled(), Masking()]).labels() == ["passes[0] doubled", "passes[1] masking"]
+    with pytest.raises(TargetError, match=r"passes\[0\] shifted: targets pattern 'x' matches no linear"):
+        compress.apply(fresh(), [Shifted(targets="x")], ids)
+
+
 def test_a_block_pass_of_ones_own(ids):
     before, after = weights_of(fresh()), weights_of(compress.apply(fresh(), [Negated()], ids))
     assert differing(before, after) == [f"model.layers.{i}.mlp.up_proj.weight" for i in range(3)]

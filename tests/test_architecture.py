@@ -58,7 +58,9 @@ FILE_LINES, USUAL_FILE_LINES = 400, 300
 FUNCTION_LINES, USUAL_FUNCTION_LINES = 50, 30
 USUAL = 0.9  # the share of files and of functions that keep to the usual size
 LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS = {"compress.stream.lockstep:lockstep": "one scheduler: its inner functions share what is waiting and done"}
+LONG_FUNCTIONS = {
+    "compress.stream.lockstep:lockstep": "one scheduler: its inner functions share what is waiting and done"
+}
 """'module' and 'module:function' that are longer, and why."""
 
 ENVIRONMENT = {"compress.cli": "sets the defaults of libraries for the process that it owns"}
@@ -140,7 +142,9 @@ def long_functions(tree: ast.AST, most: int) -> list[str]:
     found = []
     for name, node in functions(tree):
         first = node.body[0]
-        told = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+        told = (
+            isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+        )
         lines = node.end_lineno - node.lineno + 1 - (first.end_lineno - first.lineno + 1 if told else 0)
         if lines > most:
             found.append(f"{name}: {lines} lines")
@@ -380,7 +384,10 @@ def test_floors_fall_towards_the_errors():
         (late_imports, "class A:\n    def f(self):\n        import compress.recipe"),
         (lambda tree: upward("compress.numerics.grids", tree), "from compress.model.open import OpenModel"),
         (lambda tree: upward("compress.model.open", tree), "from compress import runner"),
-        (lambda tree: upward("compress.stream.store", tree), "if TYPE_CHECKING:\n    from compress.recipe import Recipe"),
+        (
+            lambda tree: upward("compress.stream.store", tree),
+            "if TYPE_CHECKING:\n    from compress.recipe import Recipe",
+        ),
         (lambda tree: long_functions(tree, 3), "def f():\n    '''Doc.'''\n    a = 1\n    b = 2\n    return a + b"),
         (prints, "print('x')"),
         (prints, "import sys\nsys.stdout.write('x')"),
@@ -405,13 +412,23 @@ def test_every_rule_finds_what_breaks_it(rule, text):
 
 @pytest.mark.parametrize(
     "text",
-    ["LlamaAttention", "model_type == 'qwen2'", "gpt_neox", "GPTNeoXLayer", "is_opt or bloom", "for Llama-3", "gpt2_names"],
+    [
+        "LlamaAttention",
+        "model_type == 'qwen2'",
+        "gpt_neox",
+        "GPTNeoXLayer",
+        "is_opt or bloom",
+        "for Llama-3",
+        "gpt2_names",
+    ],
 )
 def test_architectures_are_found_in_every_spelling(text):
     assert architectures(text)
 
 
-@pytest.mark.parametrize("text", ["4 bits a weight", "the options clip", "git", "GPTQ", "SmoothQuant", "phase philosophy"])
+@pytest.mark.parametrize(
+    "text", ["4 bits a weight", "the options clip", "git", "GPTQ", "SmoothQuant", "phase philosophy"]
+)
 def test_ordinary_words_are_no_architectures(text):
     assert architectures(text) == set()
 

@@ -99,7 +99,9 @@ def test_importing_the_package_imports_nothing_slow():
 
 def test_the_tree_of_errors():
     found = {
-        name: kind.exit_code for name, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__
+        name: kind.exit_code
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if kind.__module__ == errors.__name__
     }
     assert found == ERRORS
     assert all(issubclass(getattr(errors, name), compress.CompressError) for name in found)

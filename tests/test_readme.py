@@ -38,7 +38,12 @@ def commands(text: str) -> list[str]:
     """Every line of an indented or fenced shell block, without its comment."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = re.findall(r"^    (\S.*)$", plain, re.MULTILINE)
-    lines += [line for kind in ("sh", "bash", "shell", "console") for block in blocks(text, kind) for line in block.splitlines()]
+    lines += [
+        line
+        for kind in ("sh", "bash", "shell", "console")
+        for block in blocks(text, kind)
+        for line in block.splitlines()
+    ]
     found = [re.sub(r"(^|\s)#.*$", "", line).strip().removeprefix("$ ") for line in lines]
     return [line for line in found if line]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,12 +29,14 @@ INTERRUPTED = 130
 
 
 class _Group(click.Group):
-    """Turns errors into one line and an exit code; --debug shows the traceback."""
+    """Turns errors into one line and an exit code; --debug, wherever it stands, shows the traceback."""
 
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        debug = "--debug" in (kwargs.get("args") or (args[0] if args and args[0] else None) or sys.argv[1:])
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        plain = [arg for arg in given if arg != "--debug"]
+        debug = len(plain) < len(given)
         try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            code = super().main(plain, *rest, **{**kwargs, "standalone_mode": False})
         except CompressError as error:
             _fail(str(error), error.exit_code, debug)
         except click.exceptions.Abort:
@@ -49,10 +52,8 @@ class _Group(click.Group):
 
 
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
-    """One line on standard error, and out."""
-    if debug:
-        raise
-    click.echo(f"error: {message}", err=True)
+    """One line on standard error, or the traceback, which ends with it, and out."""
+    click.echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
 
@@ -124,8 +125,8 @@ def plan(recipe: Path, model: str | None) -> None:
 @click.option(
     "--text", multiple=True, default=("embedded",), help="embedded, wikitext, or a .txt, .jsonl or .npy file."
 )
-@click.option("--windows", type=int, default=16, help="Windows per text.")
-@click.option("--length", type=int, default=512, help="Tokens per window.")
+@click.option("--windows", type=click.IntRange(min=1), default=16, help="Windows per text.")
+@click.option("--length", type=click.IntRange(min=2), default=512, help="Tokens per window.")
 @click.option("--dtype", default="auto", help="What is computed in.")
 def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
     """Measure the perplexity of MODEL: a compressed checkpoint, or any model."""

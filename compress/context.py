@@ -9,10 +9,27 @@ from time import perf_counter
 
 import torch
 
+from compress.errors import RecipeError
 from compress.formats.base import Format
 from compress.formats.native import Native
 from compress.journal import Journal
 from compress.memory import PeakMemory
+
+DEVICES = r"auto|cpu|cuda(:\d+)?"
+"""What can be written as `device`."""
+
+
+def device_of(name: str) -> torch.device:
+    """The device of a recipe; 'auto' is CUDA where there is one.
+
+    Raises RecipeError when this machine has no such device.
+    """
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(("cuda" if found else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and (device.index or 0) >= found:
+        known = f"only cuda:0 to cuda:{found - 1}" if found else "no CUDA device that torch can use"
+        raise RecipeError(f"device: {name} was asked, but this machine has {known}; write device: auto, or cpu")
+    return device
 
 
 @dataclass

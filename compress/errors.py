@@ -19,7 +19,14 @@ class UserError(CompressError):
 
 
 class RecipeError(UserError):
-    """The recipe is not valid; the message carries the line and column of the mistake where known."""
+    """The recipe is not valid; the message carries the line and column of the mistake where known.
+
+    path: the place in the recipe's data, such as ('passes', 1, 'gptq', 'group_size').
+    """
+
+    def __init__(self, message: str, path: tuple[str | int, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class ModelError(UserError):

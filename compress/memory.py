@@ -40,6 +40,12 @@ class PeakMemory:
             self._open.remove(self)
 
 
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be taken without swapping: the host's, and the device's where that is less."""
+    host = psutil.virtual_memory().available
+    return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
+
+
 _PROCESS = psutil.Process()
 
 

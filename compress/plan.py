@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.context import device_of
 from compress.contract import BlockPass, LayerPass, ModelPass, Pass, QuantizingPass
 from compress.errors import TargetError
 from compress.formats import FORMATS
@@ -104,6 +105,7 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
 
 def plan(recipe: Recipe) -> Plan:
     """Open the model (its weights are not read) and say what `run` would do; raises what `run` would raise first."""
+    device_of(recipe.device)
     return plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
 
 

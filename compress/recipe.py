@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,11 @@ from pydantic import (
     ValidationError,
     field_serializer,
     field_validator,
+    model_validator,
 )
+from yaml.reader import ReaderError
 
+from compress.context import DEVICES
 from compress.contract import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
@@ -82,7 +86,7 @@ class Evaluate(_Part):
 class Recipe(_Part):
     """All that a run depends on; equal recipes on equal models give equal bytes.
 
-    Raises RecipeError when passes stand in an impossible order.
+    Raises RecipeError for every mistake: unknown options, values out of range, passes in an impossible order.
     """
 
     model: str = Field(description="hub id, local folder, or .gguf file")
@@ -94,6 +98,30 @@ class Recipe(_Part):
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
     save: Save = Save()
     eval: Evaluate = Evaluate()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_our_words(cls, data: Any, build: Callable[[Any], Recipe]) -> Recipe:
+        """Python and YAML raise the same errors."""
+        if not isinstance(data, Mapping | Recipe):
+            raise RecipeError("a recipe is a mapping with the keys model, passes, ...")
+        try:
+            return build(data)
+        except ValidationError as error:
+            raise _mistake(error, (), cls) from error
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, name: str) -> str:
+        if not re.fullmatch(DEVICES, name):
+            raise ValueError(f"device {name!r} is not known; use auto, cpu, cuda, or cuda:N")
+        return name
+
+    @field_validator("passes", mode="before")
+    @classmethod
+    def _named(cls, items: Any) -> Any:
+        """Passes by their names, as YAML spells them."""
+        return _passes(items)
 
     def model_post_init(self, context: Any) -> None:
         check_order(self.passes)
@@ -130,31 +158,20 @@ class Recipe(_Part):
         data, places = _compose(text, name)
         try:
             return cls.from_data(data)
-        except _Mistake as mistake:
+        except RecipeError as mistake:
             line, column = _nearest(places, mistake.path)
-            raise RecipeError(f"{name}:{line}:{column}: {mistake}") from mistake
+            raise RecipeError(f"{name}:{line}:{column}: {mistake}", mistake.path) from mistake
 
     @classmethod
     def from_data(cls, data: Any) -> Recipe:
-        """Build a recipe from plain values as YAML has them."""
-        if not isinstance(data, Mapping):
-            raise _Mistake((), "a recipe is a mapping with the keys model, passes, ...")
-        known: dict[str, Any] = dict(data)
-        if "passes" in known:
-            known["passes"] = _passes(known["passes"])
-        try:
-            return cls.model_validate(known)
-        except ValidationError as error:
-            raise _mistake(error, (), cls) from error
+        """Build a recipe from plain values as YAML has them. Raises RecipeError."""
+        return cls.model_validate(data)
 
 
-class _Mistake(RecipeError):  # noqa: N818  never seen by its name: it becomes a RecipeError
-    """A mistake at a place in the recipe's data."""
-
-    def __init__(self, path: Path_, message: str) -> None:
-        where = "".join(f"[{p}]" if isinstance(p, int) else f" {p}" for p in path).strip()
-        super().__init__(f"{where}: {message}" if where else message)
-        self.path = path
+def _wrong(path: Path_, message: str) -> RecipeError:
+    """The error for a mistake at a place in the recipe's data."""
+    where = "".join(f"[{p}]" if isinstance(p, int) else f" {p}" for p in path).strip()
+    return RecipeError(f"{where}: {message}" if where else message, path)
 
 
 def label(index: int, step: Pass) -> str:
@@ -170,11 +187,11 @@ def check_order(passes: Sequence[Pass]) -> None:
             if fact in facts:
                 before = facts[fact]
                 message = f"the model is {_spoken(fact)} by {before} already; put {step.key()} before it"
-                raise _Mistake(("passes", index, step.key()), message)
+                raise _wrong(("passes", index, step.key()), message)
         for fact in sorted(step.after):
             if fact not in facts:
                 message = f"the model must be {_spoken(fact)} first; put a pass that does so before it"
-                raise _Mistake(("passes", index, step.key()), message)
+                raise _wrong(("passes", index, step.key()), message)
         facts.update(dict.fromkeys(step.facts(), label(index, step)))
 
 
@@ -184,7 +201,7 @@ def _spoken(fact: Fact) -> str:
 
 def _passes(items: Any) -> tuple[Pass, ...]:
     if not isinstance(items, Sequence) or isinstance(items, str):
-        raise _Mistake(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
+        raise _wrong(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
     return tuple(_pass(i, item) for i, item in enumerate(items))
 
 
@@ -194,33 +211,33 @@ def _pass(index: int, item: Any) -> Pass:
     if isinstance(item, str):
         item = {item: None}
     if not isinstance(item, Mapping) or len(item) != 1:
-        raise _Mistake(("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'")
+        raise _wrong(("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'")
     ((key, options),) = item.items()
     place: Path_ = ("passes", index, key)
     if key not in PASSES:
-        raise _Mistake(place, f"there is no pass {key!r}{did_you_mean(str(key), PASSES)}")
+        raise _wrong(place, f"there is no pass {key!r}{did_you_mean(str(key), PASSES)}")
     options = {} if options is None else options
     if not isinstance(options, Mapping):
-        raise _Mistake(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
+        raise _wrong(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
     try:
         return PASSES[key].model_validate(dict(options))
     except ValidationError as error:
         raise _mistake(error, place, PASSES[key]) from error
 
 
-def _mistake(error: ValidationError, prefix: Path_, model: type[BaseModel]) -> _Mistake:
+def _mistake(error: ValidationError, prefix: Path_, model: type[BaseModel]) -> RecipeError:
     """The first mistake that pydantic found, in our words."""
     first = error.errors()[0]
     place: Path_ = (*prefix, *first["loc"])
     if first["type"] == "extra_forbidden":
         owner = _owner(model, first["loc"][:-1])
         wrong = str(first["loc"][-1])
-        return _Mistake(place, f"unknown option{did_you_mean(wrong, owner.model_fields)}")
+        return _wrong(place, f"unknown option{did_you_mean(wrong, owner.model_fields)}")
     if first["type"] in PLAIN_WORDS:
-        return _Mistake(place, PLAIN_WORDS[first["type"]])
+        return _wrong(place, PLAIN_WORDS[first["type"]])
     message = first["msg"].removeprefix("Value error, ")
     asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
-    return _Mistake(place, message[0].lower() + message[1:] + asked)
+    return _wrong(place, message[0].lower() + message[1:] + asked)
 
 
 def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
@@ -243,6 +260,8 @@ def _compose(text: str, name: str) -> tuple[Any, dict[Path_, tuple[int, int]]]:
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
                 walk(item, (*path, i), (*above, node))
+        elif isinstance(node, yaml.ScalarNode):
+            _check_scalar(node, name)
         elif isinstance(node, yaml.MappingNode):
             seen: set[str] = set()
             for key, value in node.value:
@@ -262,11 +281,30 @@ def _compose(text: str, name: str) -> tuple[Any, dict[Path_, tuple[int, int]]]:
             raise RecipeError(f"{name}: is empty")
         walk(root, (), ())
         return yaml.safe_load(text), places
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date in the 13th month
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise RecipeError(f"{where}: this is not YAML: {reason}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{_where(error, text, name)}: this is not YAML: {_reason(error)}") from error
+
+
+def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
+    """Raise RecipeError for a scalar that looks like a value and is none, such as a date in the 13th month."""
+    try:
+        yaml.SafeLoader("").construct_object(node)
+    except ValueError as error:
+        line, column = _start(node)
+        raise RecipeError(f"{name}:{line}:{column}: {node.value!r} has no value ({error}); put it in quotes") from error
+
+
+def _where(error: yaml.YAMLError, text: str, name: str) -> str:
+    """'recipe.yaml:3:1', as far as the parser says."""
+    if isinstance(error, ReaderError):  # a character that YAML does not allow
+        before = text[: error.position]
+        return f"{name}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+    mark = getattr(error, "problem_mark", None)
+    return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    return getattr(error, "problem", None) or str(error).splitlines()[0]
 
 
 def _start(node: yaml.Node) -> tuple[int, int]:

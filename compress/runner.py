@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from compress import corpus
-from compress.context import Cost, Run
+from compress.context import Cost, Run, device_of
 from compress.contract import Pass
 from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
+from compress.evaluate.texts import model_ids, needs_tokenizer
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
 from compress.formats.native import Native
@@ -121,12 +122,6 @@ def _segments(steps: Sequence[Step]) -> list[tuple[bool, list[Any]]]:
     return [(swept, list(group)) for swept, group in groupby(steps, lambda step: is_sweep(step[1]))]
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
 def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
     """The recipe's calibration token ids, [sequences, length].
 
@@ -136,37 +131,16 @@ def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
     if wanted.source == "self":
         with opened.streaming() as model:
             count, length = wanted.sequences or 64, wanted.length or 512
-            return corpus.self_sampled(model, _tokenizer(opened), count, length, recipe.seed)
-    ids = _ids(wanted.source, "calibration", opened, wanted.sequences, wanted.length, recipe.seed)
-    return ids
+            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
+            return corpus.self_sampled(model, tokenizer, count, length, recipe.seed)
+    shape = wanted.sequences, wanted.length
+    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
 
 
 def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
     """Token ids of an evaluation text, [windows, length]."""
-    return _ids(source, "test", opened, recipe.eval.windows, recipe.eval.length, recipe.seed)
-
-
-def _ids(source: str, part: Any, opened: OpenModel, count: int | None, length: int | None, seed: int) -> Tensor:
-    tokenizer = None if source.endswith(".npy") else _tokenizer(opened)
-    ids = corpus.token_ids(source, part, tokenizer, count, length, seed)
-    size = opened.model.get_input_embeddings().get_parameter("weight").shape[0]
-    if int(ids.max()) >= size:
-        raise CalibrationError(
-            f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
-            "the ids were made with another tokenizer"
-        )
-    longest = getattr(opened.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
-        raise CalibrationError(
-            f"{part}: length {ids.shape[1]} is beyond the model's {longest} positions; use a shorter one"
-        )
-    return ids
-
-
-def _tokenizer(opened: OpenModel) -> PreTrainedTokenizerBase:
-    if opened.tokenizer is None:
-        raise CalibrationError(f"calibration: {opened.source} has no tokenizer; give token ids in a .npy file")
-    return opened.tokenizer
+    wanted = recipe.eval
+    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)
 
 
 @dataclass
@@ -189,7 +163,7 @@ class Job:
     @classmethod
     def begin(cls, recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
         """Open everything that can be wrong: model, targets, texts, output folder."""
-        opened = open_model(recipe.model, recipe.dtype, _device(recipe.device), recipe.trust_remote_code)
+        opened = open_model(recipe.model, recipe.dtype, device_of(recipe.device), recipe.trust_remote_code)
         for note in opened.notes:
             journal.add("note", "model", note)
         format_ = FORMATS[recipe.save.format]
@@ -251,9 +225,9 @@ class Job:
         write_shard(folder / PROBE_FILE, {"ids": self.probe, "logits": logits.cpu().contiguous()})
 
     def _take_up(self) -> None:
-        """The costs of an earlier start of the same run."""
+        """The costs of an earlier start of the same run, and the folder marked as this run's before its first shard."""
         self.context.costs |= {name: Cost(**cost) for name, cost in self.manifest.costs.items()}
-        (self.manifest.folder / WORK).mkdir(exist_ok=True)
+        self.manifest.write()
 
     def _bring_all(self) -> None:
         """All weights into memory, for passes that work on the whole model or sweeps that follow one another."""

@@ -1,9 +1,14 @@
-"""Perplexity of any model, compressed or not, on named texts."""
+"""Token ids that a model can take, and perplexity of any model, compressed or not, on named texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import corpus
 from compress.errors import CalibrationError
@@ -12,18 +17,52 @@ from compress.model.load import load
 from compress.model.open import folder_of
 
 
+def model_ids(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: str,
+    part: corpus.Part,
+    count: int | None,
+    length: int | None,
+    seed: int = 0,
+) -> Int[Tensor, "count length"]:
+    """Token ids of a text for a model; None: all that a .npy file holds.
+
+    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary or the positions of the model,
+    or a model without tokenizer.
+    """
+    needed = None if source.endswith(".npy") else needs_tokenizer(tokenizer, part)
+    ids = corpus.token_ids(source, part, needed, count, length, seed)
+    size = model.get_input_embeddings().get_parameter("weight").shape[0]
+    if int(ids.max()) >= size:
+        raise CalibrationError(
+            f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
+            "the ids were made with another tokenizer"
+        )
+    longest: Any = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] > longest:
+        raise CalibrationError(
+            f"{part}: length {ids.shape[1]} is beyond the model's {longest} positions; use a shorter one"
+        )
+    if ids.shape[1] < 2:
+        raise CalibrationError(f"{part}: {source} has one token per sequence; a loss needs 2")
+    return ids
+
+
+def needs_tokenizer(tokenizer: PreTrainedTokenizerBase | None, part: corpus.Part) -> PreTrainedTokenizerBase:
+    """The tokenizer; CalibrationError where there is none."""
+    if tokenizer is None:
+        raise CalibrationError(f"{part}: the model has no tokenizer; give token ids in a .npy file")
+    return tokenizer
+
+
 def evaluate_texts(
     source: str, texts: Sequence[str], windows: int | None, length: int | None, dtype: str = "auto"
 ) -> dict[str, Perplexity]:
     """Perplexity by text for a checkpoint folder, a hub id or a .gguf file.
 
-    Raises ModelError, CalibrationError.
+    Raises ModelError, CalibrationError; all texts are found before the first one is measured.
     """
     model, tokenizer = load(Path(folder_of(source)), dtype)
-    found = {}
-    for text in texts:
-        if tokenizer is None and not text.endswith(".npy"):
-            raise CalibrationError(f"{source} has no tokenizer; give token ids in a .npy file")
-        ids = corpus.token_ids(text, "test", tokenizer, windows, length, 0)
-        found[text] = perplexity(model, ids)
-    return found
+    ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
+    return {text: perplexity(model, found) for text, found in ids.items()}

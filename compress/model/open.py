@@ -25,10 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from compress.errors import ModelError
+from compress.errors import ModelError, did_you_mean
 from compress.model import gguf
 from compress.model.blocks import Block, find_blocks
 from compress.model.packed import linears
+from compress.types import DTYPES
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this much at each of SAMPLES places of a file, so that it takes no time
 SAMPLES = 64
@@ -260,9 +261,11 @@ def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    """The dtype by its name; for 'auto' that of the configuration, float32 where it names none."""
+    """The dtype by its name; for 'auto' that of the configuration, float32 where it names none. Raises ModelError."""
     if dtype != "auto":
-        return getattr(torch, dtype)
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+        return DTYPES[dtype]
     found = getattr(config, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
 

@@ -75,19 +75,20 @@ def fingerprint(**parts: Any) -> str:
 def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
     """The manifest of an output folder: a new one, or that of an earlier start of the same run.
 
-    Raises OutputError when the folder holds another run, or files that are no run, unless `overwrite` is set; only
-    the files of a run are ever removed.
+    Raises OutputError when the folder cannot be made, holds files that are no run, or, unless `overwrite` is set,
+    another run; only the files of a run are ever removed.
     """
     path = folder / WORK / "manifest.json"
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file; name a folder")
-    if not folder.exists() or not any(folder.iterdir()):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
-        return Manifest(folder, wanted)
+        if all(child.name == WORK for child in folder.iterdir()):
+            return Manifest(folder, wanted)  # empty, or nothing was finished: there is nothing to lose
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be made or read ({error.strerror}); name another folder") from error
     if not path.exists():
-        if any(child.name != WORK for child in folder.iterdir()):
-            raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
-        return Manifest(folder, wanted)
+        raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
     found = _read(path, folder)
     if found is not None and found.fingerprint == wanted:
         return found
@@ -108,5 +109,5 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         values = json.loads(path.read_text())
         shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
         return Manifest(**{**values, "folder": folder, "shards": shards})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None  # written by another version; it is not this run

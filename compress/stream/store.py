@@ -6,14 +6,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from compress.errors import SaveError
 
 
 class ActivationStore:
     """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files of a folder.
 
     Tensors on an accelerator stay there: the limit is one for that device's memory, too.
+
+    Raises SaveError when a file cannot be written.
     """
 
     def __init__(self, limit_bytes: int, folder: Path | None = None) -> None:
@@ -54,7 +59,13 @@ class ActivationStore:
             self._bytes += size
             return
         path = self._file(index)
-        save_file({"x": tensor.contiguous()}, path)
+        try:
+            save_file({"x": tensor.contiguous()}, path)
+        except (OSError, SafetensorError) as error:
+            raise SaveError(
+                f"{path}: activations beyond {self._limit} bytes go to temporary files, and this one cannot be "
+                f"written ({error}); set TMPDIR to a folder with more room, or use fewer calibration sequences"
+            ) from error
         self._items[index] = path
         self._devices[index] = str(tensor.device)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compress.context import Run
 from compress.contract import BlockPass, Layer, LayerPass, QuantizingPass
+from compress.errors import NumericError
 from compress.model.blocks import Block
 from compress.model.links import Group, find_groups, relative_error
 from compress.model.open import OpenModel
@@ -260,7 +261,10 @@ class _LayerWork:
         rows = self.samples[name].rows
         before = None if rows is None else layer(rows)
         facts = Layer(full, layer.mask, self.sweep.run.storage, self.sweep._noter(self.label, full))
-        solution = self.step.solve(layer.weight.float(), self.seen[name], facts)
+        try:
+            solution = self.step.solve(layer.weight.float(), self.seen[name], facts)
+        except NumericError as error:
+            raise NumericError(f"{self.label} {full}: {str(error).removeprefix(full + ': ')}") from error
         layer.activations = solution.activations or layer.activations
         solved = solution.weight
         layer.put(solved.to(self.sweep.opened.dtype) if isinstance(solved, Tensor) else solved, solution.mask)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """The classes of the passes."""
 
+
 _HOMES = {
     "PASSES": "passes",
     "Calibration": "recipe",

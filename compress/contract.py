@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from compress.errors import NumericError
 from compress.model.links import Group
 from compress.numerics.codes import Codes, GroupSize, ScaleSearch
 from compress.numerics.grids import GRIDS, Grid, IntGrid
+from compress.numerics.inputs import InputRounding
 from compress.numerics.masks import Pattern
-from compress.stream.observers import Nothing, Observer
+from compress.options import Override, patterns, read_overrides
+from compress.stream.observers import InputAbsMax, Nothing, Observer
 from compress.types import Fact, Note
 
 if TYPE_CHECKING:
@@ -43,18 +47,7 @@ class Pass(BaseModel, ABC):
     )
     ignore: tuple[str, ...] = Field(default=(), description="which of them to leave alone")
 
-    @field_validator("targets", "ignore", mode="before")
-    @classmethod
-    def _patterns(cls, value: Any) -> Any:
-        """One pattern may be written without a list; regular expressions must compile."""
-        patterns = (value,) if isinstance(value, str) else value
-        for pattern in patterns if isinstance(patterns, (list, tuple)) else ():
-            if isinstance(pattern, str) and pattern.startswith("re:"):
-                try:
-                    re.compile(pattern[3:])
-                except re.error as error:
-                    raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
-        return patterns
+    _patterns = field_validator("targets", "ignore", mode="before")(patterns)
 
     @classmethod
     def key(cls) -> str:
@@ -63,8 +56,13 @@ class Pass(BaseModel, ABC):
         return file if package.endswith(".passes") else cls.__name__.lower()
 
     def facts(self) -> frozenset[Fact]:
-        """What this pass makes of the model, its options considered."""
+        """What this pass makes of the layers it works on, its options considered."""
         return self.makes
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Patterns of the layers that it leaves alone although they match its targets."""
+        return self.ignore
 
 
 @dataclass(frozen=True)
@@ -72,22 +70,23 @@ class Layer:
     """What a solver may know of the layer besides its weight and inputs.
 
     name: full module name. mask: True where weights are kept, or None. storage: the dtype that scales are stored in.
-    note: note(kind, message, **figures) writes to the journal.
+    note: note(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None.
     """
 
     name: str
     mask: Bool[Tensor, "out in"] | None
     storage: torch.dtype
     note: Note
+    inputs: Any = None
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What becomes of a layer: a dense weight or codes, a mask (None: as before), a grid for its inputs."""
+    """What becomes of a layer: a dense weight or codes, a mask (None: as before), a rounding of its inputs."""
 
     weight: Float[Tensor, "out in"] | Codes
     mask: Bool[Tensor, "out in"] | None = None
-    activations: Grid | None = None
+    activations: InputRounding | None = None
 
 
 class LayerPass(Pass):
@@ -102,6 +101,19 @@ class LayerPass(Pass):
         default=True, description="calibrate each layer on the output of the compressed layers before it in the block"
     )
 
+    def for_layer(self, name: str) -> Self | None:
+        """The pass with the options that it has for one of its layers; None where it leaves the layer alone."""
+        return self
+
+    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+        """What to gather beside `observes`, for this layer alone: it becomes `layer.inputs`. None: nothing."""
+        return None
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration inputs are looked at."""
+        return self.observes is not Nothing
+
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         """The compressed layer; `seen` is an instance of `observes`. Pure: nothing is assigned, printed or timed."""
@@ -112,6 +124,8 @@ class BlockInputs(Protocol):
 
     groups: list[Group]
     """Groups of the block's linears that the pass is to work on, in the order of execution."""
+    names: list[str]
+    """The linears inside the block that the pass is to work on; groups may hold others that read the same tensor."""
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         """Forward all calibration inputs once; what an observer gathers at the input of each group."""
@@ -156,11 +170,20 @@ def _group_size(value: Any) -> Any:
     return value
 
 
+ActivationScale = Literal["token", "static"]
+
+
+GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
+InputGrid = Literal["none", "int8", "fp8_e4m3"]
+
+
 @dataclass(frozen=True)
 class WeightSpec:
     """How a quantizing pass will store a weight; what a format must be able to hold.
 
-    indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs.
+    indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
+    scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
+    `numerics.inputs`.
     """
 
     grid: Grid
@@ -168,6 +191,9 @@ class WeightSpec:
     symmetric: bool
     indexed: bool
     activations: Grid | None
+    activation_scale: ActivationScale = "token"
+    outlier_threshold: float | None = None
+    outlier_columns: bool = False
 
 
 class QuantizingPass(LayerPass):
@@ -179,16 +205,47 @@ class QuantizingPass(LayerPass):
     weights: GridName = Field(
         default="int4", description="number grid of the weights: int2..int8, fp8_e4m3, fp4_e2m1, nf4, ..."
     )
-    group_size: Annotated[GroupSize, BeforeValidator(_group_size)] = Field(
+    group_size: GroupSizeOption = Field(
         default=64, description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix"
     )
     symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
     scale: ScaleSearch = Field(
         default="absmax", description="'absmax' covers the range; 'mse' clips it where rounding error is least"
     )
-    activations: Literal["none", "int8", "fp8_e4m3"] = Field(
-        default="none", description="grid that inputs are rounded to when the model runs, one scale per token"
+    activations: InputGrid = Field(default="none", description="grid that inputs are rounded to when the model runs")
+    activation_scale: ActivationScale = Field(
+        default="token", description="'token': a scale per token, found when the model runs; 'static': one, calibrated"
     )
+    overrides: tuple[Override, ...] = Field(
+        default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none leaves alone"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_overrides(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "overrides" not in data:
+            return data
+        base = {name: value for name, value in data.items() if name != "overrides"}
+        cls.model_validate(base)  # the pass's own mistakes come first
+        return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
+
+    def for_layer(self, name: str) -> Self | None:
+        for override in self.overrides:
+            if override.takes(name):
+                return None if override.dense else self._with(override)
+        return self
+
+    def _with(self, override: Override) -> Self:
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
+        return type(self).model_validate({**own, **override.options})
+
+    def variants(self) -> list[Self]:
+        """The pass with every set of options that it has for some layer."""
+        return [self, *(self._with(override) for override in self.overrides if not override.dense)]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
 
     @property
     def grid(self) -> Grid:
@@ -198,7 +255,9 @@ class QuantizingPass(LayerPass):
     @property
     def spec(self) -> WeightSpec:
         """What a format must hold."""
-        return WeightSpec(self.grid, self.group_size, self.symmetric, self.indexed, self.input_grid)
+        return WeightSpec(
+            self.grid, self.group_size, self.symmetric, self.indexed, self.input_grid, self.activation_scale
+        )
 
     @property
     def indexed(self) -> bool:
@@ -211,15 +270,37 @@ class QuantizingPass(LayerPass):
         return None if self.activations == "none" else GRIDS[self.activations]
 
     def facts(self) -> frozenset[Fact]:
-        inputs: frozenset[Fact] = frozenset({"activations_quantized"}) if self.input_grid else frozenset()
-        return self.makes | inputs
+        inputs: frozenset[Fact] = frozenset({"activations_quantized"})
+        return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
     def model_post_init(self, context: Any) -> None:
         if not self.symmetric and not isinstance(self.grid, IntGrid):
             raise ValueError(f"symmetric: false needs an integer grid; {self.weights} has no zero point")
+        if self.activation_scale == "static" and self.input_grid is None:
+            raise ValueError("activation_scale: static needs a grid of the inputs; add activations: int8")
+
+    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+        return InputAbsMax if self.activation_scale == "static" else None
+
+    @property
+    def needs_data(self) -> bool:
+        return super().needs_data or any(step.watches() is not None for step in self.variants())
+
+    def rounding(self, layer: Layer) -> InputRounding | None:
+        """How the layer's inputs are rounded; a static scale covers the largest of them.
+
+        Raises NumericError when a static scale is asked for and no calibration token reached the layer.
+        """
+        if self.input_grid is None or self.activation_scale == "token":
+            return None if self.input_grid is None else InputRounding(self.input_grid)
+        if layer.inputs.tokens == 0:
+            raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
+        top = layer.inputs.absmax.max().reshape(1)
+        scale, _ = self.input_grid.fit(-top, top, True, layer.storage)
+        return InputRounding(self.input_grid, scale.to(layer.storage))
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        return Solution(self.codes(weight, seen, layer), activations=self.input_grid)
+        return Solution(self.codes(weight, seen, layer), activations=self.rounding(layer))
 
     @abstractmethod
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ from compress.model.select import select
 from compress.numerics.bits import packed_width
 from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
-from compress.recipe import Recipe, label
+from compress.options import taken
+from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
-from compress.types import DTYPES
+from compress.types import DTYPES, Fact
 
 Step = tuple[str, Pass, list[str]]
 """(label, pass, full names of the linears it works on)."""
@@ -62,36 +63,90 @@ def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
 def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[Step]:
     """Every pass with the linears it works on.
 
-    Raises TargetError: a pattern that matches nothing, a group size that a layer or the format cannot have.
+    Raises TargetError: a pattern that matches nothing, a layer that an earlier pass has made unfit for a later one, a
+    group size that a layer or the format cannot have.
     """
-    names = opened.linear_names()
+    names, facts = opened.linear_names(), _facts(opened)
     steps: list[Step] = []
     for index, step in enumerate(passes):
         where = label(index, step)
         chosen = select(names, step.targets, step.ignore, where)
         if isinstance(step, QuantizingPass):
+            chosen = _without_dense(step, chosen, where)
+        _check_facts(step, chosen, facts, where)
+        if isinstance(step, QuantizingPass):
             _check_schemes(step, chosen, opened, format_, where)
+        for name in chosen:
+            own = step.for_layer(name) if isinstance(step, LayerPass) else step
+            facts[name] |= dict.fromkeys((own or step).facts(), where)
         steps.append((where, step, chosen))
     return steps
+
+
+def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
+    """What is true of every linear of the model as it came, and who made it so."""
+    found: dict[str, dict[Fact, str]] = {name: {} for name in opened.linear_names()}
+    for name in found:
+        layer = opened.model.get_submodule(name)
+        if isinstance(layer, CompressedLinear):
+            true: dict[Fact, bool] = {
+                "masked": layer.mask is not None,
+                "quantized": layer.packed is not None,
+                "activations_quantized": layer.activations is not None,
+            }
+            found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
+    return found
+
+
+def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], where: str) -> None:
+    for fact in sorted(step.never_after):
+        for name in names:
+            if fact in facts[name]:
+                raise TargetError(
+                    f"{where}: {name} is {in_words(fact)} by {facts[name][fact]} already; "
+                    f"leave it out with ignore, or put {step.key()} first"
+                )
+    for fact in sorted(step.after):
+        if not any(fact in facts[name] for name in names):
+            raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
+
+
+def _without_dense(step: QuantizingPass, names: Sequence[str], where: str) -> list[str]:
+    """The linears that no override leaves alone."""
+    overridden = taken(step.overrides, names, where)
+    chosen = [name for name in names if name not in overridden or not overridden[name].dense]
+    if not chosen:
+        raise TargetError(f"{where}: the overrides leave none of the {len(names)} linears to work on")
+    return chosen
 
 
 def _check_schemes(step: QuantizingPass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
     shapes = layer_shapes(opened)
     for name in names:
-        width = shapes[name][1]
-        if isinstance(step.group_size, int) and step.group_size > width:
+        width, own = shapes[name][1], step.for_layer(name)
+        assert own is not None
+        if isinstance(own.group_size, int) and own.group_size > width:
             raise TargetError(
-                f"{where}: group_size {step.group_size} is larger than the {width} inputs of {name}; "
+                f"{where}: group_size {own.group_size} is larger than the {width} inputs of {name}; "
                 "use a smaller one, or channel"
             )
-        reason = format_.refuses(_scheme(step, width), shapes[name])
+        reason = format_.refuses(_scheme(own, width), shapes[name])
         if reason is not None:
             raise TargetError(f"{where}: {name}: {reason}")
 
 
 def _scheme(step: QuantizingPass, width: int) -> Scheme:
     spec = step.spec
-    return Scheme(spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width)
+    return Scheme(
+        spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
+        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns,
+    )  # fmt: skip
+
+
+def planned_scheme(steps: Sequence[tuple[str, Pass]], name: str, width: int) -> Scheme | None:
+    """How the layer ends, as far as can be said before anything is computed; None: dense."""
+    quantizing = [own for _, step in steps if isinstance(step, QuantizingPass) and (own := step.for_layer(name))]
+    return _scheme(quantizing[-1], width) if quantizing else None
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
@@ -118,8 +173,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     layers, notes = [], list(opened.notes)
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in steps if name in set(names)]
-        schemes = [_scheme(step, shape[1]) for _, step in mine if isinstance(step, QuantizingPass)]
-        scheme = schemes[-1] if schemes else None
+        scheme = planned_scheme(mine, name, shape[1])
         size = layer_bytes(scheme, shape, format_, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
@@ -130,6 +184,19 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         rest += sum(_bytes(t, storage) for name, t in state.items() if name not in inside)
     dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
     return Plan(tuple(layers), weights + rest, dense, _memory(recipe, opened, steps, shapes), tuple(notes))
+
+
+def settle(planned: Plan, schemes: Mapping[str, Scheme], format_: Format, storage: torch.dtype) -> Plan:
+    """The plan with the schemes that layers really ended with: some are known only when calibration data was seen."""
+    layers = []
+    for layer in planned.layers:
+        scheme = schemes.get(layer.name)
+        if scheme is not None:  # a width is known, and groups are as they are stored, whatever was asked for
+            size = layer_bytes(replace(scheme, width=layer.shape[1]), layer.shape, format_, storage)
+            layer = replace(layer, scheme=scheme, size_bytes=size)
+        layers.append(layer)
+    change = sum(new.size_bytes - old.size_bytes for new, old in zip(layers, planned.layers, strict=True))
+    return replace(planned, layers=tuple(layers), checkpoint_bytes=planned.checkpoint_bytes + change)
 
 
 def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, storage: torch.dtype) -> int:
@@ -147,7 +214,8 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize
-    return sum(t.numel() * t.element_size() for t in format_.encode(adapted, scheme.activations).values())
+    beside = sum(length * (dtype or storage).itemsize for length, dtype in scheme.input_tensors.values())
+    return beside + sum(t.numel() * t.element_size() for t in format_.encode(adapted, scheme.activations).values())
 
 
 def _bytes(tensor: Tensor, storage: torch.dtype) -> int:

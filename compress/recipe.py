@@ -24,21 +24,11 @@ from compress.context import DEVICES
 from compress.contract import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
+from compress.options import Place, mistake, spoken
 from compress.passes import PASSES
 from compress.types import Fact
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Path_ = tuple[str | int, ...]
-"""A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
-
-PLAIN_WORDS = {
-    "missing": "is missing",
-    "too_short": "must not be empty",
-    "model_type": "must be a mapping of options",
-    "tuple_type": "must be a list",
-}
-"""Messages of pydantic, by type, that speak of Python where YAML was written."""
-
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
@@ -108,7 +98,7 @@ class Recipe(_Part):
         try:
             return build(data)
         except ValidationError as error:
-            raise _mistake(error, (), cls) from error
+            raise _wrong(*mistake(error, cls)) from error
 
     @field_validator("device")
     @classmethod
@@ -158,9 +148,9 @@ class Recipe(_Part):
         data, places = _compose(text, name)
         try:
             return cls.from_data(data)
-        except RecipeError as mistake:
-            line, column = _nearest(places, mistake.path)
-            raise RecipeError(f"{name}:{line}:{column}: {mistake}", mistake.path) from mistake
+        except RecipeError as error:
+            line, column = _nearest(places, error.path)
+            raise RecipeError(f"{name}:{line}:{column}: {error}", error.path) from error
 
     @classmethod
     def from_data(cls, data: Any) -> Recipe:
@@ -168,9 +158,9 @@ class Recipe(_Part):
         return cls.model_validate(data)
 
 
-def _wrong(path: Path_, message: str) -> RecipeError:
+def _wrong(path: Place, message: str) -> RecipeError:
     """The error for a mistake at a place in the recipe's data."""
-    where = "".join(f"[{p}]" if isinstance(p, int) else f" {p}" for p in path).strip()
+    where = spoken(path)
     return RecipeError(f"{where}: {message}" if where else message, path)
 
 
@@ -180,22 +170,32 @@ def label(index: int, step: Pass) -> str:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Raise RecipeError when a pass comes before what it needs, or after what it cannot work on."""
-    facts: dict[Fact, str] = {}
+    """Raise RecipeError when a pass comes before what it needs, or after what it cannot work on.
+
+    Passes that may work on different layers are told apart layer by layer, when the model is open (`plan.resolve`).
+    """
+    made: list[tuple[str, Pass]] = []
     for index, step in enumerate(passes):
-        for fact in sorted(step.never_after):
-            if fact in facts:
-                before = facts[fact]
-                message = f"the model is {_spoken(fact)} by {before} already; put {step.key()} before it"
-                raise _wrong(("passes", index, step.key()), message)
+        for before, earlier in made:
+            for fact in sorted(step.never_after & earlier.facts()):
+                if _surely_meet(earlier, step):
+                    message = f"the model is {in_words(fact)} by {before} already; put {step.key()} before it"
+                    raise _wrong(("passes", index, step.key()), message)
         for fact in sorted(step.after):
-            if fact not in facts:
-                message = f"the model must be {_spoken(fact)} first; put a pass that does so before it"
+            if not any(fact in earlier.facts() for _, earlier in made):
+                message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
                 raise _wrong(("passes", index, step.key()), message)
-        facts.update(dict.fromkeys(step.facts(), label(index, step)))
+        made.append((label(index, step), step))
 
 
-def _spoken(fact: Fact) -> str:
+def _surely_meet(first: Pass, second: Pass) -> bool:
+    """Whether two passes have a layer in common in every model: one takes all, or both take the same."""
+    everywhere = any("*" in step.targets and not step.left_out for step in (first, second))
+    return everywhere or (first.targets, first.left_out) == (second.targets, second.left_out)
+
+
+def in_words(fact: Fact) -> str:
+    """'pruned' for masked, as messages have it."""
     return {"masked": "pruned", "quantized": "quantized", "activations_quantized": "given quantized inputs"}[fact]
 
 
@@ -213,7 +213,7 @@ def _pass(index: int, item: Any) -> Pass:
     if not isinstance(item, Mapping) or len(item) != 1:
         raise _wrong(("passes", index), "each pass is one name with its options, such as '- gptq: {weights: int4}'")
     ((key, options),) = item.items()
-    place: Path_ = ("passes", index, key)
+    place: Place = ("passes", index, key)
     if key not in PASSES:
         raise _wrong(place, f"there is no pass {key!r}{did_you_mean(str(key), PASSES)}")
     options = {} if options is None else options
@@ -222,37 +222,15 @@ def _pass(index: int, item: Any) -> Pass:
     try:
         return PASSES[key].model_validate(dict(options))
     except ValidationError as error:
-        raise _mistake(error, place, PASSES[key]) from error
+        inner, message = mistake(error, PASSES[key])
+        raise _wrong((*place, *inner), message) from error
 
 
-def _mistake(error: ValidationError, prefix: Path_, model: type[BaseModel]) -> RecipeError:
-    """The first mistake that pydantic found, in our words."""
-    first = error.errors()[0]
-    place: Path_ = (*prefix, *first["loc"])
-    if first["type"] == "extra_forbidden":
-        owner = _owner(model, first["loc"][:-1])
-        wrong = str(first["loc"][-1])
-        return _wrong(place, f"unknown option{did_you_mean(wrong, owner.model_fields)}")
-    if first["type"] in PLAIN_WORDS:
-        return _wrong(place, PLAIN_WORDS[first["type"]])
-    message = first["msg"].removeprefix("Value error, ")
-    asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
-    return _wrong(place, message[0].lower() + message[1:] + asked)
-
-
-def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
-    for part in path:
-        inner = model.model_fields[str(part)].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            model = inner
-    return model
-
-
-def _compose(text: str, name: str) -> tuple[Any, dict[Path_, tuple[int, int]]]:
+def _compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
     """Plain values, and (line, column) from 1 of every key and item."""
-    places: dict[Path_, tuple[int, int]] = {(): (1, 1)}
+    places: dict[Place, tuple[int, int]] = {(): (1, 1)}
 
-    def walk(node: yaml.Node, path: Path_, above: tuple[yaml.Node, ...]) -> None:
+    def walk(node: yaml.Node, path: Place, above: tuple[yaml.Node, ...]) -> None:
         mark = _start(node)
         places.setdefault(path, mark)
         if node in above:
@@ -312,7 +290,7 @@ def _start(node: yaml.Node) -> tuple[int, int]:
     return node.start_mark.line + 1, node.start_mark.column + 1
 
 
-def _nearest(places: Mapping[Path_, tuple[int, int]], path: Path_) -> tuple[int, int]:
+def _nearest(places: Mapping[Place, tuple[int, int]], path: Place) -> tuple[int, int]:
     while path not in places:
         path = path[:-1]
     return places[path]

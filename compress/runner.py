@@ -27,7 +27,7 @@ from compress.journal import Entry, Journal
 from compress.model.blocks import Block, find_blocks
 from compress.model.load import fill
 from compress.model.open import InMemory, Mapped, OpenModel, assign, open_model, stored_in
-from compress.model.packed import CompressedLinear, linears, replace_linear
+from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
@@ -38,7 +38,7 @@ from compress.model.save import (
     write_shard,
     write_text,
 )
-from compress.plan import Plan, Step, is_sweep, plan_of, resolve, storage_dtype
+from compress.plan import Plan, Step, is_sweep, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.write import write_report
@@ -241,10 +241,11 @@ class Job:
             path = self.manifest.folder / shard_name(block.index + 2, self.shards)
             entry = _entry(path, tensors)
             for name, layer in linears(block.module).items():
-                if isinstance(layer, CompressedLinear) and (packed := layer.packed) is not None:
+                scheme = layer.scheme if isinstance(layer, CompressedLinear) else None
+                if isinstance(layer, CompressedLinear) and scheme is not None:
                     full = f"{block.name}.{name}"
-                    entry.digests[full] = packed.sha256()
-                    entry.schemes[full] = Scheme.of(packed, layer.activations).to_json()
+                    entry.digests[full] = str(layer.sha256())
+                    entry.schemes[full] = scheme.to_json()
             entry.results = [asdict(result) for result in results]
             entry.journal = [asdict(e) for e in self.context.journal.entries[self._noted :]]
             self._noted = len(self.context.journal.entries)
@@ -279,6 +280,8 @@ class Job:
                 weight = tensors.pop(f"{full}.weight")
                 layer.put(weight.T if layer.transposed else weight)
         held = {f"{block.name}.{name}" for name in block.module.state_dict()}
+        packed = {f"{name}.{tensor}" for name in schemes for tensor in ("scale", *INPUT_TENSORS)}
+        held -= packed  # they are in place, and a format may know other tensors by these names
         assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
 
     def _describe(self) -> None:
@@ -313,8 +316,9 @@ class Job:
             verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context)
         quality = self._evaluate(model)
         hashed = corpus.corpus_sha256(self.ids)
+        ended = settle(self.planned, self.schemes(), self.context.format, self.context.storage)
         report = build_report(
-            self.recipe, self.opened, self.context, self.manifest, self.planned, verified, quality, hashed
+            self.recipe, self.opened, self.context, self.manifest, self.planned, ended, verified, quality, hashed
         )
         write_report(report, folder)
         return Result(folder, report, self.context.journal)

@@ -54,8 +54,7 @@ def verify(
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
         layer = model.get_submodule(name)
-        packed = layer.packed if isinstance(layer, CompressedLinear) else None
-        if packed is None or packed.sha256() != digest:
+        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
     own = _compare("compress.load", model, reference, run.device, folder)
     skipped = _no_reader(recipe, model) or _no_memory(model, dtype, folder, run.device)

@@ -6,8 +6,9 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from compress.numerics.codes import GroupSize
@@ -15,11 +16,17 @@ from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 
 
+ABOUT_INPUTS = ("activation_scale", "outlier_threshold", "outlier_columns", "input_scaled")
+"""Fields of a scheme that its JSON leaves out where they have their defaults."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How one layer is stored: all that is needed beside its tensors to read it.
 
-    indexed: columns have a group index. activations: the grid of the inputs. width: the layer's inputs.
+    indexed: columns have a group index. activations: the grid of the inputs, with one scale per token found when the
+    layer runs, or one 'static' scale found before. width: the layer's inputs. outlier_threshold, outlier_columns: see
+    `numerics.inputs`. input_scaled: inputs are divided by a scale per channel.
     """
 
     grid: Grid
@@ -28,6 +35,10 @@ class Scheme:
     indexed: bool = False
     activations: Grid | None = None
     width: int | None = None
+    activation_scale: Literal["token", "static"] = "token"
+    outlier_threshold: float | None = None
+    outlier_columns: bool = False
+    input_scaled: bool = False
 
     @classmethod
     def of(cls, packed: PackedCodes, activations: Grid | None) -> Scheme:
@@ -35,9 +46,22 @@ class Scheme:
         indexed = packed.group_index is not None
         return cls(packed.grid, packed.group_size, packed.zero is None, indexed, activations, packed.shape[1])
 
+    @property
+    def input_tensors(self) -> dict[str, tuple[int, torch.dtype | None]]:
+        """The tensors beside the weight's, by the layer's names: (length, dtype or None for that of the scales)."""
+        width = self.width or 0
+        there = {
+            "input_scale": (self.input_scaled, (width, torch.float32)),
+            "activation_scale": (self.activation_scale == "static", (1, None)),
+            "outliers": (self.outlier_columns, (width, torch.bool)),
+        }
+        return {name: kind for name, (present, kind) in there.items() if present}
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values, grids by name."""
+        """Plain values, grids by name; what is said of inputs only where it is not the usual."""
+        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in ABOUT_INPUTS}
         values = dataclasses.asdict(self) | {"grid": self.grid.name}
+        values = {name: value for name, value in values.items() if name not in usual or value != usual[name]}
         return values | {"activations": None if self.activations is None else self.activations.name}
 
     @classmethod
@@ -48,10 +72,24 @@ class Scheme:
         return cls(**{**values, **named})
 
 
+def refuses_inputs(scheme: Scheme, here: str) -> str | None:
+    """Why a format that knows nothing of outliers or of scaled inputs cannot hold a layer; None if it can."""
+    if scheme.outlier_threshold is not None or scheme.outlier_columns:
+        return f"{here} cannot say that outlier columns are computed in floats (LLM.int8); use format: native"
+    if scheme.input_scaled:
+        return (
+            f"its inputs are divided by a scale that nothing before it could take up, which {here} cannot say; "
+            "use format: native"
+        )
+    return None
+
+
 class Format(ABC):
     """A way to store compressed layers. name: its key in a recipe."""
 
     name: str
+    input_names: Mapping[str, str] = {}
+    """Where the tensors of `Scheme.input_tensors` are stored: name in the layer -> name in the file."""
 
     @abstractmethod
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from compress.formats import int_quantized, pack_quantized
-from compress.formats.base import Format, Scheme
+from compress.formats.base import Format, Scheme, refuses_inputs
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 
@@ -27,11 +27,20 @@ class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
     name = "compressed-tensors"
+    input_names = {"activation_scale": "input_scale"}
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        reason = refuses_inputs(scheme, f"format {self.name}")
+        if reason is not None:
+            return reason
         if scheme.activations is not None and scheme.activations.name != "int8":
             name = scheme.activations.name
             return f"activations {name} cannot be combined with integer weights; use int8, or format: native"
+        if scheme.activation_scale == "static" and not int_quantized.suits(scheme):
+            return (
+                "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
+                "use activation_scale: token, or format: native"
+            )
         return pack_quantized.refuses(scheme, shape)
 
     def adapt(self, packed: PackedCodes) -> PackedCodes:
@@ -79,7 +88,7 @@ class CompressedTensors(Format):
 
     def _group(self, scheme: Scheme) -> dict[str, Any]:
         layout = int_quantized.NAME if int_quantized.suits(scheme) else pack_quantized.NAME
-        inputs = None if scheme.activations is None else pack_quantized.input_arguments(scheme.activations)
+        inputs = None if scheme.activations is None else pack_quantized.input_arguments(scheme)
         weights = pack_quantized.weight_arguments(scheme)
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
 
@@ -93,6 +102,7 @@ class CompressedTensors(Format):
                 weights["group_size"] if grouped else weights["strategy"],
                 weights["symmetric"],
                 activations=None if inputs is None else GRIDS[f"int{inputs['num_bits']}"],
+                activation_scale="token" if inputs is None or inputs["dynamic"] else "static",
             )
             everywhere = "Linear" in group["targets"]
             targets = set(group["targets"])

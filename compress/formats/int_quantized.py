@@ -3,8 +3,9 @@
     <m>.weight              int8  [O, I]              signed codes
     <m>.weight_scale        float [O, 1] per channel; [1] per tensor
     <m>.weight_zero_point   int8  like the scale      only if asymmetric
+    <m>.input_scale         float [1]                 only with static activations
 
-Activations are rounded per token at run time, so they need no tensors. W ~ (q - zero) * scale.
+Activations that are rounded per token when the model runs need no tensors. W ~ (q - zero) * scale.
 """
 
 from __future__ import annotations

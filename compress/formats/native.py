@@ -5,8 +5,12 @@
     <m>.weight_scale        float [O, G]              [1, 1] per tensor
     <m>.weight_zero_point   int8  [O, G]              only with zero points
     <m>.weight_g_idx        int32 [I]                 only with a group index
+    <m>.input_channel_scale float32 [I]               inputs are divided by it first; only where a scale stayed there
+    <m>.input_scale         float [1]                 only with a static scale of the (divided) inputs' grid
+    <m>.input_outliers      bool [I]                  columns whose inputs are not rounded; only where calibrated
     config.json: quantization_config = {quant_method: compress, version, layers: {name: {grid, group_size,
-                 symmetric, indexed, activations, width}}}
+                 symmetric, indexed, activations, width}}}, and where they are not the usual: activation_scale
+                 (static), outlier_threshold, outlier_columns, input_scaled
 
 Read by `compress.load` alone.
 """
@@ -27,6 +31,11 @@ class Native(Format):
     """The `native` format."""
 
     name = "native"
+    input_names = {
+        "input_scale": "input_channel_scale",
+        "activation_scale": "input_scale",
+        "outliers": "input_outliers",
+    }
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         return None

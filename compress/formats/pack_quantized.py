@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.formats.base import Scheme
 from compress.numerics.bits import pack, unpack
-from compress.numerics.grids import Grid, IntGrid
+from compress.numerics.grids import IntGrid
 from compress.numerics.packed import PackedCodes
 
 NAME = "pack-quantized"
@@ -111,7 +111,10 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def input_arguments(grid: Grid) -> dict[str, Any]:
-    """The `input_activations` part: one scale per token, found at run time."""
+def input_arguments(scheme: Scheme) -> dict[str, Any]:
+    """The `input_activations` part: one scale per token, found at run time, or a stored one for all."""
+    grid, static = scheme.activations, scheme.activation_scale == "static"
+    assert grid is not None
     kind = "int" if isinstance(grid, IntGrid) else "float"
-    return {"num_bits": grid.bits, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    strategy = "tensor" if static else "token"
+    return {"num_bits": grid.bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": not static}

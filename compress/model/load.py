@@ -88,8 +88,7 @@ def fill(
         inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
         try:
             packed = format_.decode(inside, scheme)
+            beside = {here: inside[format_.input_names[here]] for here in scheme.input_tensors}
         except KeyError as error:
             raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
-        layer = replace_linear(root, full.removeprefix(prefix))
-        layer.put(packed)
-        layer.activations = scheme.activations
+        replace_linear(root, full.removeprefix(prefix)).read(packed, scheme, beside)

@@ -109,6 +109,7 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
         found = {"weight": _stored(weight, storage)}
     else:
         found = {k: _stored(t, storage) for k, t in format_.encode(packed, layer.activations).items()}
+        found |= {format_.input_names[name]: tensor for name, tensor in layer.input_tensors().items()}
     if layer.bias is not None:
         found["bias"] = _stored(layer.bias, storage)
     return found

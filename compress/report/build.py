@@ -41,18 +41,21 @@ def build_report(
     run: Run,
     manifest: Manifest,
     planned: Plan,
+    ended: Plan,
     verified: Verified,
     quality: list[dict[str, Any]],
     calibration_sha256: str,
 ) -> dict[str, Any]:
     """All sections of report.json.
 
-    Raises VerificationError when the checkpoint has another size than the plan predicted.
+    ended: the plan with what was known only after calibration (`plan.settle`).
+
+    Raises VerificationError when the checkpoint has another size than that.
     """
     written = sum(entry.size_bytes for entry in manifest.shards.values())
-    if written != planned.checkpoint_bytes:
+    if written != ended.checkpoint_bytes:
         raise VerificationError(
-            f"{manifest.folder}: holds {written} bytes of tensors, but the plan predicted {planned.checkpoint_bytes}"
+            f"{manifest.folder}: holds {written} bytes of tensors, but the plan predicted {ended.checkpoint_bytes}"
         )
     files = checkpoint_files(manifest.folder)
     return {
@@ -62,7 +65,7 @@ def build_report(
             "class": type(opened.model).__name__,
             "fingerprint": opened.fingerprint,
         },
-        "size": _sizes(manifest.folder, planned),
+        "size": _sizes(manifest.folder, ended),
         "quality": quality,
         "layers": [r for block in opened.blocks for r in manifest.shards[block.name].results],
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},

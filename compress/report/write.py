@@ -71,9 +71,12 @@ def costs(report: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def checks(report: dict[str, Any]) -> list[str]:
     """What was verified, in words."""
-    found, size = report["verified"], report["size"]
+    found, size, predicted = report["verified"], report["size"], report["predicted"]["tensor_bytes"]
+    as_planned = "as predicted by the plan"
+    if predicted != size["tensor_bytes"]:
+        as_planned = f"as layers ended; {predicted} were predicted before calibration decided on some"
     lines = [
-        f"tensor bytes: {size['tensor_bytes']}, as predicted by the plan",
+        f"tensor bytes: {size['tensor_bytes']}, {as_planned}",
         f"codes of {found['layers']} layers read back bit for bit",
         f"reloaded by compress.load: logits differ by at most {found['own']:.3g}",
     ]

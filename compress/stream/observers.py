@@ -67,6 +67,23 @@ class InputAbsMax(Observer):
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
 
 
+class OutlierShare(Observer):
+    """share: of all tokens, per input channel, those in which its magnitude reaches `threshold`, [in]."""
+
+    def __init__(self, width: int, device: torch.device, threshold: float) -> None:
+        super().__init__(width, device)
+        self.threshold = threshold
+        self._count = torch.zeros(width, dtype=torch.int64, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        self._count += (rows.abs() >= self.threshold).sum(0)
+
+    @property
+    def share(self) -> Float[Tensor, " in"]:
+        """Between 0 and 1 per channel."""
+        return self._count / max(self.tokens, 1)
+
+
 class Gram(Observer):
     """hessian: 2/n X^T X over all n tokens, [in, in] (GPTQ, equation 2, per token so that its size means something)."""
 
@@ -120,3 +137,19 @@ class Sample:
     def rows(self) -> Float[Tensor, "rows in"] | None:
         """The rows kept, or None when no token came by."""
         return torch.cat(self._rows) if self._rows else None
+
+
+class Rows(Observer):
+    """rows: a `Sample` of the inputs, in float32."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._sample = Sample()
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        self._sample.update(rows)
+
+    @property
+    def rows(self) -> Float[Tensor, "rows in"] | None:
+        """[up to Sample.ROWS, in], or None when no token came by."""
+        return self._sample.rows

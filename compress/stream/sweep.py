@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.context import Run
-from compress.contract import BlockPass, Layer, LayerPass, QuantizingPass
-from compress.errors import NumericError
+from compress.contract import BlockPass, Layer, LayerPass, Solution
+from compress.errors import NumericError, TargetError
 from compress.model.blocks import Block
 from compress.model.links import Group, find_groups, relative_error
 from compress.model.open import OpenModel
@@ -119,15 +119,26 @@ class Sweep:
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
                     inputs = _Inputs(self, block, state, inside)
+                    inputs.check(step, label)
                     step.solve_block(block.module, inputs, self._noter(label, block.name))
                     round_to_storage(block.module, self.run)
                 else:
                     results += _LayerWork(self, block, state, label, step, inside)(is_last)
                     current = is_last
+        current &= not self._absorb(block)
         if not current:
             with self.run.phase("propagate"):
                 self._propagate(block, state)
         return results
+
+    def _absorb(self, block: Block) -> bool:
+        """Take back scales of the inputs of layers that stayed dense; True when there were any."""
+        scaled = [m for m in block.module.modules() if isinstance(m, CompressedLinear) and m.input_scale is not None]
+        dense = [layer for layer in scaled if layer.packed is None]
+        for layer in dense:
+            layer.absorb_input_scale()
+            round_to_storage(layer, self.run)
+        return bool(dense)
 
     def _propagate(self, block: Block, state: SweepState) -> None:
         for i, hidden in enumerate(state.hidden):
@@ -166,6 +177,17 @@ class _Inputs:
         found = self.sweep.groups(self.block, self.state)
         self.groups = [group for group in found if set(group.linears) & set(self.names)]
 
+    def check(self, step: BlockPass, label: str) -> None:
+        """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
+        for name in [name for group in self.groups for name in group.linears if name not in self.names]:
+            module = self.block.module.get_submodule(name)
+            packed = isinstance(module, CompressedLinear) and module.packed is not None
+            if packed and "quantized" in step.never_after:
+                raise TargetError(
+                    f"{label}: {self.block.name}.{name} is quantized already and reads the same input as a layer that "
+                    "this pass works on; work on both before quantizing either"
+                )
+
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         seen: dict[Group, Observer] = {}
         handles = []
@@ -189,7 +211,8 @@ class _Inputs:
 
 def _feeder(observer: Observer) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        observer.update(args[0].reshape(-1, args[0].shape[-1]))
+        x = module.transform(args[0]) if isinstance(module, CompressedLinear) else args[0]
+        observer.update(x.reshape(-1, x.shape[-1]))
 
     return hook
 
@@ -214,17 +237,23 @@ class _LayerWork:
         self, sweep: Sweep, block: Block, state: SweepState, label: str, step: LayerPass, names: Sequence[str]
     ) -> None:
         self.sweep, self.block, self.state, self.label, self.step = sweep, block, state, label, step
-        groups = sweep.groups(block, state)
-        chosen = [[name for name in group.linears if name in set(names)] for group in groups]
-        self.stages = [members for members in chosen if members]
         self.layers = {name: replace_linear(block.module, name) for name in names}
+        self.steps = {name: step.for_layer(f"{block.name}.{name}") or step for name in names}
+        groups = sweep.groups(block, state)
+        chosen = [[name for name in group.linears if name in self.layers] for group in groups]
+        self.stages = [stage for members in chosen for stage in self._of_one_scale(members)]
         self.seen: dict[str, Observer] = {}
+        self.inputs: dict[str, Observer] = {}
         self.samples: dict[str, Sample] = {}
         for members in self.stages:
             width = self.layers[members[0]].shape[1]
             observer, sample = step.observes(width, sweep.opened.device), Sample()
             self.seen |= dict.fromkeys(members, observer)
             self.samples |= dict.fromkeys(members, sample)
+            for name in members:
+                watch = self.steps[name].watches()
+                if watch is not None:
+                    self.inputs[name] = watch(width, sweep.opened.device)
         self.results: list[LayerResult] = []
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
@@ -247,9 +276,29 @@ class _LayerWork:
             self.sweep._propagate(self.block, self.state)
         return self.results
 
+    def _of_one_scale(self, members: list[str]) -> list[list[str]]:
+        """Layers that read the same tensor, apart where they divide it by different scales."""
+        found: list[list[str]] = []
+        for name in members:
+            scale = self.layers[name].input_scale
+            for stage in found:
+                other = self.layers[stage[0]].input_scale
+                if (scale is None and other is None) or (
+                    scale is not None and other is not None and torch.equal(scale, other)
+                ):
+                    stage.append(name)
+                    break
+            else:
+                found.append([name])
+        return found
+
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
-        self.seen[name].update(rows)
         self.samples[name].update(rows)
+        rows = self.layers[name].transform(rows)
+        self.seen[name].update(rows)
+        for member in self.stages[stage]:
+            if member in self.inputs:
+                self.inputs[member].update(rows)
 
     def _solve_stage(self, stage: int) -> None:
         for name in self.stages[stage]:
@@ -260,24 +309,38 @@ class _LayerWork:
         full = f"{self.block.name}.{name}"
         rows = self.samples[name].rows
         before = None if rows is None else layer(rows)
-        facts = Layer(full, layer.mask, self.sweep.run.storage, self.sweep._noter(self.label, full))
+        note = self.sweep._noter(self.label, full)
+        facts = Layer(full, layer.mask, self.sweep.run.storage, note, self.inputs.get(name))
         try:
-            solution = self.step.solve(layer.weight.float(), self.seen[name], facts)
+            solution = self.steps[name].solve(layer.weight.float(), self.seen[name], facts)
         except NumericError as error:
             raise NumericError(f"{self.label} {full}: {str(error).removeprefix(full + ': ')}") from error
-        layer.activations = solution.activations or layer.activations
-        solved = solution.weight
-        layer.put(solved.to(self.sweep.opened.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
-        packed = layer.packed
-        if packed is not None:
-            packed = replace(packed, scale=packed.scale.to(self.sweep.run.storage))
-            adapted = self.sweep.run.format.adapt(packed)
-            layer.put(layer.weight_as(self.sweep.opened.dtype) if adapted is None else adapted)
+        self._put(layer, solution, full)
         round_to_storage(layer, self.sweep.run)
         weight = layer.weight
         error = None if before is None else relative_error(layer(rows), before)
         sparsity = float((weight == 0).float().mean())
         self.results.append(LayerResult(full, self.label, error, sparsity))
+
+    def _put(self, layer: CompressedLinear, solution: Solution, full: str) -> None:
+        """The solution in place, in the form that it will be stored in."""
+        run, solved = self.sweep.run, solution.weight
+        if solution.activations is not None:
+            layer.round_inputs(solution.activations)
+        layer.put(solved.to(self.sweep.opened.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
+        packed, scheme = layer.packed, layer.scheme
+        if packed is None or scheme is None:
+            return
+        packed = replace(packed, scale=packed.scale.to(run.storage))
+        adapted = run.format.adapt(packed)
+        if adapted is None:
+            layer.put(layer.weight_as(self.sweep.opened.dtype))
+            layer.absorb_input_scale()
+            return
+        reason = run.format.refuses(scheme, layer.shape)
+        if reason is not None:
+            raise TargetError(f"{self.label}: {full}: {reason}")
+        layer.put(adapted)
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
@@ -292,4 +355,4 @@ def round_to_storage(module: nn.Module, run: Run) -> None:
 
 def needs_data(step: Any) -> bool:
     """Whether a pass looks at calibration inputs."""
-    return not (isinstance(step, QuantizingPass | LayerPass) and step.observes is Nothing)
+    return step.needs_data if isinstance(step, LayerPass) else True

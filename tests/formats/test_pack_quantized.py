@@ -203,7 +203,10 @@ def test_the_arguments_of_the_config():
     }  # fmt: skip
     assert weight_arguments(scheme(group_size="tensor"))["strategy"] == "tensor"
     assert weight_arguments(scheme(group_size="channel"))["group_size"] is None
-    assert input_arguments(GRIDS["int8"]) == {
+    assert input_arguments(scheme(activations=GRIDS["int8"])) == {
         "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
     }  # fmt: skip
-    assert input_arguments(GRIDS["fp8_e4m3"])["type"] == "float"
+    assert input_arguments(scheme(activations=GRIDS["fp8_e4m3"]))["type"] == "float"
+    assert input_arguments(scheme(activations=GRIDS["int8"], activation_scale="static")) == {
+        "num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False,
+    }  # fmt: skip

@@ -65,7 +65,7 @@ def test_scales_are_in_the_storage_dtype(layer_of, storage):
 
 def test_the_grid_of_the_inputs_goes_along(layer_of):
     rtn = RTN(weights="int8", group_size="channel", activations="int8")
-    assert solve(rtn, random(4, 8), layer_of()).activations is GRIDS["int8"]
+    assert solve(rtn, random(4, 8), layer_of()).activations.grid is GRIDS["int8"]
     assert rtn.facts() == {"quantized", "activations_quantized"}
     assert RTN().facts() == {"quantized"}
     assert rtn.spec.activations is GRIDS["int8"]

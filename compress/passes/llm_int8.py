@@ -1,0 +1,78 @@
+"""LLM.int8: products in 8-bit integers, the few input columns with outliers in floats (Dettmers 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.contract import GridName, GroupSizeOption, InputGrid, Layer, QuantizingPass, WeightSpec
+from compress.errors import NumericError
+from compress.numerics.codes import Codes, quantize
+from compress.numerics.inputs import InputRounding
+from compress.stream.observers import Observer, OutlierShare
+
+THRESHOLD = 6.0  # section 3.2: magnitudes from which a feature is an outlier; all of those of a 6.7B model are above
+
+
+class LLMInt8(QuantizingPass):
+    """Round weights per row and inputs per token; input columns with outliers are multiplied unrounded.
+
+    Weights of outlier columns are multiplied out from their codes, so that nothing is stored twice. outliers:
+    'runtime' looks for them in all tokens of each call; 'calibrated' fixes the columns in which more than
+    `token_share` of the calibration tokens reach the threshold, so that a token's result does not depend on the others
+    of the call.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2208.07339"
+
+    weights: GridName = Field(default="int8", description="number grid of the weights")
+    group_size: GroupSizeOption = Field(
+        default="channel", description="columns that share a scale; 'channel' is the paper's vector-wise rounding"
+    )
+    activations: InputGrid = Field(default="int8", description="grid that the other input columns are rounded to")
+    threshold: float = Field(default=THRESHOLD, gt=0, description="magnitude from which an input is an outlier")
+    outliers: Literal["runtime", "calibrated"] = Field(
+        default="runtime", description="'runtime': columns found in each call; 'calibrated': found once, and stored"
+    )
+    token_share: float = Field(
+        default=0.0, ge=0, lt=1, description="calibrated: share of tokens that must reach the threshold, and more"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.activations == "none":
+            raise ValueError("activations: none leaves nothing for outliers to be spared from; use rtn")
+        if self.activation_scale == "static":
+            raise ValueError("activation_scale: static is not LLM.int8, whose inputs have a scale per token; use rtn")
+        if self.token_share and self.outliers == "runtime":
+            raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
+
+    @property
+    def spec(self) -> WeightSpec:
+        threshold = self.threshold if self.outliers == "runtime" else None
+        return WeightSpec(
+            self.grid, self.group_size, self.symmetric, False, self.input_grid, "token", threshold,
+            self.outliers == "calibrated",
+        )  # fmt: skip
+
+    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+        return partial(OutlierShare, threshold=self.threshold) if self.outliers == "calibrated" else None
+
+    def rounding(self, layer: Layer) -> InputRounding:
+        assert self.input_grid is not None
+        if self.outliers == "runtime":
+            return InputRounding(self.input_grid, threshold=self.threshold)
+        if layer.inputs.tokens == 0:
+            raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
+        columns = layer.inputs.share > self.token_share
+        layer.note("note", "input columns that are multiplied unrounded", columns=int(columns.sum()))
+        return InputRounding(self.input_grid, columns=columns)
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
+        return quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, dtype=layer.storage)

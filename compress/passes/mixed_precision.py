@@ -1,0 +1,80 @@
+"""Mixed precision: inputs that suffer most from rounding stay in 16 bits (Bondarenko 2021)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.contract import BlockInputs, BlockPass
+from compress.errors import NumericError
+from compress.model.links import relative_error
+from compress.model.packed import CompressedLinear
+from compress.stream.observers import Rows
+from compress.types import Fact, Note
+
+THRESHOLD = 25.0  # dB; SmolLM2-135M with W8A8: most layers lie between 30 and 45, the few harmful ones below 25
+
+
+class MixedPrecision(BlockPass):
+    """After a pass that rounds inputs: undo that in the layers whose output it harms most.
+
+    The harm to a layer is the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in dB, on
+    calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of the
+    model, which needs the whole model at once; here layers below `threshold` are chosen as their block comes by, and
+    with `share` the worst ones of each block. The journal has every layer's figure, to choose a threshold by.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2109.12948"
+    after: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
+
+    threshold: float | None = Field(
+        default=None,
+        description=f"signal to noise, in dB, below which inputs stay unrounded; {THRESHOLD:g} if not given",
+    )
+    share: float | None = Field(
+        default=None, gt=0, le=1, description="instead: the share of each block's layers, the worst, to leave unrounded"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        if self.threshold is not None and self.share is not None:
+            raise ValueError("threshold and share are two ways to choose; leave one of them out")
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        layers, ratios = {}, {}
+        for group, seen in inputs.observe(Rows).items():
+            for name in group.linears:
+                layer = block.get_submodule(name)
+                if name in inputs.names and isinstance(layer, CompressedLinear) and layer.rounding is not None:
+                    layers[name], ratios[name] = layer, signal_to_noise(layer, seen.rows, name)
+        for name in self.worst(ratios):
+            layers[name].round_inputs(None)
+        for name, ratio in ratios.items():
+            kept = layers[name].rounding is None
+            message = f"{name}: inputs stay in 16 bits" if kept else f"{name}: inputs are rounded"
+            note("note" if kept else "measure", message, signal_to_noise_db=round(ratio, 2))
+
+    def worst(self, ratios: dict[str, float]) -> list[str]:
+        """The layers to spare; ratios: dB by layer."""
+        if self.share is not None:
+            ranked = sorted(ratios, key=lambda name: ratios[name])
+            return ranked[: math.ceil(self.share * len(ranked))]
+        limit = THRESHOLD if self.threshold is None else self.threshold
+        return [name for name, ratio in ratios.items() if ratio < limit]
+
+
+def signal_to_noise(layer: CompressedLinear, rows: Tensor | None, name: str) -> float:
+    """20 log10 of ||W x|| / ||W (q(x) - x)||, in dB; infinity where rounding changes nothing.
+
+    Raises NumericError when no calibration token reached the layer.
+    """
+    if rows is None:
+        raise NumericError(f"{name}: no calibration token reached this layer, so its inputs cannot be judged")
+    rounding = layer.rounding
+    rounded = layer(rows)
+    layer.round_inputs(None)
+    error = relative_error(rounded, layer(rows))
+    layer.round_inputs(rounding)
+    return -20 * math.log10(error) if error > 0 else math.inf

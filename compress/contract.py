@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.errors import NumericError
-from compress.model.links import Group
+from compress.model.links import Group, Link
 from compress.numerics.codes import Codes, GroupSize, ScaleSearch
 from compress.numerics.grids import GRIDS, Grid, IntGrid
 from compress.numerics.inputs import InputRounding
@@ -126,6 +126,11 @@ class BlockInputs(Protocol):
     """Groups of the block's linears that the pass is to work on, in the order of execution."""
     names: list[str]
     """The linears inside the block that the pass is to work on; groups may hold others that read the same tensor."""
+
+    @property
+    def links(self) -> list[Link]:
+        """Links to readers of which the pass is to work on one at least: where a scale per channel can be folded."""
+        ...
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         """Forward all calibration inputs once; what an observer gathers at the input of each group."""

@@ -10,14 +10,21 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
+    BertConfig,
+    BloomConfig,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from compress import Calibration, Evaluate, Recipe, Save
@@ -45,6 +52,7 @@ _opt = {
     "ffn_dim": 48,
     "word_embed_proj_dim": WIDTH,
 }
+_short = {key: value for key, value in _usual.items() if key in ("vocab_size", "hidden_size", "eos_token_id")}
 FAMILIES = {
     "llama": lambda: LlamaConfig(**_grouped, tie_word_embeddings=False),
     "qwen2": lambda: Qwen2Config(**_grouped),
@@ -57,6 +65,14 @@ FAMILIES = {
     "gpt-neox": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=False),
     "gpt-neox-parallel": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=True),
     "gemma2": lambda: Gemma2Config(**_grouped, head_dim=8, sliding_window=4),
+    "phi3": lambda: Phi3Config(**_grouped),
+    "bloom": lambda: BloomConfig(**_short, n_layer=3, n_head=4),
+    "falcon": lambda: FalconConfig(**_short, num_hidden_layers=3, num_attention_heads=4),  # parallel, multi-query
+    "mixtral": lambda: MixtralConfig(**_grouped, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_grouped, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+    ),
+    "bert": lambda: BertConfig(**_usual),
 }
 
 
@@ -87,7 +103,8 @@ def tiny():
         for key, value in changes.items():
             setattr(config, key, value)
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+        model = auto.from_config(config).eval().requires_grad_(False)
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
         return model

@@ -15,7 +15,6 @@ from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 
-
 ABOUT_INPUTS = ("activation_scale", "outlier_threshold", "outlier_columns", "input_scaled")
 """Fields of a scheme that its JSON leaves out where they have their defaults."""
 

@@ -1,25 +1,29 @@
-"""Structure discovery: what one real forward pass of a block says about it. No names of architectures, no tracing.
+"""Structure discovery: what a few forward passes of one block say about it. No names of architectures, no tracing.
 
-Groups: linears whose input is the same tensor share it; a module with a one-dimensional weight whose output is that
-tensor is the norm where a scale per channel can be folded. Every fold is proved in numbers before it is kept.
+Groups: linears whose input is the same tensor share it. Links: a scale per channel can move from the module that
+writes the channels, a norm or a linear, to the linears that read them. Every link is checked in numbers when it is
+found, and every fold proves itself again before it is kept.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compress.model.packed import CompressedLinear, linears
+from compress.model.coding import Found, all_at_once, by_halves
+from compress.model.experts import exercised
+from compress.model.packed import linears
+from compress.model.probing import Forward, Probe, in_float32, norms_of, relative_error, width_in, width_out
+from compress.model.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
 
-FOLD_TOLERANCE = 1e-4  # relative, float32: measured folds are exact to 1e-6, wrong ones are off by more than 1e-2
+FOLD_TOLERANCE = 1e-5  # relative, float32: true folds are exact to 1e-6, wrong ones are off by more than 1e-2
 
-Forward = Callable[[nn.Module], Tensor]
-"""One forward pass of a block on fixed inputs: block -> hidden states."""
+Kind = Literal["norm", "linear"]
 
 
 @dataclass(frozen=True)
@@ -33,18 +37,43 @@ class Group:
     norm: str | None
 
 
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A scale per channel can move through here.
+
+    source: the module inside the block that writes the channels, a norm or a linear. readers: the modules whose input
+    columns are scaled: linears, and routers of experts. channels: for each input column of the readers, the source's
+    output channel. kind: which of the two the source is. Links are equal when they are the same object.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    channels: Int[Tensor, " in"]
+    kind: Kind
+
+    def share(self, scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
+        """The scale with columns of one source channel made equal: each gets the largest of them."""
+        width = int(self.channels.max()) + 1
+        index = self.channels.to(scale.device)
+        return scale.new_zeros(width).scatter_reduce(0, index, scale, "amax", include_self=False)[index]
+
+    def per_channel(self, scale: Float[Tensor, " in"], width: int) -> Float[Tensor, " out"]:
+        """The scale of each of the source's `width` channels; 1 for those that no reader reads here."""
+        found = scale.new_ones(width)
+        found[self.channels.to(scale.device)] = scale
+        return found
+
+
 def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
     """The groups of a block in the order of execution; a linear that did not run is a group of its own, at the end."""
     inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is used twice
     outputs: dict[str, Tensor] = {}
     names = linears(block)
     handles = [module.register_forward_pre_hook(_reader(inputs, name)) for name, module in names.items()]
-    for name, module in block.named_modules():
-        weight = module._parameters.get("weight")
-        if name not in names and weight is not None and weight.dim() == 1:
-            handles.append(module.register_forward_hook(_writer(outputs, name)))
+    handles += [module.register_forward_hook(_writer(outputs, name)) for name, module in norms_of(block).items()]
     try:
-        forward(block)
+        with exercised(block):
+            forward(block)
     finally:
         for handle in handles:
             handle.remove()
@@ -77,6 +106,95 @@ def _identity(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.untyped_storage().data_ptr(), *shape)
 
 
+def find_links(block: nn.Module, forward: Forward) -> list[Link]:
+    """All links of a block that hold, norms first, each in the order of definition.
+
+    forward: a pass of a given block on fixed inputs, in the dtype of that block. It takes a few passes per module: two
+    to three for each linear, and about thirty for a fused projection of gate and up. At most one copy of the block,
+    in float32, is made.
+    """
+    with in_float32(block) as proof:
+        probe = Probe(proof, forward)
+        links = [link for name in probe.norms if (link := _norm_link(probe, name))]
+        return links + [link for name in probe.linears if (link := _linear_link(probe, name))]
+
+
+def _norm_link(probe: Probe, source: str) -> Link | None:
+    """Readers whose columns scale as the norm's channels do, one after the other, until the output stays as it was."""
+    width = width_out(probe.norms[source])
+    scale = _random_scale(width)
+    readers: dict[str, Tensor] = {}
+    while True:
+        undone = {name: lambda x: x * (1 / scale).to(x) for name in readers}
+        probe.run({source: lambda y: y * scale.to(y) if y.shape[-1] == width else y}, undone)
+        more = {n for n, (x, y) in probe.reached().items() if n not in readers and _scaled(x, y, scale)}
+        if not more:
+            break
+        readers |= dict.fromkeys(more, torch.arange(width))
+    names = tuple(name for name in probe.readers if name in readers)
+    return _checked(probe, Link(source, names, torch.arange(width), "norm")) if names else None
+
+
+def _scaled(before: Tensor, after: Tensor, scale: Tensor) -> bool:
+    """Whether every column j is scale[j] times what it was (and not all of them zero)."""
+    if before.shape[1] != len(scale) or not bool(before.any()):
+        return False
+    return relative_error(after, before * scale.to(before)) < 1e-3
+
+
+def _linear_link(probe: Probe, source: str) -> Link | None:
+    """The readers of one linear's channels, by the cheapest probe that finds any."""
+    if source not in probe.ran:
+        return None
+    width = width_out(probe.linears[source])
+    for find in (_plain, _fused_attention, by_halves):
+        link = _best(probe, source, find(probe, source, width))
+        if link is not None:
+            return link
+    return None
+
+
+def _plain(probe: Probe, source: str, width: int) -> Found:
+    return all_at_once(probe, source, width)
+
+
+def _fused_attention(probe: Probe, source: str, width: int) -> Found:
+    return all_at_once(probe, source, width, alike=True)
+
+
+def _best(probe: Probe, source: str, found: Found) -> Link | None:
+    """The link to all readers that read the same channels, if it holds; readers that differ cannot share a scale."""
+    found = {name: channels for name, channels in found.items() if name != source}
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    if not all(torch.equal(channels, first) for channels in found.values()):
+        return None
+    return _checked(probe, Link(source, tuple(n for n in probe.readers if n in found), first, "linear"))
+
+
+def _checked(probe: Probe, link: Link) -> Link | None:
+    """The link, if dividing what its source writes and multiplying what its readers read changes nothing.
+
+    A linear that never ran might read the same channels, so the link is refused when one has as many inputs.
+    """
+    silent = [m for name, m in probe.readers.items() if name not in probe.ran]
+    if any(width_in(module) == len(link.channels) for module in silent):
+        return None
+    width = width_out(probe.block.get_submodule(link.source))
+    scale = _random_scale(width)[link.channels]
+    divisor = link.per_channel(scale, width)
+    outputs = {link.source: lambda y: y / divisor.to(y) if y.shape[-1] == width else y}
+    inputs = {name: lambda x: x * scale.to(x) for name in link.readers}
+    found = probe.run(outputs, inputs)
+    return link if relative_error(found, probe.output) < FOLD_TOLERANCE else None
+
+
+def _random_scale(width: int) -> Float[Tensor, " channels"]:
+    """Positive factors from 1/2 to 2, of which no two are alike."""
+    return 2.0 ** (2 * torch.rand(width, generator=torch.Generator().manual_seed(width)) - 1)
+
+
 @dataclass(frozen=True)
 class Fold:
     """The outcome of an attempted fold: whether it is kept, how it was written, and the error that was measured."""
@@ -86,54 +204,41 @@ class Fold:
     error: float
 
 
-def fold_into_norm(block: nn.Module, group: Group, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
-    """Divide the output of the group's norm by `scale` and multiply the columns of its linears by it.
+def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
+    """Divide what the link's source writes by `scale`, and multiply the input columns of its readers by it.
 
-    The rewrite is tried on a float32 copy of the block first: plainly, and then for norms that multiply by
+    scale: positive, one for each input column of the readers, equal where columns share a channel (`link.share`). The
+    rewrite is tried on a float32 copy of the block first; for norms plainly, then for those that multiply by
     (1 + weight). The first form that leaves the block's output unchanged (relative error below FOLD_TOLERANCE) is
     applied; when none does, the block is left as it was.
     """
-    assert group.norm is not None
-    proof = copy.deepcopy(block).to(torch.float32)
-    before = forward(proof)
+    assert bool((scale > 0).all()), "a scale must be positive"
+    assert torch.equal(scale, link.share(scale)), "columns of one channel must have one scale; use link.share"
+    forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
     error = float("inf")
-    for form in ("weight", "1 + weight"):
-        trial = copy.deepcopy(proof)
-        _scale_norm(trial.get_submodule(group.norm), scale, form)
-        _scale_columns(trial, group, scale)
-        error = relative_error(forward(trial), before)
-        if error < FOLD_TOLERANCE:
-            _scale_norm(block.get_submodule(group.norm), scale, form)
-            _scale_columns(block, group, scale)
-            return Fold(True, form, error)
+    with in_float32(block) as proof:
+        before = forward(proof)
+        for form in forms:
+            undo = _rewrite(proof, link, scale, form)
+            error = relative_error(forward(proof), before)
+            if error < FOLD_TOLERANCE:
+                if proof is not block:
+                    _rewrite(block, link, scale, form)
+                return Fold(True, form, error)
+            undo()
     return Fold(False, "none", error)
 
 
-def _scale_norm(norm: nn.Module, scale: Tensor, form: str) -> None:
-    """Divide what the norm writes by `scale`, its weight being read as `weight` or as `1 + weight`."""
-    weight = norm.get_parameter("weight")
-    factor = scale.to(weight.dtype)
-    new = weight / factor if form == "weight" else (1 + weight) / factor - 1
-    norm.weight = nn.Parameter(new.detach(), requires_grad=False)
-    bias = norm._parameters.get("bias")
-    if bias is not None:
-        norm.bias = nn.Parameter((bias / factor).detach(), requires_grad=False)
-
-
-def _scale_columns(block: nn.Module, group: Group, scale: Tensor) -> None:
-    """Multiply input column j of every linear of the group by scale[j]."""
-    for name in group.linears:
-        module = block.get_submodule(name)
-        if isinstance(module, CompressedLinear):
-            module.put(module.weight * scale.to(module.weight.dtype))
-            continue
-        layer = CompressedLinear.of(module)
-        scaled = layer.weight * scale.to(layer.weight.dtype)
-        module.weight = nn.Parameter((scaled.T if layer.transposed else scaled).contiguous(), requires_grad=False)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||, in float32; 0 for two zeros."""
-    difference = torch.linalg.vector_norm(found.float() - wanted.float())
-    size = torch.linalg.vector_norm(wanted.float())
-    return float(difference / size) if float(size) > 0 else float(difference)
+def _rewrite(block: nn.Module, link: Link, scale: Tensor, form: str) -> Callable[[], None]:
+    """Write a fold into the weights; returns what takes it back."""
+    source = block.get_submodule(link.source)
+    readers = [block.get_submodule(name) for name in link.readers]
+    undo = remember(source, *readers)
+    divisor = link.per_channel(scale, width_out(source))
+    if link.kind == "norm":
+        divide_norm(source, divisor, form)
+    else:
+        rewrite_rows(source, lambda rows: rows / (divisor if rows.dim() == 1 else divisor[:, None]).to(rows))
+    for module in readers:
+        rewrite_weight(module, lambda weight: weight * scale.to(weight))
+    return undo

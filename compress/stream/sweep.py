@@ -18,12 +18,13 @@ from compress.context import Run
 from compress.contract import BlockPass, Layer, LayerPass, Solution
 from compress.errors import NumericError, TargetError
 from compress.model.blocks import Block
-from compress.model.links import Group, find_groups, relative_error
+from compress.model.links import Group, Link, find_groups, find_links
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, replace_linear
+from compress.model.probing import relative_error
 from compress.stream.capture import Call, Captured, Surroundings, check_hidden
 from compress.stream.lockstep import lockstep
-from compress.stream.observers import Nothing, Observer, Sample
+from compress.stream.observers import Observer, Sample
 from compress.stream.store import ActivationStore
 
 STORE_BYTES = 4 << 30  # activations kept in memory; beyond it they go to files
@@ -172,6 +173,7 @@ class _Inputs:
     state: SweepState
     names: list[str]
     groups: list[Group] = field(init=False)
+    _links: list[Link] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         found = self.sweep.groups(self.block, self.state)
@@ -187,6 +189,13 @@ class _Inputs:
                     f"{label}: {self.block.name}.{name} is quantized already and reads the same input as a layer that "
                     "this pass works on; work on both before quantizing either"
                 )
+
+    @property
+    def links(self) -> list[Link]:
+        if self._links is None:  # looked for when first asked for: not every pass folds
+            found = find_links(self.block.module, self.probe)
+            self._links = [link for link in found if set(link.readers) & set(self.names)]
+        return self._links
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         seen: dict[Group, Observer] = {}

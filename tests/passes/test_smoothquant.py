@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from compress.model.links import find_groups
+from compress.model.links import Link, find_groups, find_links
 from compress.model.packed import CompressedLinear, linears
 from compress.passes.smoothquant import SMALLEST, SmoothQuant, weight_absmax
 
@@ -58,6 +58,8 @@ class Inputs:
         self.block, self.batches = block, batches
         found = find_groups(block, lambda module: module(random(2, 5, WIDTH, seed=9)))
         self.groups = [group for group in found if names is None or set(names) & set(group.linears)]
+        links = find_links(block, self.probe)
+        self.links = [link for link in links if names is None or set(names) & set(link.readers)]
 
     def observe(self, observer):
         seen, handles = {}, []
@@ -120,9 +122,9 @@ def test_weights_and_scales_are_kept_away_from_zero():
 
 def test_the_weight_maximum_is_over_all_linears_of_a_group():
     block = build(nn.LayerNorm(WIDTH))
-    [group] = [g for g in find_groups(block, lambda module: module(random(1, 2, WIDTH))) if g.norm == "norm"]
-    assert group.linears == ("a", "b")
-    found = weight_absmax(block, group)
+    link, *_ = find_links(block, lambda module: module(random(1, 2, WIDTH)))
+    assert link.readers == ("a", "b")
+    found = weight_absmax(block, link)
     assert torch.equal(found, torch.maximum(block.a.weight.abs().amax(0), block.b.weight.abs().amax(0)))
 
 
@@ -159,10 +161,20 @@ def test_at_one_half_inputs_and_weights_end_with_the_same_range(batches, notes):
     torch.testing.assert_close(input_absmax(block, batches), weights, rtol=1e-4, atol=1e-5)
 
 
-def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
+def test_linears_that_no_link_reaches_are_left_alone_and_noted(batches, notes):
     block = build(nn.LayerNorm(WIDTH), TwoReaders)
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+    assert notes == [("note", "a, b: nothing that writes their input can take a scale, so nothing is smoothed", {})]
+
+
+def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
+    block = build(nn.LayerNorm(WIDTH), TwoReaders)
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    inputs = Inputs(block, batches, ["a"])
+    inputs.links = [Link("norm", ("a", "b"), torch.arange(WIDTH), "norm")]  # which find_links would not give
+    SmoothQuant().solve_block(block, inputs, notes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
     [(kind, message, figures)] = notes
     assert kind == "fallback"
@@ -170,12 +182,19 @@ def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes)
     assert figures["relative_error"] > 0.01
 
 
-def test_linears_that_no_norm_feeds_are_left_alone_and_noted(batches, notes):
+def test_a_scale_moves_through_a_linear_where_no_norm_feeds(batches, notes):
     block = build(nn.LayerNorm(WIDTH))
     before = copy.deepcopy(block)
     SmoothQuant().solve_block(block, Inputs(block, batches, ["out"]), notes)
-    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True))
-    assert notes == [("note", "out: no norm writes their input, so nothing is smoothed", {})]
+    assert notes == []
+    h = [before.norm(x) for x in batches]
+    inputs = torch.cat([(torch.tanh(before.a(x)) * before.b(x)).reshape(-1, 8) for x in h]).abs().amax(0)
+    s = (inputs / before.out.weight.abs().amax(0)) ** 0.5
+    torch.testing.assert_close(block.out.weight, before.out.weight * s)
+    torch.testing.assert_close(block.b.weight, before.b.weight / s[:, None])
+    assert torch.equal(block.a.weight, before.a.weight) and torch.equal(block.norm.weight, before.norm.weight)
+    for x in batches:
+        torch.testing.assert_close(block(x), before(x), rtol=1e-4, atol=1e-4)
 
 
 def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -308,13 +309,24 @@ class Job:
         return {n: Scheme.from_json(found[n]) for n in self.opened.linear_names() if n in found}
 
     def finish(self) -> Result:
-        """Read the checkpoint back, compare it with what was computed, evaluate it, and write the report."""
+        """Read the checkpoint back, compare it with what was computed, evaluate it, and write the report.
+
+        Only one model is in memory at a time: the one that was worked on is given up first.
+        """
+        folder = self.manifest.folder
+        self.opened.model.to("meta")
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
-            reference = load_file(self.manifest.folder / WORK / PROBE_FILE)
-            folder = self.manifest.folder
+            reference = load_file(folder / WORK / PROBE_FILE)
             verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context)
-        quality = self._evaluate(model)
+        compressed = self._measure("compressed", model)
+        del model
+        gc.collect()  # models hold cycles
+        recipe = self.recipe
+        opened = open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code)
+        with opened.streaming() as dense:
+            base = self._measure("base", dense)
+        quality = [self._quality(name, {"base": base[name], "compressed": compressed[name]}) for name in self.texts]
         hashed = corpus.corpus_sha256(self.ids)
         ended = settle(self.planned, self.schemes(), self.context.format, self.context.storage)
         report = build_report(
@@ -323,20 +335,17 @@ class Job:
         write_report(report, folder)
         return Result(folder, report, self.context.journal)
 
-    def _evaluate(self, model: PreTrainedModel) -> list[dict[str, Any]]:
-        """Perplexity of the reloaded checkpoint and of the base model on every text."""
-        recipe, journal = self.recipe, self.context.journal
-        base = open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code)
-        quality = []
-        for name, ids in self.texts.items():
-            measured: dict[str, Perplexity] = {}
-            with self.context.phase("evaluate"), base.streaming() as dense:
-                for which, module in (("base", dense), ("compressed", model)):
-                    measured[which] = perplexity(module, ids, partial(_tell, journal, name, which))
-            facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1]}
-            facts |= {"sha256": corpus.corpus_sha256(ids)}
-            quality.append(facts | {k: asdict(m) | {"perplexity": m.perplexity} for k, m in measured.items()})
-        return quality
+    def _measure(self, which: str, model: PreTrainedModel) -> dict[str, Perplexity]:
+        """Perplexity of a model on every text."""
+        with self.context.phase("evaluate"):
+            tell = partial(_tell, self.context.journal)
+            return {name: perplexity(model, ids, partial(tell, name, which)) for name, ids in self.texts.items()}
+
+    def _quality(self, name: str, measured: dict[str, Perplexity]) -> dict[str, Any]:
+        """What the report says of a text."""
+        ids = self.texts[name]
+        facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus.corpus_sha256(ids)}
+        return facts | {which: asdict(m) | {"perplexity": m.perplexity} for which, m in measured.items()}
 
 
 def _keep(block: Block, results: list[LayerResult]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +64,64 @@ def verify(
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
-    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
-    theirs = _compare("transformers", other, reference, run.device, folder)
-    for name in digests:
-        _same_weight(name, model.get_submodule(name), other.get_submodule(name), dtype, folder)
+    theirs = _compare_with_transformers(model, digests, dtype, folder, recipe.trust_remote_code, reference, run.device)
+    gc.collect()  # their model is full of cycles
     return Verified(len(digests), own, theirs, None), model
+
+
+def _compare_with_transformers(
+    model: PreTrainedModel,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    folder: Path,
+    remote: bool,
+    reference: Mapping[str, Tensor],
+    device: torch.device,
+) -> float:
+    """The largest difference of logits when transformers reads the folder; its weights must be those of `model`."""
+    other = _transformers_model(type(model), folder, dtype, remote).to(device)
+    _multiply_out_as_needed(other)
+    difference = _compare("transformers", other, reference, device, folder)
+    for name in names:
+        layer = other.get_submodule(name)
+        with _multiplied_out(layer):
+            _same_weight(name, model.get_submodule(name), layer, dtype, folder)
+    return difference
+
+
+def _multiply_out_as_needed(model: nn.Module) -> None:
+    """Let compressed-tensors multiply out each layer while it runs, not the whole model in the first forward pass."""
+    whole = getattr(model, "ct_decompress_hook", None)
+    if whole is None:
+        return  # multiplied out already, or not quantized
+    whole.remove()
+    for layer in model.modules():
+        if _is_packed(layer):
+            dense = ExitStack()
+            layer.register_forward_pre_hook(lambda layer, _, dense=dense: dense.enter_context(_multiplied_out(layer)))
+            layer.register_forward_hook(lambda *_, dense=dense: dense.close())
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    """Whether compressed-tensors holds this layer packed."""
+    return getattr(layer, "quantization_status", None) == "compressed"
+
+
+@contextmanager
+def _multiplied_out(layer: nn.Module) -> Iterator[None]:
+    """compressed-tensors' own dense weight of a layer for a while; a dense layer stays as it is."""
+    if not _is_packed(layer):
+        yield
+        return
+    from compressed_tensors.compressors import decompress_module  # an extra; here only when transformers used it
+
+    packed = layer._parameters, layer._buffers, layer.quantization_status
+    layer._parameters, layer._buffers = dict(packed[0]), dict(packed[1])
+    try:
+        decompress_module(layer)
+        yield
+    finally:
+        layer._parameters, layer._buffers, layer.quantization_status = packed
 
 
 def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
@@ -108,7 +164,8 @@ def _transformers_model(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
+        with redirect_stderr(io.StringIO()):  # compressed-tensors has progress bars of its own
+            return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
     finally:

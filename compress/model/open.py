@@ -150,10 +150,15 @@ def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
             parent._buffers[leaf] = tensor
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity; unlike `isfinite`, this takes no memory of the tensor's size."""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
 def check_finite(prefix: str, tensors: dict[str, Tensor]) -> None:
     """Raise ModelError, naming the tensor, when a weight holds NaN or infinity."""
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
             raise ModelError(f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compress.errors import ModelError, NumericError
 from compress.model.blocks import Block
-from compress.model.open import OpenModel
+from compress.model.open import OpenModel, is_finite
 
 
 @dataclass(frozen=True)
@@ -156,5 +156,5 @@ def _has_cache(model: nn.Module) -> bool:
 
 def check_hidden(hidden: Tensor, block: Block) -> None:
     """Raise NumericError, naming the block, when its output holds NaN or infinity."""
-    if not bool(torch.isfinite(hidden).all()):
+    if not is_finite(hidden):
         raise NumericError(f"{block.name}: the block's output holds NaN or infinity on the calibration text")

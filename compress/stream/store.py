@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from compress.errors import SaveError
 class ActivationStore:
     """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files of a folder.
 
-    Tensors on an accelerator stay there: the limit is one for that device's memory, too.
+    Tensors on an accelerator stay there: the limit is one for that device's memory, too. A tensor that was read stays
+    valid when its place is taken.
 
     Raises SaveError when a file cannot be written.
     """
@@ -54,24 +56,28 @@ class ActivationStore:
         if isinstance(old, Tensor):
             self._bytes -= old.numel() * old.element_size()
         size = tensor.numel() * tensor.element_size()
-        if self._bytes + size <= self._limit:
-            self._items[index] = tensor
-            self._bytes += size
+        if self._bytes + size > self._limit:
+            self._items[index] = self._write(index, tensor)
             return
-        path = self._file(index)
-        try:
-            save_file({"x": tensor.contiguous()}, path)
-        except (OSError, SafetensorError) as error:
-            raise SaveError(
-                f"{path}: activations beyond {self._limit} bytes go to temporary files, and this one cannot be "
-                f"written ({error}); set TMPDIR to a folder with more room, or use fewer calibration sequences"
-            ) from error
-        self._items[index] = path
-        self._devices[index] = str(tensor.device)
+        self._items[index] = tensor
+        self._bytes += size
+        if isinstance(old, Path):
+            old.unlink()
 
-    def _file(self, index: int) -> Path:
-        if self._folder is None:
-            self._own = tempfile.TemporaryDirectory(prefix="compress-activations-")
-            self._folder = Path(self._own.name)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return self._folder / f"activations-{index:05d}.safetensors"
+    def _write(self, index: int, tensor: Tensor) -> Path:
+        """The tensor's file, written beside an older one and put in its place: what was read may be a view of that."""
+        try:
+            if self._folder is None:
+                self._own = tempfile.TemporaryDirectory(prefix="compress-activations-")
+                self._folder = Path(self._own.name)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"activations-{index:05d}.safetensors"
+            part = path.with_suffix(".part")
+            save_file({"x": tensor.contiguous()}, part)
+            os.replace(part, path)
+        except (OSError, SafetensorError) as error:
+            message = f"activations between blocks cannot be written to {self._folder} ({error})"
+            hint = "set TMPDIR to a folder with more room, or use fewer or shorter calibration sequences"
+            raise SaveError(f"{message}; {hint}") from error
+        self._devices[index] = str(tensor.device)
+        return path

@@ -1,0 +1,91 @@
+"""The activation store: in memory up to its limit, the rest in files; what is put in comes out."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compress.errors import SaveError
+from compress.stream.store import ActivationStore
+
+ROW = 40  # bytes of a tensor of 10 floats
+
+
+def tensor(seed: int, size: int = 10, dtype=torch.float32):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_beyond_the_limit_tensors_are_in_files(tmp_path):
+    store = ActivationStore(3 * ROW, tmp_path / "spill")
+    for seed in range(5):
+        store.append(tensor(seed))
+    assert len(store) == 5 and store.in_files == 2
+    assert len(list((tmp_path / "spill").iterdir())) == 2
+    for seed, found in enumerate(store):
+        assert torch.equal(found, tensor(seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_shape_and_dtype_survive(dtype, tmp_path):
+    strided = tensor(0, 24, dtype).reshape(4, 6).T  # not contiguous
+    store = ActivationStore(0, tmp_path)
+    store.append(strided)
+    assert store.in_files == 1
+    assert store[0].dtype == dtype and torch.equal(store[0], strided)
+
+
+def test_a_tensor_can_take_the_place_of_itself(tmp_path):
+    """What is read may be a view of the file that is about to be written."""
+    store = ActivationStore(0, tmp_path)
+    store.append(tensor(0, 100_000))
+    for _ in range(3):
+        store[0] = store[0]
+        assert torch.equal(store[0], tensor(0, 100_000))
+
+
+def test_what_was_read_stays_when_its_place_is_taken(tmp_path):
+    store = ActivationStore(0, tmp_path)
+    store.append(tensor(0, 100_000))
+    read = store[0]
+    store[0] = tensor(1, 100_000)
+    assert torch.equal(read, tensor(0, 100_000)) and torch.equal(store[0], tensor(1, 100_000))
+
+
+def test_room_that_becomes_free_is_used_and_its_file_goes(tmp_path):
+    store = ActivationStore(ROW, tmp_path)
+    store.append(tensor(0))
+    store.append(tensor(1))
+    store[0] = tensor(2, 1)
+    assert store.in_files == 1
+    store[1] = tensor(3, 5)
+    assert store.in_files == 0 and list(tmp_path.iterdir()) == []
+    assert torch.equal(store[0], tensor(2, 1)) and torch.equal(store[1], tensor(3, 5))
+
+
+@given(st.integers(0, 6 * ROW), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=20))
+def test_it_is_a_list_and_keeps_to_its_limit(limit, writes):
+    store, plain = ActivationStore(limit), [tensor(i) for i in range(5)]
+    for item in plain:
+        store.append(item)
+    for seed, (index, size) in enumerate(writes):
+        plain[index] = tensor(seed + 5, size)
+        store[index] = plain[index]
+        held = [item for item in store._items if isinstance(item, torch.Tensor)]
+        assert sum(item.numel() * item.element_size() for item in held) <= limit
+    assert all(torch.equal(found, wanted) for found, wanted in zip(store, plain, strict=True))
+
+
+def test_files_of_its_own_go_with_it():
+    store = ActivationStore(0)
+    store.append(tensor(0))
+    folder = store._items[0].parent
+    assert folder.exists()
+    del store
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = ActivationStore(0, tmp_path / "file")
+    with pytest.raises(SaveError, match="activations .*cannot be written"):
+        store.append(tensor(0))

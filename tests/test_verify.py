@@ -1,0 +1,186 @@
+"""What was written wrongly, or was damaged afterwards, is found before a run is called successful."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import compress
+from compress.context import Run
+from compress.errors import CompressError, VerificationError
+from compress.recipe import Save
+from compress.stream.manifest import WORK, open_folder
+from compress.verify import verify
+
+LAYER = "model.layers.1.mlp.up_proj"
+SHARD = "model-00003-of-00004.safetensors"
+
+
+@pytest.fixture(scope="module")
+def asked(recipe):
+    return recipe(compress.RTN(weights="int4", group_size=32))
+
+
+@pytest.fixture(scope="module")
+def finished(asked, tmp_path_factory):
+    return compress.run(asked, tmp_path_factory.mktemp("verify") / "out").folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of it that may be damaged."""
+    return shutil.copytree(finished, tmp_path / "out")
+
+
+@pytest.fixture
+def check(asked, manifest_of):
+    """check(folder, recipe=..., digests=..., reference=...) -> Verified, as the end of a run."""
+
+    def checked(folder, recipe=asked, digests=None, reference=None):
+        if digests is None:
+            digests = {n: d for entry in manifest_of(folder)["shards"].values() for n, d in entry["digests"].items()}
+        reference = load_file(folder / WORK / "probe.safetensors") if reference is None else reference
+        return verify(recipe, torch.float32, folder, digests, reference, Run())[0]
+
+    return checked
+
+
+def change(folder, key, how):
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / SHARD).items()}
+    tensors[key] = how(tensors[key])
+    save_file(tensors, folder / SHARD, metadata={"format": "pt"})
+
+
+def test_what_is_right_is_right(check, finished):
+    verified = check(finished)
+    assert verified.layers == 21 and verified.own == 0
+    assert verified.transformers == 0 and verified.skipped is None
+
+
+@pytest.mark.parametrize("part", ["weight_packed", "weight_scale"])
+def test_one_wrong_bit_in_codes_or_scales_names_the_layer(part, check, folder):
+    def flip(tensor):
+        flat = tensor.view(torch.int32).reshape(-1)
+        flat[7] ^= 1
+        return tensor
+
+    change(folder, f"{LAYER}.{part}", flip)
+    with pytest.raises(VerificationError, match=r"the codes of model\.layers\.1\.mlp\.up_proj do not read back"):
+        check(folder)
+
+
+def test_a_layer_that_is_dense_where_codes_were_computed(check, folder):
+    digests = {"lm_head": "00"}
+    with pytest.raises(VerificationError, match="the codes of lm_head do not read back"):
+        check(folder, digests=digests)
+
+
+def test_a_wrong_dense_tensor_is_seen_in_the_logits(check, folder):
+    change(folder, "model.layers.1.input_layernorm.weight", lambda tensor: tensor * 1.5)
+    with pytest.raises(VerificationError, match=r"reloaded by compress\.load, the model's logits differ by up to"):
+        check(folder)
+
+
+def test_logits_that_are_not_a_number_are_not_equal(check, finished):
+    reference = load_file(finished / WORK / "probe.safetensors")
+    reference["logits"][0, 0, 0] = float("nan")
+    with pytest.raises(VerificationError, match="differ by up to nan"):
+        check(finished, reference=reference)
+
+
+def test_a_shard_that_was_cut_off(check, folder):
+    data = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(data[: len(data) // 2])
+    with pytest.raises(CompressError, match=rf"{SHARD} is truncated"):
+        check(folder)
+
+
+def test_a_finished_run_is_checked_again(asked, folder):
+    """The same command on a complete run computes nothing, and still finds the damage."""
+    change(folder, f"{LAYER}.weight_scale", lambda tensor: tensor * 2)
+    with pytest.raises(VerificationError, match="do not read back"):
+        compress.run(asked, folder)
+
+
+def test_another_reading_of_the_weights_by_transformers(check, folder, monkeypatch):
+    monkeypatch.setattr("compress.verify.CompressedLinear.weight_as", lambda self, dtype: torch.zeros(1))
+    with pytest.raises(VerificationError, match="transformers reads another weight for model.layers.0.self_attn.q_proj"):
+        check(folder)
+
+
+def test_other_logits_by_transformers(check, folder, monkeypatch):
+    from compress import verify as module
+
+    load = module._transformers_model
+
+    def changed(*arguments):
+        model = load(*arguments)
+        model.model.norm.weight.data *= 2
+        return model
+
+    monkeypatch.setattr("compress.verify._transformers_model", changed)
+    with pytest.raises(VerificationError, match="reloaded by transformers, the model's logits differ"):
+        check(folder)
+
+
+def test_transformers_holds_one_layer_multiplied_out_at_a_time(check, folder, monkeypatch):
+    from compress import verify as module
+
+    held, compare = [], module._compare
+
+    def watched(reader, model, *rest):
+        if reader == "transformers":
+            for layer in model.modules():
+                if module._is_packed(layer):
+                    layer.register_forward_hook(lambda *_: held.append(sum("weight" in m._parameters for m in packed)))
+            packed = [m for m in model.modules() if module._is_packed(m)]
+        return compare(reader, model, *rest)
+
+    monkeypatch.setattr("compress.verify._compare", watched)
+    check(folder)
+    assert len(held) == 21 and max(held) <= 1
+
+
+def test_a_checkpoint_that_transformers_cannot_load(check, folder, monkeypatch):
+    class Broken:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            raise ValueError("no such thing")
+
+    from compress import verify as module
+
+    with pytest.raises(VerificationError, match="transformers cannot load the checkpoint: no such thing"):
+        module._transformers_model(Broken, folder, torch.float32, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "reason"),
+    [
+        ({"verify": "own"}, {}, "the recipe says verify: own"),
+        ({"format": "native"}, {}, r"format native is read by compress\.load alone"),
+    ],
+)
+def test_where_transformers_is_not_asked_the_report_says_why(options, step, reason, asked, tmp_path):
+    import re
+
+    result = compress.run(asked.model_copy(update={"save": Save(**options)}), tmp_path / "out")
+    assert result.report["verified"]["transformers"] is None
+    assert re.search(reason, result.report["verified"]["skipped"])
+    assert any("not reloaded with transformers" in entry.message for entry in result.journal.entries)
+
+
+def test_layers_of_the_models_own_shape_are_not_for_transformers(recipe, tiny_folder, tmp_path):
+    asked = recipe(compress.RTN(group_size=16), model=tiny_folder("gpt2"))
+    report = compress.run(asked, tmp_path / "out").report
+    assert "transposed (Conv1D)" in report["verified"]["skipped"] and report["verified"]["own"] == 0
+
+
+def test_a_damaged_shard_of_an_unfinished_run_is_made_again(asked, folder, manifest_of):
+    manifest = open_folder(folder, manifest_of(folder)["fingerprint"], overwrite=False)
+    manifest.complete = False
+    manifest.write()
+    good = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    compress.run(asked, folder)
+    assert (folder / SHARD).read_bytes() == good

@@ -1,0 +1,65 @@
+"""Perplexity against a calculation by hand, and the protocol of windows."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from compress.errors import NumericError
+from compress.evaluate.perplexity import ROWS, Perplexity, perplexity
+
+
+class Bigrams(nn.Module):
+    """The logits after token t are row t of a table; it wants one window at a time and no cache."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = nn.Parameter(table)
+        self.config = SimpleNamespace(use_cache=True)
+
+    def forward(self, input_ids, use_cache):
+        assert input_ids.shape[0] == 1 and use_cache is False
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def test_by_hand():
+    chances = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [1 / 3, 1 / 3, 1 / 3]])
+    found = perplexity(Bigrams(chances.log()), torch.tensor([[0, 1, 1], [2, 0, 0]]))
+    # 0 -> 1: 1/4, 1 -> 1: 4/5; 2 -> 0: 1/3, 0 -> 0: 1/2; nothing is asked of the first tokens, nor across windows
+    wanted = -(math.log(1 / 4) + math.log(4 / 5) + math.log(1 / 3) + math.log(1 / 2)) / 4
+    assert found.loss == pytest.approx(wanted, rel=1e-6) and found.tokens == 4
+    assert found.perplexity == pytest.approx(30 ** (1 / 4), rel=1e-6)
+
+
+def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
+    assert perplexity(Bigrams(torch.zeros(7, 7)), torch.arange(7)[None]).perplexity == pytest.approx(7, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [2, ROWS, ROWS + 1, ROWS + 2, 3 * ROWS])
+def test_it_is_the_mean_over_windows_of_the_mean_loss_of_a_window(length, tiny):
+    model = tiny("llama", max_position_embeddings=3 * ROWS)
+    ids = torch.randint(64, (3, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        losses = [float(model(input_ids=window[None], labels=window[None]).loss) for window in ids]
+    found = perplexity(model, ids)
+    assert found.loss == pytest.approx(sum(losses) / 3, rel=1e-5) and found.tokens == 3 * (length - 1)
+
+
+def test_progress_is_told_after_every_window():
+    told = []
+    perplexity(Bigrams(torch.zeros(3, 3)), torch.zeros(4, 2, dtype=torch.int64), lambda *at: told.append(at))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_loss_that_is_not_a_number_names_the_window():
+    table = torch.zeros(3, 3)
+    table[2] = float("nan")
+    with pytest.raises(NumericError, match="the model's loss is NaN on window 1"):
+        perplexity(Bigrams(table), torch.tensor([[0, 1, 0], [2, 1, 0]]))
+
+
+def test_a_loss_too_large_for_its_exponential():
+    assert Perplexity(800.0, 1, 0.0).perplexity == math.inf
+    assert Perplexity(0.0, 1, 0.0).perplexity == 1

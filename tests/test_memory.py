@@ -1,0 +1,47 @@
+"""Peak memory: what was there for a moment inside of the context is seen, what came before or after is not."""
+
+from time import sleep
+
+import torch
+
+from compress import memory
+from compress.memory import INTERVAL_SECONDS, PeakMemory
+
+BIG = 128 << 20
+
+
+def hold():
+    """Take BIG bytes for long enough to be seen."""
+    tensor = torch.ones(BIG, dtype=torch.uint8)
+    sleep(10 * INTERVAL_SECONDS)
+    del tensor
+
+
+def test_a_moment_inside_is_seen_and_one_before_is_not():
+    hold()
+    with PeakMemory() as before:
+        sleep(2 * INTERVAL_SECONDS)
+    with PeakMemory() as during:
+        hold()
+    with PeakMemory() as after:
+        sleep(2 * INTERVAL_SECONDS)
+    for other in (before, after):
+        assert during.peak_bytes - other.peak_bytes > 0.8 * BIG
+
+
+def test_contexts_may_overlap():
+    with PeakMemory() as outer:
+        with PeakMemory() as inner:
+            sleep(2 * INTERVAL_SECONDS)
+        hold()
+    assert outer.peak_bytes - inner.peak_bytes > 0.8 * BIG
+
+
+def test_one_watcher_serves_all_and_none_is_left_open():
+    import threading
+
+    for _ in range(50):
+        with PeakMemory():
+            pass
+    assert sum(thread.name == "compress-memory" for thread in threading.enumerate()) <= 1
+    assert memory.PeakMemory._open == []

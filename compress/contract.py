@@ -15,8 +15,8 @@ from typing_extensions import Self
 
 from compress.errors import NumericError
 from compress.model.links import Group, Link
-from compress.numerics.codes import Codes, GroupSize, ScaleSearch
-from compress.numerics.grids import GRIDS, Grid, IntGrid
+from compress.numerics.codes import Codes, GroupSize, Percentile, ScaleSearch
+from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.inputs import InputRounding
 from compress.numerics.masks import Pattern
 from compress.options import Override, patterns, read_overrides
@@ -70,7 +70,9 @@ class Layer:
     """What a solver may know of the layer besides its weight and inputs.
 
     name: full module name. mask: True where weights are kept, or None. storage: the dtype that scales are stored in.
-    note: note(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None.
+    note: note(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None. peak: the
+    largest magnitude among the weights that read the same input, this one included; servers fuse such layers, so what
+    scales have in common is found from it.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Layer:
     storage: torch.dtype
     note: Note
     inputs: Any = None
+    peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,19 @@ def _group_size(value: Any) -> Any:
     return value
 
 
+def _search(value: Any) -> Any:
+    """A search by its name; percentile alone means its usual share."""
+    if value == "percentile":
+        return Percentile()
+    share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
+    if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
+        raise ValueError(f"percentile {share!r} must be a share above 0.5 and at most 1, such as 0.999")
+    if share is None and value not in ("absmax", "mse") and not isinstance(value, Percentile):
+        raise ValueError(f"scale {value!r} is not known; write absmax, mse, percentile, or {{percentile: 0.999}}")
+    return value
+
+
 ActivationScale = Literal["token", "static"]
-
-
 GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
 InputGrid = Literal["none", "int8", "fp8_e4m3"]
 
@@ -207,15 +220,17 @@ class QuantizingPass(LayerPass):
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
-    weights: GridName = Field(
-        default="int4", description="number grid of the weights: int2..int8, fp8_e4m3, fp4_e2m1, nf4, ..."
-    )
+    weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
     group_size: GroupSizeOption = Field(
-        default=64, description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix"
+        default=64,
+        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; grids that have "
+        "a group size of their own (mxfp4: 32, nvfp4: 16) take it",
     )
     symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
-    scale: ScaleSearch = Field(
-        default="absmax", description="'absmax' covers the range; 'mse' clips it where rounding error is least"
+    scale: Annotated[ScaleSearch, BeforeValidator(_search)] = Field(
+        default="absmax",
+        description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
+        "covers that share of the weights",
     )
     activations: InputGrid = Field(default="none", description="grid that inputs are rounded to when the model runs")
     activation_scale: ActivationScale = Field(
@@ -242,6 +257,9 @@ class QuantizingPass(LayerPass):
 
     def _with(self, override: Override) -> Self:
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
+        grid = GRIDS.get(override.options.get("weights", self.weights))
+        if grid is not None and grid.group_size is not None:
+            own.pop("group_size")  # the grid has its own
         return type(self).model_validate({**own, **override.options})
 
     def variants(self) -> list[Self]:
@@ -251,6 +269,16 @@ class QuantizingPass(LayerPass):
     @property
     def left_out(self) -> tuple[str, ...]:
         return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_group_size(cls, values: Any) -> Any:
+        """The group size that the grid has, where none is given."""
+        if not isinstance(values, dict) or "group_size" in values:
+            return values
+        name = values.get("weights", cls.model_fields["weights"].default)
+        grid = name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
 
     @property
     def grid(self) -> Grid:
@@ -279,8 +307,14 @@ class QuantizingPass(LayerPass):
         return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
     def model_post_init(self, context: Any) -> None:
-        if not self.symmetric and not isinstance(self.grid, IntGrid):
+        if not self.symmetric and self.grid.symmetric_only:
             raise ValueError(f"symmetric: false needs an integer grid; {self.weights} has no zero point")
+        own = self.grid.group_size
+        if own is not None and self.group_size != own:
+            raise ValueError(
+                f"group_size {self.group_size}: the scales of {self.weights} are those of {own} columns; "
+                f"write {own}, or leave group_size out"
+            )
         if self.activation_scale == "static" and self.input_grid is None:
             raise ValueError("activation_scale: static needs a grid of the inputs; add activations: int8")
 

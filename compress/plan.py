@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from compress.model.open import OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
 from compress.model.save import outside_tensors
 from compress.model.select import select
-from compress.numerics.bits import packed_width
-from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.options import taken
 from compress.recipe import Recipe, in_words, label
@@ -204,13 +201,7 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
     rows, width = shape
     if scheme is None:
         return rows * width * storage.itemsize
-    empty: dict[str, Any] = {"device": "meta"}
-    scale_rows = 1 if scheme.group_size == "tensor" else rows
-    scale = torch.empty(scale_rows, groups_in(width, scheme.group_size), dtype=storage, **empty)
-    zero = None if scheme.symmetric else torch.empty(scale.shape, dtype=torch.int8, **empty)
-    index = torch.empty(width, dtype=torch.int32, **empty) if scheme.indexed else None
-    words = torch.empty(rows, packed_width(width, scheme.grid.bits), dtype=torch.int32, **empty)
-    packed = PackedCodes(words, scale, zero, scheme.grid, scheme.group_size, shape, index)
+    packed = PackedCodes.empty(scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage)
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize

@@ -97,9 +97,12 @@ def _multiply_out_as_needed(model: nn.Module) -> None:
     whole.remove()
     for layer in model.modules():
         if _is_packed(layer):
-            dense = ExitStack()
-            layer.register_forward_pre_hook(lambda layer, _, dense=dense: dense.enter_context(_multiplied_out(layer)))
-            layer.register_forward_hook(lambda *_, dense=dense: dense.close())
+            _multiply_out_while_running(layer, ExitStack())
+
+
+def _multiply_out_while_running(layer: nn.Module, dense: ExitStack) -> None:
+    layer.register_forward_pre_hook(lambda layer, _: dense.enter_context(_multiplied_out(layer)))
+    layer.register_forward_hook(lambda *_: dense.close())
 
 
 def _is_packed(layer: nn.Module) -> bool:

@@ -11,16 +11,78 @@ target is the class name `Linear`, otherwise each group lists its modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.formats import int_quantized, pack_quantized
+from compress.errors import ModelError
+from compress.formats import (
+    float_quantized,
+    int_quantized,
+    mxfp4_pack_quantized,
+    nvfp4_pack_quantized,
+    pack_quantized,
+)
 from compress.formats.base import Format, Scheme, refuses_inputs
-from compress.numerics.grids import GRIDS, Grid
+from compress.numerics.grids import GRIDS, Grid, IntGrid
 from compress.numerics.packed import PackedCodes
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
+GROUPED = ("group", "tensor_group")
+INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
+"""The grid of 8-bit inputs by the type that a config names."""
+
+
+class Layout(Protocol):
+    """What the file of a layout holds."""
+
+    @property
+    def NAME(self) -> str:  # noqa: N802  a constant of the file
+        """Its name in the config."""
+        ...
+
+    def suits(self, scheme: Scheme) -> bool:
+        """Whether the layout is meant for layers of this scheme; the first that is, is taken."""
+        ...
+
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        """As Format.refuses, for schemes that it suits."""
+        ...
+
+    def adapt(self, packed: PackedCodes) -> PackedCodes:
+        """The same weight as the layout can hold it."""
+        ...
+
+    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
+        """The layer's tensors."""
+        ...
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+        """The inverse of encode."""
+        ...
+
+    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
+        """The `weights` part of a config group (QuantizationArgs)."""
+        ...
+
+    def grid_of(self, weights: Mapping[str, Any]) -> Grid:
+        """The grid that the `weights` part of a config group speaks of."""
+        ...
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    int_quantized,
+    pack_quantized,
+    float_quantized,
+    mxfp4_pack_quantized,
+    nvfp4_pack_quantized,
+)
+"""The first that suits a scheme holds it."""
+
+
+def layout_of(scheme: Scheme) -> Layout | None:
+    """The layout for layers of a scheme; None where the family has none."""
+    return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
 
 class CompressedTensors(Format):
@@ -33,28 +95,31 @@ class CompressedTensors(Format):
         reason = refuses_inputs(scheme, f"format {self.name}")
         if reason is not None:
             return reason
-        if scheme.activations is not None and scheme.activations.name != "int8":
-            name = scheme.activations.name
-            return f"activations {name} cannot be combined with integer weights; use int8, or format: native"
+        layout = layout_of(scheme)
+        if layout is None:
+            return f"weights {scheme.grid.name} have no layout; use int2 to int8, mxfp4 or nvfp4, or format: native"
         if scheme.activation_scale == "static" and not int_quantized.suits(scheme):
             return (
                 "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
                 "use activation_scale: token, or format: native"
             )
-        return pack_quantized.refuses(scheme, shape)
+        return layout.refuses(scheme, shape)
 
     def adapt(self, packed: PackedCodes) -> PackedCodes:
-        return pack_quantized.adapt(packed)
+        return self._layout(Scheme.of(packed, None)).adapt(packed)
 
     def encode(self, packed: PackedCodes, activations: Grid | None) -> dict[str, Tensor]:
-        if int_quantized.suits(Scheme.of(packed, activations)):
-            return int_quantized.encode(packed)
-        return pack_quantized.encode(packed)
+        return self._layout(Scheme.of(packed, activations)).encode(packed)
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        if "weight_packed" in tensors:
-            return pack_quantized.decode(tensors, scheme)
-        return int_quantized.decode(tensors, scheme)
+        if isinstance(scheme.grid, IntGrid):  # others may have written int8 for integer inputs in words
+            return (pack_quantized if "weight_packed" in tensors else int_quantized).decode(tensors, scheme)
+        return self._layout(scheme).decode(tensors, scheme)
+
+    def _layout(self, scheme: Scheme) -> Layout:
+        layout = layout_of(scheme)
+        assert layout is not None, "refuses was not asked"
+        return layout
 
     def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -87,21 +152,27 @@ class CompressedTensors(Format):
         return found
 
     def _group(self, scheme: Scheme) -> dict[str, Any]:
-        layout = int_quantized.NAME if int_quantized.suits(scheme) else pack_quantized.NAME
+        layout = self._layout(scheme)
         inputs = None if scheme.activations is None else pack_quantized.input_arguments(scheme)
-        weights = pack_quantized.weight_arguments(scheme)
-        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout}
+        weights = layout.weight_arguments(scheme)
+        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.NAME}
 
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
         found: dict[str, Scheme] = {}
+        layouts = {layout.NAME: layout for layout in LAYOUTS}
         for group in config["config_groups"].values():
             weights, inputs = group["weights"], group.get("input_activations")
-            grouped = weights["strategy"] == "group"
+            name = group.get("format") or config["format"]
+            if name not in layouts:
+                raise ModelError(
+                    f"model: the layout {name!r} of compressed-tensors is not read; {', '.join(layouts)} are"
+                )
+            layout = layouts[name]
             scheme = Scheme(
-                GRIDS[f"int{weights['num_bits']}"],
-                weights["group_size"] if grouped else weights["strategy"],
+                layout.grid_of(weights),
+                weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"],
                 weights["symmetric"],
-                activations=None if inputs is None else GRIDS[f"int{inputs['num_bits']}"],
+                activations=None if inputs is None else INPUTS[inputs["type"]],
                 activation_scale="token" if inputs is None or inputs["dynamic"] else "static",
             )
             everywhere = "Linear" in group["targets"]

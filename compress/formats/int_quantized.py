@@ -11,12 +11,15 @@ Activations that are rounded per token when the model runs need no tensors. W ~ 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from compress.formats import pack_quantized
 from compress.formats.base import Scheme
 from compress.numerics.codes import Codes
+from compress.numerics.grids import Grid
 from compress.numerics.packed import PackedCodes
 
 NAME = "int-quantized"
@@ -26,6 +29,16 @@ def suits(scheme: Scheme) -> bool:
     """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
     integers = scheme.grid.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
     return integers and scheme.group_size in ("channel", "tensor") and not scheme.indexed
+
+
+def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    """Why this layout cannot hold a layer, and what can be written instead."""
+    return pack_quantized.refuses(scheme, shape)
+
+
+def adapt(packed: PackedCodes) -> PackedCodes:
+    """The same weight as the layout can hold it."""
+    return packed
 
 
 def encode(packed: PackedCodes) -> dict[str, Tensor]:
@@ -48,3 +61,13 @@ def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
         scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
     codes = tensors["weight"].to(torch.int8)
     return PackedCodes.of(Codes(codes, scale, zero, scheme.grid, scheme.group_size))
+
+
+def weight_arguments(scheme: Scheme) -> dict[str, Any]:
+    """The `weights` part of a config group (QuantizationArgs)."""
+    return pack_quantized.weight_arguments(scheme)
+
+
+def grid_of(weights: Mapping[str, Any]) -> Grid:
+    """The grid that the `weights` part of a config group speaks of."""
+    return pack_quantized.grid_of(weights)

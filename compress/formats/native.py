@@ -2,7 +2,12 @@
 
     <m>.weight_packed       int32 [O, ceil(I*b/32)]   unsigned codes, a dense bit stream along the input axis, least
                                                       significant bit first (q - lowest; level index; bit pattern)
-    <m>.weight_scale        float [O, G]              [1, 1] per tensor
+    <m>.weight_scale        float [O, G]              [1, 1] per tensor; uint8 where the grid stores scales in a byte:
+                                                      mxfp4 an exponent 2^(e-127); nvfp4 the bits of an 8-bit float
+                                                      (e4m3); nf4_dq a byte, times the step of its block
+    <m>.weight_scale_shared float32 [n]               nvfp4: [1], by which scales are divided; nf4_dq: the mean scale,
+                                                      then the step of every 256 scales, row by row:
+                                                      scale = mean + (byte - 128) * step
     <m>.weight_zero_point   int8  [O, G]              only with zero points
     <m>.weight_g_idx        int32 [I]                 only with a group index
     <m>.input_channel_scale float32 [I]               inputs are divided by it first; only where a scale stayed there
@@ -46,6 +51,8 @@ class Native(Format):
             found["weight_zero_point"] = packed.zero
         if packed.group_index is not None:
             found["weight_g_idx"] = packed.group_index
+        if packed.shared is not None:
+            found["weight_scale_shared"] = packed.shared
         return found
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
@@ -53,7 +60,7 @@ class Native(Format):
         assert scheme.width is not None
         return PackedCodes(
             words, tensors["weight_scale"], tensors.get("weight_zero_point"), scheme.grid, scheme.group_size,
-            (words.shape[0], scheme.width), tensors.get("weight_g_idx"),
+            (words.shape[0], scheme.width), tensors.get("weight_g_idx"), tensors.get("weight_scale_shared"),
         )  # fmt: skip
 
     def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:

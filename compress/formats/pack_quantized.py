@@ -22,7 +22,7 @@ from torch import Tensor
 
 from compress.formats.base import Scheme
 from compress.numerics.bits import pack, unpack
-from compress.numerics.grids import IntGrid
+from compress.numerics.grids import GRIDS, Grid, IntGrid
 from compress.numerics.packed import PackedCodes
 
 NAME = "pack-quantized"
@@ -34,11 +34,18 @@ def stored_group_size(width: int, group_size: int) -> int:
     return math.gcd(width, group_size)
 
 
+def suits(scheme: Scheme) -> bool:
+    """Whether the layout is meant for weights of this grid; of 8-bit ones, those that `int_quantized` does not suit."""
+    return isinstance(scheme.grid, IntGrid)
+
+
 def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
     """Why this layout cannot hold a layer, and what can be written instead."""
     width = shape[1]
-    if not isinstance(scheme.grid, IntGrid):
-        return f"weights {scheme.grid.name} are not an integer grid; use int2 to int8, or format: native"
+    if scheme.activations not in (None, GRIDS["int8"]):
+        assert scheme.activations is not None
+        name = scheme.activations.name
+        return f"activations {name} cannot be combined with integer weights; use int8, or format: native"
     if scheme.indexed:
         return (
             "act_order: group has no reader any more (compressed-tensors dropped it); "
@@ -109,6 +116,11 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
         "strategy": strategy,
         "dynamic": False,
     }
+
+
+def grid_of(weights: Mapping[str, Any]) -> Grid:
+    """The grid that the `weights` part of a config group speaks of."""
+    return GRIDS[f"int{weights['num_bits']}"]
 
 
 def input_arguments(scheme: Scheme) -> dict[str, Any]:

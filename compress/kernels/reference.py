@@ -16,9 +16,10 @@ def dense_weight(packed: PackedCodes, dtype: torch.dtype) -> Float[Tensor, "out 
     """The weight [out, in] that packed codes stand for, computed in `dtype` as (code - zero) * scale."""
     rows, width = packed.shape
     codes = unpack(packed.words, packed.grid.bits, width)
-    scale = packed.scale.to(dtype)
+    scale = packed.scales().to(packed.grid.computes_in(dtype))
     if not isinstance(packed.grid, IntGrid):
-        return packed.grid.decode(codes, spread(scale, width, packed.group_size, packed.group_index), None)
+        scale = spread(scale, width, packed.group_size, packed.group_index)
+        return packed.grid.decode(codes, scale, None).to(dtype)
     # The codes are stored from 0 up; whole numbers below 256 are exact in every float dtype.
     values = codes.to(dtype).add_(packed.grid.lowest)
     groups = scale.shape[1]

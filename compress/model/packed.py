@@ -22,6 +22,9 @@ from compress.numerics.packed import PackedCodes
 LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
+PACKED = ("words", "scale", "zero", "group_index", "shared")
+"""The tensors of packed codes, which a layer holds as buffers of the same names."""
+
 
 INPUT_TENSORS = ("input_scale", "activation_scale", "outliers")
 """Tensors that say how inputs are treated, by the names that layers and schemes know them under."""
@@ -40,6 +43,7 @@ class CompressedLinear(nn.Module):
     scale: Tensor | None
     zero: Tensor | None
     group_index: Tensor | None
+    shared: Tensor | None
     input_scale: Tensor | None
     activation_scale: Tensor | None
     outliers: Tensor | None
@@ -50,7 +54,7 @@ class CompressedLinear(nn.Module):
         self.activations: Grid | None = None
         self.outlier_threshold: float | None = None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        for name in ("mask", "dense", "words", "scale", "zero", "group_index", *INPUT_TENSORS):
+        for name in ("mask", "dense", *PACKED, *INPUT_TENSORS):
             self.register_buffer(name, None)
         self._packed_facts: dict[str, Any] = {}
         self.put(weight)
@@ -72,7 +76,7 @@ class CompressedLinear(nn.Module):
             self.mask = mask
         packed = PackedCodes.of(weight) if isinstance(weight, Codes) else weight
         self.dense = packed if isinstance(packed, Tensor) else None
-        for name in ("words", "scale", "zero", "group_index"):
+        for name in PACKED:
             setattr(self, name, None if isinstance(packed, Tensor) else getattr(packed, name))
         if isinstance(packed, Tensor):
             self._packed_facts = {}
@@ -84,7 +88,7 @@ class CompressedLinear(nn.Module):
         """The packed codes, or None while the weight is dense."""
         if self.words is None or self.scale is None:
             return None
-        return PackedCodes(self.words, self.scale, self.zero, group_index=self.group_index, **self._packed_facts)
+        return PackedCodes(**{name: getattr(self, name) for name in PACKED}, **self._packed_facts)
 
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
         """Multiply the columns of the dense weight by `scale` and divide the inputs by it: the same function.
@@ -155,9 +159,9 @@ class CompressedLinear(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "out in"]:
         """The weight that the layer multiplies by, dense, in the dtype of the dense weight or of the scales."""
-        stored = self.scale if self.dense is None else self.dense
-        assert stored is not None
-        return self.weight_as(stored.dtype)
+        held = self.packed if self.dense is None else self.dense
+        assert held is not None
+        return self.weight_as(held.dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight computed in `dtype`."""

@@ -108,7 +108,7 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
         weight = layer.weight.T if layer.transposed else layer.weight
         found = {"weight": _stored(weight, storage)}
     else:
-        found = {k: _stored(t, storage) for k, t in format_.encode(packed, layer.activations).items()}
+        found = format_.encode(packed.in_storage(storage), layer.activations)
         found |= {format_.input_names[name]: tensor for name, tensor in layer.input_tensors().items()}
     if layer.bias is not None:
         found["bias"] = _stored(layer.bias, storage)

@@ -8,21 +8,38 @@ the group size does not divide ends with one short group. With `group_index` the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compress.numerics.grids import Grid, IntGrid
 
 GroupSize = int | Literal["channel", "tensor"]
-ScaleSearch = Literal["absmax", "mse"]
 
 MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
 MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
 MSE_SHRINK = 0.60  # the largest share of the range that is cut off
+CHUNK = 1 << 22  # weights that a search of scales works on at once; bounds its memory to some 16 MiB per temporary
+
+
+class Percentile(BaseModel):
+    """A range that leaves out the outermost weights of a group.
+
+    percentile: the share of magnitudes (of values at each end, where there are zero points) that it covers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    percentile: float = Field(default=0.999, gt=0.5, le=1)
+
+
+ScaleSearch = Literal["absmax", "mse"] | Percentile
+"""How the range that a scale covers is found."""
 
 
 def groups_in(width: int, group_size: GroupSize) -> int:
@@ -36,7 +53,8 @@ class Codes:
 
     codes: [out, in], int8 for integer grids, uint8 otherwise. scale: [out, groups] ([1, 1] per tensor).
     zero: like scale, in the dtype of codes' range, or None. group_index: [in] int32 group of each column, only
-    where groups are not contiguous.
+    where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
+    whose scales need them (see `share`).
     """
 
     codes: Int[Tensor, "out in"]
@@ -45,6 +63,7 @@ class Codes:
     grid: Grid
     group_size: GroupSize
     group_index: Int[Tensor, " in"] | None = None
+    shared: Float[Tensor, " n"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,11 +71,11 @@ class Codes:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
-        """The weight that the codes stand for: (code - zero) * scale, computed in `dtype`."""
-        width = self.codes.shape[1]
-        scale = spread(self.scale.to(dtype), width, self.group_size, self.group_index)
-        zero = None if self.zero is None else spread(self.zero.to(dtype), width, self.group_size, self.group_index)
-        return self.grid.decode(self.codes, scale, zero)
+        """The weight that the codes stand for: (code - zero) * scale, in `dtype`."""
+        width, wide = self.codes.shape[1], self.grid.computes_in(dtype)
+        scale = spread(self.scale.to(wide), width, self.group_size, self.group_index)
+        zero = None if self.zero is None else spread(self.zero.to(wide), width, self.group_size, self.group_index)
+        return self.grid.decode(self.codes, scale, zero).to(dtype)
 
 
 def spread(
@@ -85,6 +104,19 @@ def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Ten
     return weight.reshape(rows, -1, size)
 
 
+def share(
+    weight: Float[Tensor, "out in"], grid: Grid, group_size: GroupSize, peak: float | None = None
+) -> Float[Tensor, " n"] | None:
+    """What all stored scales of a weight have in common, found before any is fitted; None for most grids.
+
+    peak: the largest magnitude among the weights that must have it in common, if there are others (`Layer.peak`).
+    """
+    if not grid.scaling.shares(1):
+        return None
+    extent = grouped(weight, group_size).abs().amax(-1)
+    return grid.scaling.share(extent, grid.span, peak)
+
+
 def fit(
     weight: Float[Tensor, "out in"],
     grid: Grid,
@@ -92,21 +124,35 @@ def fit(
     symmetric: bool,
     search: ScaleSearch = "absmax",
     dtype: torch.dtype = torch.float32,
+    shared: Float[Tensor, " n"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero per group, [out, groups], the scale already rounded to `dtype`, its dtype when stored.
+    """Scale and zero per group, [out, groups], the scale as it will be stored: floats rounded to `dtype`.
 
     search 'absmax' covers the whole range. 'mse' shrinks the range of each group to where the rounding error
-    sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`).
+    sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost
+    weights. shared: what `share` found for the whole weight, of which `weight` may be one group (`Scaling.part`).
     """
     parts = grouped(weight, group_size)
+
+    def scales(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grid.fit(low, high, symmetric, dtype, shared)
+
+    if isinstance(search, Percentile):
+        return scales(*_percentiles(weight, group_size, symmetric, search.percentile))
     low, high = torch.aminmax(parts, dim=-1)
-    scale, zero = grid.fit(low, high, symmetric, dtype)
     if search == "absmax":
-        return scale, zero
+        return scales(low, high)
+    return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
+
+
+def _least_error(
+    parts: Float[Tensor, "rows groups size"], grid: Grid, scales: Callable[[float], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """The best of `scales(share of the range)` for each group."""
+    scale, zero = scales(1.0)
     best = torch.full_like(scale, math.inf)
     for step in range(MSE_STEPS + 1):
-        share = 1 - MSE_SHRINK * step / MSE_STEPS
-        tried, tried_zero = grid.fit(low * share, high * share, symmetric, dtype)
+        tried, tried_zero = scales(1 - MSE_SHRINK * step / MSE_STEPS)
         error = _power_error(parts, grid, tried, tried_zero)
         better = error < best
         best = torch.where(better, error, best)
@@ -117,10 +163,36 @@ def fit(
 
 
 def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Sum of |w - Q(w)|^MSE_NORM over each group."""
-    scale, zero = scale[..., None], None if zero is None else zero[..., None]
-    rounded = grid.decode(grid.encode(parts, scale, zero), scale, zero)
-    return (rounded - parts).abs_().pow_(MSE_NORM).sum(-1)
+    """Sum of |w - Q(w)|^MSE_NORM over each group, a chunk of rows (or of one long group) at a time."""
+    rows = max(1, CHUNK // parts[0].numel())
+    columns = max(1, CHUNK // parts.shape[1]) if rows == 1 else parts.shape[2]
+    found = torch.zeros_like(scale)
+    for top in range(0, parts.shape[0], rows):
+        at = slice(top, top + rows)
+        step, shift = scale[at, :, None], None if zero is None else zero[at, :, None]
+        for part in parts[at].split(columns, dim=-1):
+            rounded = grid.decode(grid.encode(part, step, shift), step, shift)
+            found[at] += (rounded - part).abs_().pow_(MSE_NORM).sum(-1)
+    return found
+
+
+def _percentiles(weight: Tensor, group_size: GroupSize, symmetric: bool, share: float) -> tuple[Tensor, Tensor]:
+    """(low, high), [out, groups]: what `share` of a group's magnitudes (at each end, of its values) stay within.
+
+    The weight of rank ceil(share * size) itself, not a mean of neighbours.
+    """
+    width = weight.shape[1]
+    whole = width // group_size * group_size if isinstance(group_size, int) else width
+    if 0 < whole < width:  # the short last group has ranks of its own
+        found = [_percentiles(part, group_size, symmetric, share) for part in (weight[:, :whole], weight[:, whole:])]
+        lows, highs = zip(*found, strict=True)
+        return torch.cat(lows, dim=1), torch.cat(highs, dim=1)
+    parts = grouped(weight, group_size if whole else "channel")
+    rank = math.ceil(share * parts.shape[-1])
+    if symmetric:
+        high = parts.abs().kthvalue(rank, dim=-1).values
+        return -high, high
+    return -(-parts).kthvalue(rank, dim=-1).values, parts.kthvalue(rank, dim=-1).values
 
 
 def quantize(
@@ -131,18 +203,34 @@ def quantize(
     search: ScaleSearch = "absmax",
     mask: Bool[Tensor, "out in"] | None = None,
     dtype: torch.dtype = torch.float32,
+    peak: float | None = None,
 ) -> Codes:
-    """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero."""
+    """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero.
+
+    dtype: of scales that are stored as floats. peak: see `share`.
+    """
     if mask is not None:
         weight = weight * mask
-    scale, zero = fit(weight, grid, group_size, symmetric, search, dtype)
+    shared = share(weight, grid, group_size, peak)
+    scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared)
     width = weight.shape[1]
     codes = grid.encode(
         weight, spread(scale, width, group_size), None if zero is None else spread(zero, width, group_size)
     )
-    return Codes(store(codes, grid), scale, zero, grid, group_size)
+    return Codes(store(codes, grid), scale, zero, grid, group_size, shared=shared)
 
 
 def store(codes: Tensor, grid: Grid) -> Tensor:
     """Codes in the integer dtype that `Codes` holds: int8 for integer grids, uint8 (index, bit pattern) otherwise."""
     return codes.to(torch.int8 if isinstance(grid, IntGrid) else torch.uint8)
+
+
+def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
+    """How many groups of a weight became all zero because no scale as small as they need can be stored."""
+    pair = [weight, codes.dense()]
+    if codes.group_index is not None:
+        order = codes.group_index.argsort(stable=True)
+        pair = [each[:, order] for each in pair]
+    before, after = (grouped(each, codes.group_size).abs().amax(-1) for each in pair)
+    needed = before / codes.grid.span  # powers of two may be twice as large
+    return int(((before > 0) & (after == 0) & (codes.scale > 2.5 * needed)).sum())

@@ -11,32 +11,49 @@ zero = clamp(round(qmin - min / scale)); q = clamp(round_half_even(w / scale + z
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from compress.numerics.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo, Scaling
 
 
 @dataclass(frozen=True)
 class Grid(ABC):
     """A set of representable values, closed under a positive scale.
 
-    name: its key in a recipe. bits: storage per value.
+    name: its key in a recipe. bits: storage per value. scaling: what a scale may be and how it is stored.
+    group_size: the only number of columns that share a scale, where the grid has one.
     """
 
     name: str
     bits: int
+    scaling: Scaling = field(default=FloatScale(), kw_only=True)
+    group_size: int | None = field(default=None, kw_only=True)
 
     @property
     @abstractmethod
     def symmetric_only(self) -> bool:
         """True when the grid has no zero point."""
 
+    @property
     @abstractmethod
-    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero) that cover the range [low, high], the scale rounded to `dtype` as it will be stored.
+    def span(self) -> float:
+        """What the scale of a symmetric group is its largest magnitude divided by."""
 
-        low, high: any one shape; scale and zero have that shape. zero is None when symmetric.
+    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """What weights wanted in `dtype` are computed in: float32, rounded once, unless scales are plain floats."""
+        return dtype if self.scaling.stored is None else torch.float32
+
+    @abstractmethod
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero) that cover the range [low, high], the scale rounded to what will be stored (floats to `dtype`).
+
+        low, high: any one shape; scale and zero have that shape. zero is None when symmetric. shared: what the scales
+        of the matrix have in common (`Scaling.share`); found from these ranges where it is not given.
         """
 
     @abstractmethod
@@ -46,12 +63,6 @@ class Grid(ABC):
     @abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         """The values that codes stand for, in the dtype of `scale`."""
-
-
-def _nonzero(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A scale as stored: rounded to `dtype`; zero (an all-zero group, or underflow) becomes that dtype's eps."""
-    stored = scale.to(dtype)
-    return torch.where(stored == 0, torch.finfo(dtype).eps, stored).to(scale.dtype)
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,17 @@ class IntGrid(Grid):
         """The largest code, 2^(bits-1) - 1."""
         return 2 ** (self.bits - 1) - 1
 
-    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        steps = self.highest - self.lowest
+    @property
+    def span(self) -> float:
+        return (self.highest - self.lowest) / 2
+
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         low, high = low.clamp(max=0), high.clamp(min=0)  # zero is always representable
         if symmetric:
-            return _nonzero(torch.maximum(-low, high) / (steps / 2), dtype), None
-        scale = _nonzero((high - low) / steps, dtype)
+            return self.scaling.round(torch.maximum(-low, high), self.span, dtype, shared), None
+        scale = self.scaling.round(high - low, self.highest - self.lowest, dtype, shared)
         zero = torch.round(self.lowest - low / scale).clamp(self.lowest, self.highest)
         return scale, zero
 
@@ -93,17 +109,28 @@ class IntGrid(Grid):
 
 
 @dataclass(frozen=True)
-class LevelGrid(Grid):
-    """A sorted table of levels times a scale; the code is the index into the table."""
-
-    levels: tuple[float, ...] = ()
+class SymmetricGrid(Grid):
+    """Values around zero without a zero point; the scale is the largest magnitude over the largest level."""
 
     @property
     def symmetric_only(self) -> bool:
         return True
 
-    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return _nonzero(torch.maximum(-low, high).clamp(min=0) / max(map(abs, self.levels)), dtype), None
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.scaling.round(torch.maximum(-low, high).clamp(min=0), self.span, dtype, shared), None
+
+
+@dataclass(frozen=True)
+class LevelGrid(SymmetricGrid):
+    """A sorted table of levels times a scale; the code is the index into the table."""
+
+    levels: tuple[float, ...] = ()
+
+    @property
+    def span(self) -> float:
+        return max(map(abs, self.levels))
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         levels = torch.tensor(self.levels, dtype=values.dtype, device=values.device)
@@ -116,21 +143,39 @@ class LevelGrid(Grid):
 
 
 @dataclass(frozen=True)
-class Float8Grid(Grid):
+class Float4Grid(SymmetricGrid):
+    """E2M1, the 4-bit float of OCP Microscaling 1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    The code is its bit pattern, sign * 8 + index; ties go to the even index, beyond 6 it saturates. Zero has two codes,
+    and what is rounded to it keeps its sign, as in compressed-tensors.
+    """
+
+    @property
+    def span(self) -> float:
+        return E2M1_POSITIVE[-1]
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        scaled = (values / scale).float()
+        borders = torch.tensor(E2M1_BORDERS, device=values.device)
+        return (torch.bucketize(scaled.abs(), borders) + 8 * torch.signbit(scaled)).to(values.dtype)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        levels = torch.tensor(E2M1_LEVELS, dtype=scale.dtype, device=scale.device)
+        return levels[codes.long()] * scale
+
+
+@dataclass(frozen=True)
+class Float8Grid(SymmetricGrid):
     """An 8-bit float; the code is its bit pattern (0..255), rounding is to nearest even with saturation."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
 
     @property
-    def symmetric_only(self) -> bool:
-        return True
-
-    def fit(self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        return _nonzero(torch.maximum(-low, high).clamp(min=0) / torch.finfo(self.dtype).max, dtype), None
+    def span(self) -> float:
+        return torch.finfo(self.dtype).max
 
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        top = torch.finfo(self.dtype).max
-        return (values / scale).clamp_(-top, top).to(self.dtype).view(torch.uint8).to(values.dtype)
+        return (values / scale).clamp_(-self.span, self.span).to(self.dtype).view(torch.uint8).to(values.dtype)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         return codes.to(torch.uint8).view(self.dtype).to(scale.dtype) * scale
@@ -143,13 +188,22 @@ NF4_LEVELS = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-E2M1_POSITIVE = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_LEVELS = (*(-v for v in reversed(E2M1_POSITIVE)), 0.0, *E2M1_POSITIVE)
+E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
+# The largest float32 that is rounded to each level but the last: the midpoint below an odd index, which gets no ties,
+# and just less than it below an even one.
+E2M1_BORDERS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
-GRIDS: dict[str, Grid] = {
-    **{f"int{bits}": IntGrid(f"int{bits}", bits) for bits in range(2, 9)},
-    "fp8_e4m3": Float8Grid("fp8_e4m3", 8, torch.float8_e4m3fn),
-    "fp8_e5m2": Float8Grid("fp8_e5m2", 8, torch.float8_e5m2),
-    "fp4_e2m1": LevelGrid("fp4_e2m1", 4, E2M1_LEVELS),
-    "nf4": LevelGrid("nf4", 4, NF4_LEVELS),
-}
+_GRIDS = (
+    *(IntGrid(f"int{bits}", bits) for bits in range(2, 9)),
+    Float8Grid("fp8_e4m3", 8, torch.float8_e4m3fn),
+    Float8Grid("fp8_e5m2", 8, torch.float8_e5m2),
+    Float4Grid("fp4_e2m1", 4),
+    Float4Grid("fp4_e2m1_pow2", 4, scaling=PowerOfTwo()),
+    Float4Grid("mxfp4", 4, scaling=E8M0(), group_size=32),
+    Float4Grid("nvfp4", 4, scaling=Float8Scale(), group_size=16),
+    LevelGrid("nf4", 4, NF4_LEVELS),
+    LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
+)
+GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}
+"""Every grid by its name in a recipe."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.contract import Layer, QuantizingPass
 from compress.errors import NumericError
-from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, spread, store
+from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, share, spread, store
 from compress.numerics.grids import Grid
 from compress.numerics.obs import sweep
 from compress.stream.observers import Gram, Observer
@@ -56,12 +56,17 @@ class GPTQ(QuantizingPass):
         if dead:
             layer.note("note", "input channels that were always zero are rounded to nearest", channels=dead)
         weight, mask = weight.float(), layer.mask
+        shared = share(weight, self.grid, self.group_size, layer.peak)
         scale = zero = None
         if self.act_order == "static" or not isinstance(self.group_size, int):
-            scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
+            scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage, shared)
         if order is not None:
             weight, mask = weight[:, order], None if mask is None else mask[:, order]
-        rule = Rounding(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, mask, scale, zero)
+        if self.indexed:  # the groups are those of the new order
+            shared = share(weight, self.grid, self.group_size, layer.peak)
+        rule = Rounding(
+            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, mask, scale, zero, shared
+        )
         if self.act_order == "static":
             rule.fix(order, weight.shape[1])
         sweep(weight, factor, rule)
@@ -84,12 +89,13 @@ class Rounding:
         mask: Bool[Tensor, "out in"] | None,
         scale: Float[Tensor, "out groups"] | None,
         zero: Float[Tensor, "out groups"] | None,
+        shared: Float[Tensor, " n"] | None,
     ) -> None:
         self.grid, self.symmetric, self.storage = grid, symmetric, storage
         self.group_size: GroupSize = group_size
         self.search: ScaleSearch = search
         self.keep = None if mask is None else mask.T.contiguous()
-        self.scale, self.zero = scale, zero
+        self.scale, self.zero, self.shared = scale, zero, shared
         self._fixed = scale is not None
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
@@ -117,7 +123,9 @@ class Rounding:
             part = rest[: self.group_size].T
             if self.keep is not None:
                 part = part * self.keep[columns].T
-            scale, zero = fit(part, self.grid, "channel", self.symmetric, self.search, self.storage)
+            rows, groups = rest.shape[1], groups_in(column + rest.shape[0], self.group_size)
+            shared = self.grid.scaling.part(self.shared, rows, groups, column // self.group_size)
+            scale, zero = fit(part, self.grid, "channel", self.symmetric, self.search, self.storage, shared)
             self._scales.append(scale)
             self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:
@@ -152,4 +160,4 @@ class Rounding:
                 assert isinstance(self.group_size, int)
                 assert groups_in(width, self.group_size) == scale.shape[1]
                 index = (torch.arange(width, device=codes.device) // self.group_size)[back].to(torch.int32)
-        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size, index)
+        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size, index, self.shared)

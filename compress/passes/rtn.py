@@ -18,4 +18,6 @@ class RTN(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
-        return quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, dtype=layer.storage)
+        return quantize(
+            weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, layer.storage, layer.peak
+        )

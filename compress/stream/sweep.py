@@ -8,7 +8,7 @@ layers before it in the same block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from compress.model.links import Group, Link, find_groups, find_links
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, replace_linear
 from compress.model.probing import relative_error
+from compress.numerics.codes import Codes, vanished
 from compress.stream.capture import Call, Captured, Surroundings, check_hidden
 from compress.stream.lockstep import lockstep
 from compress.stream.observers import Observer, Sample
@@ -310,20 +311,25 @@ class _LayerWork:
                 self.inputs[member].update(rows)
 
     def _solve_stage(self, stage: int) -> None:
-        for name in self.stages[stage]:
-            self._solve(name)
+        members = self.stages[stage]
+        peak = max(float(self.layers[name].weight.abs().max()) for name in members)
+        for name in members:
+            self._solve(name, peak)
 
-    def _solve(self, name: str) -> None:
+    def _solve(self, name: str, peak: float) -> None:
         layer = self.layers[name]
         full = f"{self.block.name}.{name}"
         rows = self.samples[name].rows
         before = None if rows is None else layer(rows)
         note = self.sweep._noter(self.label, full)
-        facts = Layer(full, layer.mask, self.sweep.run.storage, note, self.inputs.get(name))
+        weight = layer.weight.float()
+        facts = Layer(full, layer.mask, self.sweep.run.storage, note, self.inputs.get(name), peak)
         try:
-            solution = self.steps[name].solve(layer.weight.float(), self.seen[name], facts)
+            solution = self.steps[name].solve(weight, self.seen[name], facts)
         except NumericError as error:
             raise NumericError(f"{self.label} {full}: {str(error).removeprefix(full + ': ')}") from error
+        if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
+            note("fallback", "groups of weights became zero: the scales they need are too small to store", groups=gone)
         self._put(layer, solution, full)
         round_to_storage(layer, self.sweep.run)
         weight = layer.weight
@@ -340,7 +346,7 @@ class _LayerWork:
         packed, scheme = layer.packed, layer.scheme
         if packed is None or scheme is None:
             return
-        packed = replace(packed, scale=packed.scale.to(run.storage))
+        packed = packed.in_storage(run.storage)
         adapted = run.format.adapt(packed)
         if adapted is None:
             layer.put(layer.weight_as(self.sweep.opened.dtype))

@@ -19,9 +19,9 @@ from compress.numerics.grids import Grid, IntGrid
 class PackedCodes:
     """A quantized weight of `shape` (out, in) with its codes packed along the input axis.
 
-    words: [out, ceil(in * bits / 32)] int32 (codes counted from 0 up). scale: [out, groups], as it is stored: floats, or
-    uint8 where the grid says so. zero: int8 like scale, or None. group_index: [in] int32 or None. shared: [n] float32
-    or None, what the stored scales have in common.
+    words: [out, ceil(in * bits / 32)] int32 (codes counted from 0 up). scale: [out, groups], as it is stored:
+    floats, or uint8 where the grid says so. zero: int8 like scale, or None. group_index: [in] int32 or None.
+    shared: [n] float32 or None, what the stored scales have in common.
     """
 
     words: Int[Tensor, "out words"]

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.model.packed import CompressedLinear, linears, replace_linear, round_tokens
+from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
+from compress.numerics.inputs import InputRounding
 from compress.numerics.packed import PackedCodes
 
 
@@ -70,16 +71,16 @@ def test_inputs_are_rounded_one_token_at_a_time(x):
     layer.activations = GRIDS["int8"]
     found = layer(x)
     assert not torch.equal(found, dense)
-    torch.testing.assert_close(found, nn.functional.linear(round_tokens(x, GRIDS["int8"]), layer.weight, layer.bias))
+    torch.testing.assert_close(found, nn.functional.linear(InputRounding(GRIDS["int8"])(x), layer.weight, layer.bias))
     alone = torch.stack([layer(token) for token in x.reshape(-1, 8)]).reshape(2, 3, 5)
     torch.testing.assert_close(alone, found)  # no token changes another
 
 
 def test_a_token_by_hand():
     token = torch.tensor([[127.0, -63.6, 0.4, 0.0]])
-    assert round_tokens(token, GRIDS["int8"]).tolist()[0] == pytest.approx([127.0, -64.0, 0.0, 0.0], abs=0.6)
+    assert InputRounding(GRIDS["int8"])(token).tolist()[0] == pytest.approx([127.0, -64.0, 0.0, 0.0], abs=0.6)
     zero = torch.zeros(2, 4)
-    assert torch.equal(round_tokens(zero, GRIDS["int8"]), zero)
+    assert torch.equal(InputRounding(GRIDS["int8"])(zero), zero)
 
 
 def test_the_weight_in_another_dtype():

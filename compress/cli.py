@@ -90,7 +90,7 @@ def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> N
     from compress.journal import Journal
     from compress.runner import run as run_recipe
 
-    console, journal = Console(stderr=True), Journal()
+    console, journal = Console(stderr=True, markup=False), Journal()
     folder = out or Path("out") / recipe.stem
     with _Bar(console) as bar:
         journal.listeners.append(bar)
@@ -167,7 +167,7 @@ def _print_table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]])
         shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    Console().print(shown)
+    Console(markup=False).print(shown)
 
 
 class _Bar:
@@ -176,7 +176,7 @@ class _Bar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}

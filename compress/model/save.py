@@ -54,7 +54,8 @@ def atomic(path: Path) -> Iterator[Path]:
 
 def _reason(error: Exception) -> str:
     text = str(error)
-    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) or "No space left" in text:
+    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    if getattr(error, "errno", None) in full or any(os.strerror(number) in text for number in full):
         return "the disk is full"
     return f"cannot be written ({text})"
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from compress.errors import SaveError
@@ -32,6 +33,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
         (OSError(errno.ENOSPC, "No space left on device"), "the disk is full; finished blocks are kept"),
         (OSError(errno.EFBIG, "File too large"), "the disk is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk is full"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "the disk is full"),
         (PermissionError(errno.EACCES, "Permission denied"), r"cannot be written \(.*Permission denied\)"),
     ],
 )

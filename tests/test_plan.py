@@ -1,0 +1,184 @@
+"""A plan predicts the bytes that are written, names every module, and refuses what a run would refuse."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import compress
+from compress import GPTQ, RTN, SmoothQuant, Wanda
+from compress.errors import RecipeError, TargetError
+from compress.formats import FORMATS
+from compress.formats.base import Scheme
+from compress.model.open import Mapped
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS, IntGrid
+from compress.numerics.packed import PackedCodes
+from compress.plan import layer_bytes, plan
+
+
+def written_bytes(folder) -> int:
+    """The bytes of all tensors in a folder, counted without the package."""
+    found = [load_file(path) for path in Path(folder).glob("*.safetensors")]
+    return sum(t.numel() * t.element_size() for tensors in found for t in tensors.values())
+
+
+# ---- bytes ----
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    grid=st.sampled_from(list(GRIDS)),
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 150)),
+    group_size=st.integers(1, 160) | st.sampled_from(["channel", "tensor"]),
+    symmetric=st.booleans(),
+    activations=st.sampled_from([None, GRIDS["int8"]]),
+    storage=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_bytes_of_a_layer(name, grid, shape, group_size, symmetric, activations, storage):
+    format_, symmetric = FORMATS[name], symmetric or not isinstance(GRIDS[grid], IntGrid)
+    scheme = Scheme(GRIDS[grid], group_size, symmetric, activations=activations, width=shape[1])
+    assume(format_.refuses(scheme, shape) is None)
+    codes = quantize(torch.ones(shape), GRIDS[grid], group_size, symmetric, dtype=storage)
+    packed = PackedCodes.of(codes)
+    packed = format_.adapt(replace(packed, scale=packed.scale.to(storage)))
+    if packed is None:
+        wanted = shape[0] * shape[1] * storage.itemsize
+    else:
+        wanted = sum(t.numel() * t.element_size() for t in format_.encode(packed, activations).values())
+    assert layer_bytes(scheme, shape, format_, storage) == wanted
+
+
+RUNS = {
+    "group": ("compressed-tensors", [RTN(group_size=16)], {}),
+    "short last group": ("compressed-tensors", [RTN(group_size=32, weights="int3", symmetric=False)], {}),
+    "channel": ("compressed-tensors", [RTN(group_size="channel", weights="int8", activations="int8")], {}),
+    "tensor": ("compressed-tensors", [RTN(group_size="tensor", weights="int8")], {}),
+    "some dense": ("compressed-tensors", [RTN(group_size=16, targets="*.mlp.*")], {"dtype": "bfloat16"}),
+    "native, ragged": ("native", [RTN(group_size=20, weights="nf4")], {}),
+    "native, index": ("native", [GPTQ(group_size=20, act_order="group", symmetric=False)], {}),
+    "dense": ("dense", [Wanda(pattern="2:4"), RTN(group_size=7)], {"dtype": "bfloat16"}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: transposed layers, biases, a tied head
+@pytest.mark.parametrize("name", RUNS)
+def test_the_predicted_bytes_are_written(name, family, recipe, tiny_folder, tmp_path):
+    format_, steps, save = RUNS[name]
+    asked = recipe(*steps, model=tiny_folder(family), save={"format": format_, "verify": "own", **save})
+    planned = plan(asked)
+    compress.run(asked, tmp_path)
+    assert written_bytes(tmp_path) == planned.checkpoint_bytes
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == planned.checkpoint_bytes
+
+
+def test_the_dense_bytes_are_those_of_the_model(pico, recipe):
+    assert plan(recipe(RTN())).dense_bytes == written_bytes(pico)
+    assert plan(recipe(RTN(), save={"dtype": "bfloat16"})).dense_bytes == written_bytes(pico) // 2
+
+
+def test_a_run_that_writes_other_bytes_than_planned_is_no_success(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(plan.__globals__, "layer_bytes", lambda *_: 1)  # compress.plan is the function
+    with pytest.raises(compress.errors.VerificationError, match="but the plan predicted"):
+        compress.run(recipe(RTN(), save={"verify": "own"}), tmp_path)
+
+
+# ---- layers ----
+
+
+def test_every_module_is_listed_with_its_passes(recipe):
+    steps = [Wanda(targets="*.mlp.*"), SmoothQuant(), RTN(targets="*.down_proj", group_size=32)]
+    layers = {layer.name: layer for layer in plan(recipe(*steps)).layers}
+    assert len(layers) == 21 and next(iter(layers)) == "model.layers.0.self_attn.q_proj"
+    down, up, query = (layers[f"model.layers.2.{n}"] for n in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj"))
+    assert down.passes == ("passes[0] wanda", "passes[1] smoothquant", "passes[2] rtn")
+    assert up.passes == ("passes[0] wanda", "passes[1] smoothquant") and query.passes == ("passes[1] smoothquant",)
+    assert (down.shape, up.shape, query.shape) == ((128, 288), (288, 128), (128, 128))
+    assert down.scheme == Scheme(GRIDS["int4"], 32, True, width=288) and up.scheme is None
+    assert up.size_bytes == 288 * 128 * 4
+    assert down.size_bytes == 128 * 288 // 2 + 128 * 9 * 4 + 16  # codes, scales, shape
+
+
+def test_no_weight_of_a_block_is_read(recipe, monkeypatch):
+    read = []
+    real = Mapped.read_raw
+    monkeypatch.setattr(Mapped, "read_raw", lambda self, names: read.extend(names) or real(self, names))
+    monkeypatch.setattr(Mapped, "bring", lambda *_: pytest.fail("a block was brought"))
+    plan(recipe(Wanda(), GPTQ()))
+    assert read and not [name for name in read if ".layers." in name]
+
+
+def test_memory_grows_with_the_model_and_the_text(recipe):
+    few = recipe(GPTQ(), calibration=compress.Calibration(sequences=1, length=64))
+    many = recipe(GPTQ(), calibration=compress.Calibration(sequences=4096, length=64))
+    hidden = 4095 * 64 * 128 * 4
+    assert plan(many).memory_bytes - plan(few).memory_bytes > hidden
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("step", "save", "message"),
+    [
+        (RTN(targets="*.q_porj"), {}, r"passes\[0\] rtn: targets pattern '\*\.q_porj' matches no.*did you mean 'q_proj'"),
+        (RTN(ignore="*.lm_head"), {}, r"ignore pattern '\*\.lm_head' matches no linear inside the blocks"),
+        (RTN(ignore="*"), {}, "the ignore patterns leave none of the 21 linears"),
+        (
+            RTN(group_size=256),
+            {},
+            r"group_size 256 is larger than the 128 inputs of model\.layers\.0\.self_attn\.q_proj; use a smaller one, or channel",
+        ),
+        (RTN(group_size=256), {"format": "native"}, "group_size 256 is larger"),
+        (
+            RTN(group_size=100),
+            {},
+            r"model\.layers\.0\.self_attn\.q_proj: group_size 100 does not divide the 128 inputs; use 16, 32, 64, 128, channel",
+        ),
+        (RTN(weights="nf4"), {}, "nf4 are not an integer grid; use int2 to int8, or format: native"),
+        (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
+        (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),
+        (RTN(activations="fp8_e4m3"), {}, "use int8, or format: native"),
+        (RTN(activations="int8"), {"format": "dense"}, "cannot say that activations are rounded; use format"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_a_remedy(step, save, message, recipe):
+    with pytest.raises(TargetError, match=message) as caught:
+        plan(recipe(step, save=save))
+    assert str(caught.value).startswith("passes[0] ") and caught.value.exit_code == 2
+
+
+def test_a_short_last_group_is_stored_in_groups_of_the_common_divisor(recipe):
+    down = plan(recipe(RTN(group_size=112, targets="*.down_proj"))).layers[6]  # 112 and 288 have 16 in common
+    assert down.size_bytes == 128 * 288 // 2 + 128 * 18 * 4 + 16
+
+
+@settings(deadline=None, max_examples=60)
+@given(width=st.integers(16, 600), group_size=st.integers(16, 600))
+def test_the_group_sizes_that_an_error_names_work(width, group_size):
+    format_ = FORMATS["compressed-tensors"]
+    message = format_.refuses(Scheme(GRIDS["int4"], group_size, True), (8, width))
+    assume(message is not None)
+    named = message.split("use ")[1].removesuffix(", or format: native").split(", ")
+    assert named[-1] == "channel"
+    for size in named:
+        asked = "channel" if size == "channel" else int(size)
+        assert format_.refuses(Scheme(GRIDS["int4"], asked, True), (8, width)) is None
+
+
+def test_a_device_that_is_not_there(recipe, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="device: cuda was asked, but this machine has no CUDA.*write device: auto, or cpu"):
+        plan(recipe(RTN(), device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RecipeError, match="cuda:2 was asked, but this machine has only cuda:0 to cuda:1; write"):
+        plan(recipe(RTN(), device="cuda:2"))
+    assert plan(recipe(RTN(), device="cuda:1")).layers

@@ -1,0 +1,62 @@
+"""The reload by transformers needs the dense model in memory; where it does not fit it is left out, and that is told."""
+
+import re
+
+import psutil
+import pytest
+import torch
+
+import compress
+from compress import RTN, Wanda
+from compress.errors import VerificationError
+from compress.memory import available_bytes
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch):
+    """short_of_memory(bytes): that much is available."""
+
+    def limit(size: int):
+        monkeypatch.setattr("compress.verify.available_bytes", lambda device: size)
+
+    return limit
+
+
+@pytest.mark.parametrize("save", [{}, {"format": "dense"}])
+def test_transformers_is_left_out_where_the_dense_model_does_not_fit(save, recipe, short_of_memory, tmp_path, monkeypatch):
+    monkeypatch.setattr("compress.verify._transformers_model", lambda *_: pytest.fail("loaded whole"))
+    short_of_memory(2_400_000)  # pico has 2.4 MB in float32
+    report = compress.run(recipe(RTN(), save=save), tmp_path).report
+    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is None
+    message = r"the dense model with its checkpoint takes \d MB of memory, 2 MB are available"
+    assert re.search(message, report["verified"]["skipped"])
+    entries = [e for e in report["journal"]["entries"] if e["where"] == "verify"]
+    assert [(e["kind"], e["message"]) for e in entries] == [
+        ("note", f"not reloaded with transformers: {report['verified']['skipped']}")
+    ]
+    assert "not reloaded by transformers: the dense model" in (tmp_path / "report.md").read_text()
+
+
+def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, short_of_memory, tmp_path):
+    asked = recipe(Wanda(), save={"format": "dense"})
+    dense = compress.plan(asked).dense_bytes
+    short_of_memory(2 * dense - 1)
+    assert compress.run(asked, tmp_path).report["verified"]["transformers"] is None
+    short_of_memory(2 * dense + 100_000)  # the headers of the files
+    assert compress.run(asked, tmp_path).report["verified"]["transformers"] == 0
+
+
+def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):
+    asked = recipe(RTN(), save={"verify": "own"})
+    compress.run(asked, tmp_path)
+    monkeypatch.setattr("compress.numerics.packed.PackedCodes.sha256", lambda self: "other")
+    with pytest.raises(VerificationError, match=r"the codes of model\.layers\.0\..* do not read back") as caught:
+        compress.run(asked, tmp_path)
+    assert caught.value.exit_code == 1
+
+
+def test_available_memory(monkeypatch):
+    host = available_bytes(torch.device("cpu"))
+    assert 0 < host <= psutil.virtual_memory().total
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7, 100))
+    assert available_bytes(torch.device("cuda:0")) == 7

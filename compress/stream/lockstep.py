@@ -71,9 +71,6 @@ def lockstep(
     finally:
         for handle in handles:
             handle.remove()
-        for (
-            batch,
-            _,
-        ) in waiting.values():  # after an error: their frames hold activations, and would as long as it lives
+        for batch, _ in waiting.values():  # after an error: their frames hold activations
             batch.throw()
     return [outputs[index] for index in range(len(forwards))]

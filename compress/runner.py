@@ -314,7 +314,11 @@ class Job:
         Only one model is in memory at a time: the one that was worked on is given up first.
         """
         folder = self.manifest.folder
+<<<<<<< HEAD
         nn.Module.to(self.opened.model, "meta")
+=======
+        self.opened.model.to_empty(device="meta")
+>>>>>>> 25ea462 (Types of the hooks that multiply layers out one at a time)
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(folder / WORK / PROBE_FILE)

@@ -18,13 +18,11 @@ from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
-from compress.memory import available_bytes
 from compress.model.load import load
 from compress.model.packed import CompressedLinear
 from compress.recipe import Recipe
 from compress.types import dtype_name
 
-MB = 1e6
 TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
 
 
@@ -48,7 +46,7 @@ def verify(
     reference: Mapping[str, Tensor],
     run: Run,
 ) -> tuple[Verified, PreTrainedModel]:
-    """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
+    """Reload by compress.load and, where possible, by plain transformers.
 
     digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
 
@@ -57,10 +55,11 @@ def verify(
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
         layer = model.get_submodule(name)
-        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
+        packed = layer.packed if isinstance(layer, CompressedLinear) else None
+        if packed is None or packed.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
     own = _compare("compress.load", model, reference, run.device, folder)
-    skipped = _no_reader(recipe, model) or _no_memory(model, dtype, folder, run.device)
+    skipped = _no_reader(recipe, model)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
@@ -97,12 +96,21 @@ def _multiply_out_as_needed(model: nn.Module) -> None:
     whole.remove()
     for layer in model.modules():
         if _is_packed(layer):
-            _multiply_out_while_running(layer, ExitStack())
+            _dense_while_it_runs(layer)
 
 
-def _multiply_out_while_running(layer: nn.Module, dense: ExitStack) -> None:
-    layer.register_forward_pre_hook(lambda layer, _: dense.enter_context(_multiplied_out(layer)))
-    layer.register_forward_hook(lambda *_: dense.close())
+def _dense_while_it_runs(layer: nn.Module) -> None:
+    """Multiply a packed layer out before each of its forward passes, and give the dense weight up afterwards."""
+    dense = ExitStack()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        dense.enter_context(_multiplied_out(module))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        dense.close()
+
+    layer.register_forward_pre_hook(begin)
+    layer.register_forward_hook(end)
 
 
 def _is_packed(layer: nn.Module) -> bool:
@@ -144,19 +152,6 @@ def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
     if importlib.util.find_spec("compressed_tensors") is None:
         return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
     return None
-
-
-def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
-    """Why the checkpoint cannot be loaded by transformers, which multiplies all weights out; None when it fits."""
-    layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
-    inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
-    rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
-    weights = sum(rest.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
-    needed = weights * dtype.itemsize + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    free = available_bytes(device)
-    if needed <= free:
-        return None
-    return f"the dense model with its checkpoint takes {needed / MB:.0f} MB of memory, {free / MB:.0f} MB are available"
 
 
 def _transformers_model(

@@ -20,10 +20,12 @@ from compress.context import Run
 from compress.errors import VerificationError
 from compress.model.load import load
 from compress.model.packed import CompressedLinear
+from compress.numerics.packed import PackedCodes
 from compress.recipe import Recipe
 from compress.types import dtype_name
 
 TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
+ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are compared bit for bit after that rounding
 
 
 @dataclass(frozen=True)
@@ -59,28 +61,33 @@ def verify(
         if packed is None or packed.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
     own = _compare("compress.load", model, reference, run.device, folder)
-    skipped = _no_reader(recipe, model)
+    skipped = _no_reader(recipe, model, dtype)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
-    theirs = _compare_with_transformers(model, digests, dtype, folder, recipe.trust_remote_code, reference, run.device)
+    rounded = any(_reads_in(layer.packed, dtype) != dtype for layer in _packed_layers(model))
+    if rounded:
+        run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
+    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
+    theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance)
+    del other
     gc.collect()  # their model is full of cycles
     return Verified(len(digests), own, theirs, None), model
 
 
 def _compare_with_transformers(
     model: PreTrainedModel,
+    other: nn.Module,
     names: Iterable[str],
     dtype: torch.dtype,
     folder: Path,
-    remote: bool,
     reference: Mapping[str, Tensor],
-    device: torch.device,
+    tolerance: float,
 ) -> float:
-    """The largest difference of logits when transformers reads the folder; its weights must be those of `model`."""
-    other = _transformers_model(type(model), folder, dtype, remote).to(device)
+    """The largest difference of logits of `other`, as transformers read it; its weights must be those of `model`."""
     _multiply_out_as_needed(other)
-    difference = _compare("transformers", other, reference, device, folder)
+    difference = _compare("transformers", other, reference, next(model.parameters()).device, folder, tolerance)
     for name in names:
         layer = other.get_submodule(name)
         with _multiplied_out(layer):
@@ -135,9 +142,18 @@ def _multiplied_out(layer: nn.Module) -> Iterator[None]:
         layer._parameters, layer._buffers, layer.quantization_status = packed
 
 
-def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
+def _packed_layers(model: nn.Module) -> list[CompressedLinear]:
+    return [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+
+
+def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that transformers rounds a weight to; scales in a byte (4-bit floats) are read in bfloat16."""
+    return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
+
+
+def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | None:
     """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
-    packed = [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+    packed = _packed_layers(model)
     if recipe.save.verify == "own":
         return "the recipe says verify: own"
     if not packed:
@@ -149,6 +165,8 @@ def _no_reader(recipe: Recipe, model: nn.Module) -> str | None:
     schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
     if len(schemes) > 1 and any(layer.zero is not None for layer in packed):
         return "transformers cannot load zero points where layers differ in bits or group size"
+    if len(schemes) > 1 and any(_reads_in(layer.packed, dtype) != dtype for layer in packed):
+        return "transformers runs 4-bit floats beside other schemes in bfloat16 only"
     if importlib.util.find_spec("compressed_tensors") is None:
         return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
     return None
@@ -173,14 +191,19 @@ def _transformers_model(
 
 
 def _compare(
-    reader: str, model: nn.Module, reference: Mapping[str, Tensor], device: torch.device, folder: Path
+    reader: str,
+    model: nn.Module,
+    reference: Mapping[str, Tensor],
+    device: torch.device,
+    folder: Path,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """The largest absolute difference of logits; VerificationError when it is more than rounding."""
     with torch.no_grad():
         found = model(input_ids=reference["ids"].to(device)).logits.float().cpu()
     wanted = reference["logits"].float()
     difference = float((found - wanted).abs().max())
-    if not difference <= TOLERANCE * max(float(wanted.abs().max()), 1.0):
+    if not difference <= tolerance * max(float(wanted.abs().max()), 1.0):
         raise VerificationError(
             f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} "
             "from the computed ones"
@@ -192,6 +215,6 @@ def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, fo
     """Bit for bit the same dense weight; readers multiply out in the dtype they load in, or in the stored one."""
     assert isinstance(ours, CompressedLinear) and ours.packed is not None
     weight = theirs.weight
-    stored = ours.packed.scale.dtype
-    if not any(torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys((dtype, stored))):
+    kinds = (_reads_in(ours.packed, dtype), ours.packed.dtype)
+    if not any(torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
         raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

@@ -28,6 +28,8 @@ from compress.numerics.grids import GRIDS, Grid, IntGrid
 from compress.numerics.packed import PackedCodes
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
+IN_BFLOAT16 = {mxfp4_pack_quantized.NAME, nvfp4_pack_quantized.NAME}
+"""Layouts that transformers multiplies out in bfloat16."""
 GROUPED = ("group", "tensor_group")
 INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
@@ -97,7 +99,8 @@ class CompressedTensors(Format):
             return reason
         layout = layout_of(scheme)
         if layout is None:
-            return f"weights {scheme.grid.name} have no layout; use int2 to int8, mxfp4 or nvfp4, or format: native"
+            name = scheme.grid.name
+            return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
         if scheme.activation_scale == "static" and not int_quantized.suits(scheme):
             return (
                 "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
@@ -134,10 +137,11 @@ class CompressedTensors(Format):
             for i, (group, names) in enumerate(groups.values())
         }
         formats = {group["format"] for group, _ in groups.values()}
+        summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision"
         found = {
             "quant_method": "compressed-tensors",
             "version": WRITES_AS,
-            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "format": summary,
             "quantization_status": "compressed",
             "ignore": ignore,
             "global_compression_ratio": None,
@@ -146,8 +150,10 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        if any(not scheme.symmetric and scheme.activations is None for scheme in schemes.values()):
-            # transformers 5.23 shapes packed zero points wrongly unless it multiplies the weights out while loading.
+        zeros = any(not scheme.symmetric and scheme.activations is None for scheme in schemes.values())
+        if zeros or (single and formats <= IN_BFLOAT16):
+            # transformers 5.23 shapes packed zero points wrongly, and leaves 4-bit floats in bfloat16 whatever the
+            # model's dtype is, unless it multiplies the weights out while loading (which it does for one scheme only).
             found["run_compressed"] = False
         return found
 
@@ -164,9 +170,8 @@ class CompressedTensors(Format):
             weights, inputs = group["weights"], group.get("input_activations")
             name = group.get("format") or config["format"]
             if name not in layouts:
-                raise ModelError(
-                    f"model: the layout {name!r} of compressed-tensors is not read; {', '.join(layouts)} are"
-                )
+                known = ", ".join(layouts)
+                raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
             layout = layouts[name]
             scheme = Scheme(
                 layout.grid_of(weights),

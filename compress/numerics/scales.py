@@ -106,10 +106,10 @@ class PowerOfTwo(FloatScale):
 
 @dataclass(frozen=True)
 class E8M0(Scaling):
-    """An exponent in a byte, 2^(e - 127) (OCP Microscaling 1.0, section 5.4.1), rounded as compressed-tensors does.
+    """An exponent in a byte, 2^(e - 127) (OCP Microscaling formats 1.0, section 5.4.1).
 
-    The exponent is that of the extent less that of the span; an extent whose mantissa is at least `carry` counts as
-    the next power of two, where the plain rule of the standard would clip it (6.99 would become 6 of E2M1).
+    It is rounded as compressed-tensors does: the exponent is that of the extent less that of the span; an extent whose
+    mantissa is at least `carry` counts as the next power of two, where the plain rule of the standard would clip it (6.99 would become 6 of E2M1).
     """
 
     carry: float = 1.75
@@ -159,7 +159,7 @@ class Float8Scale(Scaling):
 
 @dataclass(frozen=True)
 class DoubleScale(Scaling):
-    """A byte per scale, times one float32 per 256 scales, plus one for the matrix (QLoRA, Dettmers 2023, section 3).
+    """A byte per scale, times a float32 step per 256 scales, plus their mean (QLoRA, Dettmers 2023, section 3).
 
     scale = mean + (byte - 128) * step[block]; blocks run over the scales row by row. shared: [mean, step, step, ...];
     for a part of a matrix one step for each scale. The bytes are evenly spaced, where the paper leaves it open which

@@ -15,10 +15,7 @@ def make():
     def build(grid="int4", shape=(6, 64), group_size=32, symmetric=True, seed=0, dtype=torch.float32):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         codes = quantize(weight, GRIDS[grid], group_size, symmetric, dtype=dtype)
-        packed = PackedCodes.of(codes)
-        return PackedCodes(
-            packed.words, packed.scale.to(dtype), packed.zero, packed.grid, packed.group_size, packed.shape
-        )
+        return PackedCodes.of(codes).in_storage(dtype)
 
     return build
 
@@ -28,7 +25,7 @@ def same():
     """same(a, b): every tensor and every fact of two packed weights is equal."""
 
     def check(a, b):
-        for name in ("words", "scale", "zero", "group_index"):
+        for name in ("words", "scale", "zero", "group_index", "shared"):
             left, right = getattr(a, name), getattr(b, name)
             assert (left is None) == (right is None), name
             assert left is None or (left.dtype == right.dtype and torch.equal(left, right)), name

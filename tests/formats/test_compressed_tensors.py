@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compress.formats import FORMATS
+from compress.errors import ModelError
+from compress.formats import FORMATS, pack_quantized
 from compress.formats.base import Scheme
 from compress.numerics.grids import GRIDS
 
@@ -20,9 +21,20 @@ SCHEMES = {
     "W8A8": Scheme(INT8, "channel", True, activations=INT8),
     "W8A8 asymmetric": Scheme(INT8, "channel", False, activations=INT8),
     "W4A8 g32": Scheme(GRIDS["int4"], 32, True, activations=INT8),
+    "FP8": Scheme(GRIDS["fp8_e4m3"], "channel", True, activations=GRIDS["fp8_e4m3"]),
+    "FP8 weights": Scheme(GRIDS["fp8_e4m3"], "tensor", True),
+    "MXFP4": Scheme(GRIDS["mxfp4"], 32, True),
+    "NVFP4": Scheme(GRIDS["nvfp4"], 16, True),
+}
+LAYOUT = {
+    "W8A8": "int-quantized",
+    "W8A8 asymmetric": "int-quantized",
+    "FP8": "float-quantized",
+    "FP8 weights": "float-quantized",
+    "MXFP4": "mxfp4-pack-quantized",
+    "NVFP4": "nvfp4-pack-quantized",
 }
 NAMES = ["model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head"]
-INTEGER_LAYOUT = {"W8A8", "W8A8 asymmetric"}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -30,7 +42,7 @@ def test_the_layout_follows_from_the_scheme_and_is_exact(make, same, name):
     scheme = SCHEMES[name]
     packed = make(scheme.grid.name, (6, 64), scheme.group_size, scheme.symmetric)
     tensors = FORMAT.encode(packed, scheme.activations)
-    assert ("weight" in tensors) == (name in INTEGER_LAYOUT)
+    assert ("weight" in tensors) == (LAYOUT.get(name) in ("int-quantized", "float-quantized"))
     same(FORMAT.decode(tensors, scheme), packed)
 
 
@@ -40,7 +52,7 @@ def test_one_scheme_is_written_for_all_linears_and_read_back(name):
     config = FORMAT.config(schemes, ["lm_head"], "0.1")
     [group] = config["config_groups"].values()
     assert group["targets"] == ["Linear"]
-    layout = "int-quantized" if name in INTEGER_LAYOUT else "pack-quantized"
+    layout = LAYOUT.get(name, "pack-quantized")
     assert (config["format"], group["format"]) == (layout, layout)
     assert config["ignore"] == ["lm_head"]
     assert config["quantization_status"] == "compressed"
@@ -48,7 +60,7 @@ def test_one_scheme_is_written_for_all_linears_and_read_back(name):
 
 
 def test_several_schemes_are_written_by_name_and_read_back():
-    schemes = dict(zip(NAMES, list(SCHEMES.values())[3:], strict=True)) | {"model.layers.1.b": SCHEMES["W8A8"]}
+    schemes = dict(zip(NAMES, list(SCHEMES.values())[3:7], strict=True)) | {"model.layers.1.b": SCHEMES["W8A8"]}
     config = FORMAT.config(schemes, ["model.layers.1.c"], "0.1")
     groups = list(config["config_groups"].values())
     assert [group["targets"] for group in groups] == [
@@ -77,7 +89,7 @@ def test_without_compressed_layers_there_is_no_config():
 @pytest.mark.parametrize("name", [*SCHEMES, "mixed"])
 def test_compressed_tensors_validates_the_config(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    schemes = dict(zip("abcdefg", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
+    schemes = dict(zip("abcdefghijk", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
     config = FORMAT.config(schemes, ["lm_head"], "0.1")
     theirs = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
     assert theirs.quantization_status == "compressed"
@@ -85,14 +97,15 @@ def test_compressed_tensors_validates_the_config(name):
     assert len(theirs.config_groups) == len(config["config_groups"]) == len(schemes)
     for scheme, group in zip(schemes.values(), theirs.config_groups.values(), strict=True):
         weights, inputs = group.weights, group.input_activations
-        assert (weights.num_bits, weights.type, weights.symmetric) == (scheme.grid.bits, "int", scheme.symmetric)
+        kind = "int" if scheme.grid.name.startswith("int") else "float"
+        assert (weights.num_bits, weights.type, weights.symmetric) == (scheme.grid.bits, kind, scheme.symmetric)
         assert (weights.group_size or weights.strategy) == scheme.group_size
         assert (inputs is None) == (scheme.activations is None)
         if inputs is not None:
             assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == (8, "token", True, True)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", set(SCHEMES) - {"FP8 weights"})  # which it chooses for itself with inputs only
 def test_compressed_tensors_would_choose_the_same_layout(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     base = pytest.importorskip("compressed_tensors.compressors.base")
@@ -114,9 +127,52 @@ def test_the_names_of_their_tensors_are_the_names_of_ours(make):
         assert set(FORMAT.encode(packed, scheme.activations)) == set(names)
 
 
-def test_activations_in_floats_are_refused():
-    message = FORMAT.refuses(replace(SCHEMES["W8A8"], activations=GRIDS["fp8_e4m3"]), (8, 64))
-    assert message == "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native"
+FP8 = GRIDS["fp8_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        (
+            replace(SCHEMES["W8A8"], activations=FP8),
+            "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native",
+        ),
+        (
+            Scheme(GRIDS["nf4"], 64, True),
+            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
+        ),
+        (Scheme(GRIDS["fp4_e2m1"], 32, True), "weights fp4_e2m1 have no layout"),
+        (Scheme(GRIDS["fp8_e5m2"], "channel", True), "weights fp8_e5m2 have no reader; use fp8_e4m3, or format: native"),
+        (Scheme(FP8, 64, True), "fp8_e4m3 has no layout for groups; use group_size: channel or tensor"),
+        (replace(SCHEMES["FP8"], activations=INT8), "fp8_e4m3 weights go with activations none or fp8_e4m3"),
+        (replace(SCHEMES["MXFP4"], activations=INT8), "mxfp4 weights are read with activations none only"),
+        (replace(SCHEMES["NVFP4"], activations=FP8), "nvfp4 weights are read with activations none only"),
+        (replace(SCHEMES["NVFP4"], indexed=True), "act_order: group has no reader for nvfp4; use act_order: static"),
+        (replace(SCHEMES["MXFP4"], width=80), "mxfp4 has groups of 32 columns, which do not divide the 80 inputs"),
+        (replace(SCHEMES["NVFP4"], width=72), "nvfp4 has groups of 16 columns, which do not divide the 72 inputs"),
+    ],
+)
+def test_what_has_no_reader_is_refused_with_what_has_one(scheme, message):
+    assert FORMAT.refuses(scheme, (8, scheme.width or 64)).startswith(message)
+
+
+def test_a_layout_of_others_is_an_error():
+    config = FORMAT.config({"a": SCHEMES["MXFP4"]}, [], "0.1")
+    config["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
+    with pytest.raises(ModelError, match="layout 'mxfp8-quantized' of compressed-tensors cannot be read; known: int-q"):
+        FORMAT.schemes(config, ["a"])
+
+
+def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():
+    asked = {name: "run_compressed" in FORMAT.config({"a": scheme}, [], "0.1") for name, scheme in SCHEMES.items()}
+    assert {name for name in SCHEMES if asked[name]} == {"W4A16 asymmetric", "MXFP4", "NVFP4"}
+    mixed = {"a": SCHEMES["MXFP4"], "b": SCHEMES["NVFP4"]}  # it multiplies out one scheme at most
+    assert "run_compressed" not in FORMAT.config(mixed, [], "0.1")
+
+
+def test_others_may_have_stored_bytes_for_byte_inputs_in_words(make, same):
+    packed = make("int8", (6, 64), "channel")
+    same(FORMAT.decode(pack_quantized.encode(packed), SCHEMES["W8A8"]), packed)
 
 
 def test_what_the_packed_layout_refuses_is_refused():

@@ -51,6 +51,9 @@ def test_the_names_and_dtypes_of_the_specification(make):
         "weight_g_idx": (torch.int32, (40,)),
     }
     assert set(FORMAT.encode(make("nf4"), None)) == {"weight_packed", "weight_scale"}
+    tensors = FORMAT.encode(make("nf4_dq", (40, 40), 4, dtype=torch.bfloat16), None)
+    assert (tensors["weight_scale"].dtype, tensors["weight_scale"].shape) == (torch.uint8, (40, 10))
+    assert (tensors["weight_scale_shared"].dtype, tensors["weight_scale_shared"].shape) == (torch.float32, (3,))
 
 
 def test_the_config_names_every_layer_and_the_version():

@@ -150,8 +150,6 @@ def scheme(grid="int4", group_size=32, symmetric=True, indexed=False):
 @pytest.mark.parametrize(
     ("wanted", "width", "message"),
     [
-        (scheme("nf4"), 64, "weights nf4 are not an integer grid; use int2 to int8, or format: native"),
-        (scheme("fp8_e4m3"), 64, "weights fp8_e4m3 are not an integer grid"),
         (scheme(indexed=True), 64, "use act_order: static, or format: native"),
         (scheme(group_size="tensor", symmetric=False), 64, "use group_size: channel, or symmetric: true"),
         (scheme(group_size=64), 100, "group_size 64 does not divide the 100 inputs; use 20, 25, 50, 100, channel, or"),

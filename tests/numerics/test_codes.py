@@ -9,7 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.codes import MSE_NORM, Codes, fit, grouped, groups_in, quantize, spread, store
+from compress.numerics import codes as codes_module
+from compress.numerics.codes import (
+    MSE_NORM,
+    Codes,
+    Percentile,
+    fit,
+    grouped,
+    groups_in,
+    quantize,
+    share,
+    spread,
+    store,
+    vanished,
+)
 from compress.numerics.grids import GRIDS, IntGrid
 
 SIZES = ["tensor", "channel", 1, 3, 4, 8, 64]  # of 11 columns: 3, 4 and 8 leave a short last group, 64 is one group
@@ -78,10 +91,13 @@ def test_every_grid_rounds_each_group_as_if_it_were_alone(grid, group_size, symm
     symmetric = symmetric or not isinstance(grid, IntGrid)
     weight = random(3, 11, seed=seed)
     found = quantize(weight, grid, group_size, symmetric)
+    groups = found.scale.shape[1]
     for place, members in units(3, 11, group_size):
         alone = torch.stack([weight[at] for at in members])[None]
-        low, high = alone.aminmax()
-        scale, zero = grid.fit(low, high, symmetric, torch.float32)
+        low, high = (torch.full((found.scale.shape[0],), float(end)) for end in alone.aminmax())
+        shared = grid.scaling.part(found.shared, found.scale.shape[0], groups, place[1])
+        scale, zero = grid.fit(low, high, symmetric, torch.float32, shared)
+        scale, zero = scale[place[0]], None if zero is None else zero[place[0]]
         assert found.scale[place] == scale
         codes = grid.encode(alone, scale, zero)
         assert torch.equal(torch.stack([found.codes[at] for at in members]).float(), codes[0])
@@ -154,6 +170,86 @@ def test_the_search_also_moves_the_zero_point():
     assert scale < wide
     assert zero == torch.round(-4 - weight.min() * (scale * 7 / (weight.max() - weight.min())) / scale)
     assert wide_zero == torch.round(-4 - weight.min() / wide)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "fp4_e2m1_pow2"])
+@quick
+@given(seed=st.integers(0, 10**6))
+def test_the_search_finds_the_best_power_of_two(name, seed):
+    # Shrinking to 0.4 reaches the exponent of the whole range and the one below it, and there are no others between.
+    weight, grid = random(1, 32, seed=seed) ** 3, GRIDS[name]
+    scale, _ = fit(weight, grid, "channel", True, "mse")
+    top = fit(weight, grid, "channel", True)[0]
+    reached = {float(grid.fit(-k * weight.abs().max(), k * weight.abs().max(), True, torch.float32)[0]) for k in (1, 0.4)}
+    assert reached <= {float(top), float(top / 2), float(top / 4)}
+
+    def error(tried):
+        return float((grid.decode(grid.encode(weight, tried, None), tried, None) - weight).abs().pow(MSE_NORM).sum())
+
+    assert float(scale) in reached | {float(top / 2)}
+    assert error(scale) <= min(error(torch.tensor(each)) for each in reached) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("group_size", [8, "channel", "tensor"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_search_in_small_chunks_finds_the_same(monkeypatch, group_size, symmetric):
+    weight = random(9, 40) ** 3
+    wanted = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
+    monkeypatch.setattr(codes_module, "CHUNK", 96)
+    found = fit(weight, GRIDS["int3"], group_size, symmetric, "mse")
+    assert torch.equal(found[0], wanted[0])
+    assert symmetric or torch.equal(found[1], wanted[1])
+
+
+def test_a_percentile_leaves_out_the_outermost_weights():
+    weight = torch.arange(1.0, 101)[None] * torch.tensor([1.0, -1.0]).repeat(50)
+    grid = GRIDS["int8"]
+    scale, _ = fit(weight, grid, "channel", True, Percentile(percentile=0.9))
+    assert scale.item() == pytest.approx(90 / 127.5)
+    # -100, -98, .. -2, 1, 3, .. 99: the 90 lowest end at 79, the 90 highest begin at -80
+    scale, zero = fit(weight, grid, "channel", False, Percentile(percentile=0.9))
+    assert scale.item() == pytest.approx((79 + 80) / 255)
+    assert zero.item() == round(-128 + 80 / scale.item())
+
+
+@quick
+@given(group_size=st.sampled_from(SIZES), symmetric=st.booleans(), seed=st.integers(0, 10**6))
+def test_the_whole_percentile_is_the_whole_range(group_size, symmetric, seed):
+    weight = random(3, 11, seed=seed)
+    whole, all_of_it = (
+        fit(weight, GRIDS["int4"], group_size, symmetric, search) for search in ("absmax", Percentile(percentile=1.0))
+    )
+    assert torch.equal(whole[0], all_of_it[0])
+    assert symmetric or torch.equal(whole[1], all_of_it[1])
+
+
+def test_the_short_last_group_has_a_percentile_of_its_own():
+    weight = torch.tensor([[1.0, 2, 3, 4, 100, 5, 6]])
+    scale, _ = fit(weight, GRIDS["int8"], 5, True, Percentile(percentile=0.8))
+    assert (scale * 127.5)[0].tolist() == pytest.approx([4, 6])
+
+
+def test_the_largest_weight_beside_it_sets_the_shared_scale():
+    weight, grid = random(4, 32), GRIDS["nvfp4"]
+    found = quantize(weight, grid, 16, peak=10.0)
+    assert found.shared.tolist() == [pytest.approx(268.8)]
+    assert torch.equal(found.shared, share(weight, grid, 16, 10.0))
+    assert not torch.equal(found.shared, quantize(weight, grid, 16).shared)
+    assert (found.dense() - weight).norm() < 0.15 * weight.norm()
+
+
+def test_groups_that_no_scale_is_small_enough_for_are_counted():
+    weight = random(3, 32)
+    weight[1, 8:16] *= 1e-9
+    weight[2, :8] = 0  # was zero before
+    for name in ("int4", "nf4"):  # 8-bit floats still have some digits left there
+        found = quantize(weight, GRIDS[name], 8, dtype=torch.float16)
+        assert found.dense().isfinite().all()
+        assert vanished(weight, found) == 1
+        assert vanished(weight, quantize(weight, GRIDS[name], 8)) == 0
+        index = torch.arange(32).div(8, rounding_mode="floor").flip(0).to(torch.int32)
+        turned = replace(found, codes=found.codes.flip(1), scale=found.scale, group_index=index)
+        assert vanished(weight.flip(1), turned) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float8Grid, IntGrid, LevelGrid
+from compress.numerics.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float4Grid, Float8Grid, IntGrid, LevelGrid
+from compress.numerics.scales import FloatScale
 
 INTEGERS = [grid for grid in GRIDS.values() if isinstance(grid, IntGrid)]
 OTHERS = [grid for grid in GRIDS.values() if not isinstance(grid, IntGrid)]
 ALL = list(GRIDS.values())
+PLAIN = [grid for grid in ALL if grid.scaling.stored is None]  # scales are floats; the others are test_scales' affair
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUMBER = st.floats(-1e4, 1e4, width=32)
 quick = settings(deadline=None, max_examples=25)
@@ -27,6 +29,8 @@ def every_code(grid):
         return torch.arange(grid.lowest, grid.highest + 1).float()
     if isinstance(grid, LevelGrid):
         return torch.arange(len(grid.levels)).float()
+    if isinstance(grid, Float4Grid):
+        return torch.arange(16).float()
     codes = torch.arange(256, dtype=torch.uint8)
     return codes[codes.view(grid.dtype).float().isfinite()].float()
 
@@ -43,7 +47,9 @@ def test_names_and_bits_agree():
     assert [GRIDS[f"int{bits}"].bits for bits in range(2, 9)] == list(range(2, 9))
     assert (GRIDS["fp8_e4m3"].bits, GRIDS["fp8_e5m2"].bits, GRIDS["fp4_e2m1"].bits, GRIDS["nf4"].bits) == (8, 8, 4, 4)
     assert len(NF4_LEVELS) == 16
-    assert len(E2M1_LEVELS) == 15  # -0 and 0 are one value
+    assert len(set(E2M1_LEVELS)) == 15  # -0 and 0 are one value
+    assert all(GRIDS[name].bits == 4 for name in ("fp4_e2m1_pow2", "mxfp4", "nvfp4", "nf4_dq"))
+    assert {grid.name: grid.group_size for grid in ALL if grid.group_size} == {"mxfp4": 32, "nvfp4": 16}
 
 
 @pytest.mark.parametrize("grid", INTEGERS, ids=by_name)
@@ -87,7 +93,7 @@ def test_an_asymmetric_range_always_holds_zero(values, zero):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("grid", ALL, ids=by_name)
+@pytest.mark.parametrize("grid", PLAIN, ids=by_name)
 def test_a_group_of_zeros_gets_the_eps_of_the_storage_dtype(grid, dtype):
     for symmetric in (True, False) if isinstance(grid, IntGrid) else (True,):
         scale, zero = grid.fit(torch.zeros(2), torch.zeros(2), symmetric, dtype)
@@ -96,12 +102,17 @@ def test_a_group_of_zeros_gets_the_eps_of_the_storage_dtype(grid, dtype):
         assert grid.decode(codes, scale, zero).tolist() == [0, 0]
 
 
-def test_a_scale_that_underflows_in_storage_becomes_eps_too():
-    scale, _ = fit(GRIDS["int4"], [-1e-9, 1e-9], dtype=torch.float16)
-    assert scale == torch.finfo(torch.float16).eps
+@pytest.mark.parametrize("grid", PLAIN, ids=by_name)
+def test_a_scale_beyond_the_storage_dtype_becomes_its_smallest_or_largest_number(grid):
+    assert fit(grid, [-1e-9, 1e-9], dtype=torch.float16)[0] == 2.0**-24
+    largest = 32768 if grid.name == "fp4_e2m1_pow2" else 65504
+    scale, _ = fit(grid, [-1e38, 1e38], dtype=torch.float16)
+    assert scale == largest
+    values = torch.tensor([-1e38, 1e-9, 0.0, 1e38])
+    assert grid.decode(grid.encode(values, torch.tensor(scale), None), torch.tensor(scale), None).isfinite().all()
 
 
-@pytest.mark.parametrize("grid", ALL, ids=by_name)
+@pytest.mark.parametrize("grid", PLAIN, ids=by_name)
 @quick
 @given(low=NUMBER, high=NUMBER, dtype=st.sampled_from(DTYPES), symmetric=st.booleans())
 def test_the_scale_is_representable_in_the_storage_dtype_and_positive(grid, low, high, dtype, symmetric):
@@ -122,7 +133,8 @@ def test_integer_scale_zero_and_codes_are_those_of_compressed_tensors(grid, valu
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    assume(symmetric or any(values))  # their zero point of an all-zero group is the integer of a NaN
+    # their zero point where the scale is zero (underflow included) is the integer of a NaN
+    assume(symmetric or float(torch.tensor(max(0, *values, 0) - min(0, *values, 0)) / (2**grid.bits - 1)) > 0)
     arguments = quantization.QuantizationArgs(
         num_bits=grid.bits, type="int", symmetric=symmetric, strategy="group", group_size=len(values)
     )
@@ -144,7 +156,8 @@ def test_fp8_scale_and_values_are_those_of_compressed_tensors(values, dtype):
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    assume(any(values))  # their eps for a zero group is that of fp8, 0.125
+    # their eps for a scale of zero, underflow included, is that of fp8, 0.125
+    assume(float(torch.tensor(max(map(abs, values)) / 448).to(dtype)) > 0)
     arguments = quantization.QuantizationArgs(
         num_bits=8, type="float", symmetric=True, strategy="channel", scale_dtype=dtype
     )
@@ -205,7 +218,7 @@ def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
     values = torch.tensor([-1.0, 0.3, 1.0])
     scale, _ = grid.fit(values.min(), values.max(), True, torch.float32)
     found = grid.decode(grid.encode(values, scale, None), scale, None)
-    half = scale * 0.5 if isinstance(grid, IntGrid) else 1e-6
+    half = scale * 0.5 if isinstance(grid, IntGrid) or grid.scaling != FloatScale() else 1e-6
     assert ((found - values).abs()[[0, 2]] <= half * (1 + 1e-5)).all()
 
 
@@ -219,6 +232,30 @@ def test_tables_and_floats_have_no_zero_point(grid):
 
 def test_integers_can_have_a_zero_point():
     assert not any(grid.symmetric_only for grid in INTEGERS)
+
+
+def test_e2m1_ties_go_to_the_even_neighbour_and_zero_keeps_its_sign():
+    values = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 100.0]
+    one = torch.tensor(1.0)
+    grid = GRIDS["fp4_e2m1"]
+    wanted = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+    codes = grid.encode(torch.tensor(values), one, None)
+    assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7]
+    assert grid.decode(codes, one, None).tolist() == wanted
+    assert grid.encode(-torch.tensor(values), one, None).tolist() == (codes + 8).tolist()
+    assert grid.encode(torch.tensor([-0.0, -0.1, 0.1, 0.0]), one, None).tolist() == [8, 8, 0, 0]
+
+
+@quick
+@given(values=st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=16))
+def test_e2m1_codes_are_those_of_compressed_tensors(values):
+    helpers = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
+    from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+
+    weight = torch.tensor([values[: len(values) // 2 * 2]]) + 0.0  # they lose the sign of an exact -0
+    theirs = helpers.pack_fp4_to_uint8(cast_to_fp4(weight.clone()))
+    codes = GRIDS["fp4_e2m1"].encode(weight, torch.tensor(1.0), None).to(torch.uint8)
+    assert torch.equal(codes[:, 0::2] | codes[:, 1::2] << 4, theirs)
 
 
 def test_fp8_codes_are_bit_patterns():

@@ -36,6 +36,8 @@ def test_unpacking_gives_back_the_codes(grid, rows, width, group_size, symmetric
     assert torch.equal(back.codes, codes.codes)
     assert back.codes.dtype == codes.codes.dtype
     assert torch.equal(back.scale, codes.scale)
+    assert (back.shared is None) == (codes.shared is None)
+    assert back.shared is None or torch.equal(back.shared, codes.shared)
     assert (back.zero is None) if symmetric else torch.equal(back.zero, codes.zero)
     assert (back.grid, back.group_size, back.shape) == (codes.grid, codes.group_size, codes.shape)
     assert torch.equal(back.dense(), codes.dense())
@@ -52,6 +54,40 @@ def test_integers_are_stored_from_zero_up(name):
 def test_zero_points_are_held_in_one_byte():
     packed = PackedCodes.of(random_codes(symmetric=False))
     assert packed.zero.dtype == torch.int8
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    grid=st.sampled_from(list(GRIDS)),
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 70)),
+    group_size=st.sampled_from(["tensor", "channel", 1, 16, 33]),
+    symmetric=st.booleans(),
+    storage=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_empty_codes_have_the_shapes_and_dtypes_of_real_ones(grid, shape, group_size, symmetric, storage):
+    symmetric = symmetric or GRIDS[grid].symmetric_only
+    packed = PackedCodes.of(random_codes(grid, shape, group_size, symmetric, dtype=storage)).in_storage(storage)
+    empty = PackedCodes.empty(GRIDS[grid], group_size, shape, symmetric, False, storage)
+    for name in ("words", "scale", "zero", "group_index", "shared"):
+        real, counted = getattr(packed, name), getattr(empty, name)
+        assert (real is None) == (counted is None)
+        assert real is None or (real.shape, real.dtype) == (counted.shape, counted.dtype)
+    assert PackedCodes.empty(GRIDS[grid], 16, shape, symmetric, True, storage).group_index.shape == shape[1:]
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4_dq"])
+def test_scales_in_a_byte_stay_so_in_any_storage_dtype(name):
+    packed = PackedCodes.of(random_codes(name))
+    assert packed.scale.dtype == torch.uint8
+    assert packed.in_storage(torch.bfloat16) is packed
+    assert packed.dtype == torch.float32
+    # one product in float32, rounded once
+    assert torch.equal(packed.codes().dense(torch.bfloat16), packed.codes().dense().bfloat16())
+
+
+def test_the_shared_numbers_are_in_the_digest():
+    packed = PackedCodes.of(random_codes("nvfp4"))
+    assert packed.sha256() != replace(packed, shared=packed.shared * 2).sha256()
 
 
 def test_the_group_index_survives():

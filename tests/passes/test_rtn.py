@@ -1,10 +1,12 @@
 """RTN: the nearest value, from the stored scale, with the mask kept; and the options that all quantizing passes share."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import ValidationError
 
-from compress.numerics.codes import quantize
+from compress.numerics.codes import Percentile, quantize
 from compress.numerics.grids import GRIDS
 from compress.passes.rtn import RTN
 from compress.stream.observers import Nothing
@@ -31,7 +33,8 @@ def test_by_hand(layer_of):
 @pytest.mark.parametrize("group_size", [8, 5, "channel", "tensor"])
 @pytest.mark.parametrize("scale", ["absmax", "mse"])
 def test_every_option_reaches_the_codes(layer_of, weights, group_size, scale):
-    weight = random(4, 24)
+    weight, own = random(4, 24), GRIDS[weights].group_size
+    group_size = own or group_size
     found = solve(RTN(weights=weights, group_size=group_size, scale=scale), weight, layer_of()).weight
     wanted = quantize(weight, GRIDS[weights], group_size, True, scale)
     assert torch.equal(found.codes, wanted.codes)
@@ -85,7 +88,11 @@ def test_a_grid_may_be_given_itself():
         ({"group_size": True}, "group_size True must be a positive"),
         ({"group_size": "row"}, "group_size 'row' must be a positive"),
         ({"weights": "nf4", "symmetric": False}, "symmetric: false needs an integer grid; nf4 has no zero point"),
-        ({"scale": "median"}, "Input should be 'absmax' or 'mse'"),
+        ({"scale": "median"}, "scale 'median' is not known; write absmax, mse, percentile, or {percentile: 0.999}"),
+        ({"scale": {"percentile": 0.9, "steps": 3}}, "scale .* is not known"),
+        ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a share above 0.5 and at most 1, such as 0.999"),
+        ({"weights": "mxfp4", "group_size": 64}, "group_size 64: the scales of mxfp4 are those of 32 columns; write 32"),
+        ({"weights": "nvfp4", "group_size": "channel"}, "group_size channel: the scales of nvfp4 are those of 16 columns"),
         ({"activations": "int4"}, "Input should be 'none', 'int8' or 'fp8_e4m3'"),
         ({"bits": 4}, "Extra inputs are not permitted"),
         ({"targets": "re:("}, "'re:\\(' is no regular expression"),
@@ -94,6 +101,26 @@ def test_a_grid_may_be_given_itself():
 def test_a_wrong_option_says_what_is_right(options, message):
     with pytest.raises(ValidationError, match=message):
         RTN(**options)
+
+
+@pytest.mark.parametrize(("weights", "size"), [("mxfp4", 32), ("nvfp4", 16), ("int4", 64), (GRIDS["mxfp4"], 32)])
+def test_a_grid_with_a_group_size_of_its_own_is_given_it(weights, size):
+    assert RTN(weights=weights).group_size == size
+    assert RTN(weights=weights, group_size=size) == RTN(weights=weights)
+
+
+def test_a_percentile_is_spelled_by_its_name_or_with_its_share(layer_of):
+    assert RTN(scale="percentile").scale == Percentile(percentile=0.999)
+    rtn = RTN(weights="int4", group_size="channel", scale={"percentile": 0.9})
+    assert RTN.model_validate(rtn.model_dump(mode="json")) == rtn
+    weight = random(4, 100)
+    found = solve(rtn, weight, layer_of()).weight
+    assert torch.equal(found.scale[:, 0], weight.abs().sort(dim=1).values[:, 89] / 7.5)
+
+
+def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
+    found = solve(RTN(weights="nvfp4"), random(4, 32), replace(layer_of(), peak=10.0)).weight
+    assert found.shared.tolist() == [pytest.approx(268.8)]
 
 
 def test_a_pass_is_a_frozen_value():

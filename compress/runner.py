@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress import corpus
@@ -314,11 +314,7 @@ class Job:
         Only one model is in memory at a time: the one that was worked on is given up first.
         """
         folder = self.manifest.folder
-<<<<<<< HEAD
-        nn.Module.to(self.opened.model, "meta")
-=======
         self.opened.model.to_empty(device="meta")
->>>>>>> 25ea462 (Types of the hooks that multiply layers out one at a time)
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(folder / WORK / PROBE_FILE)

@@ -31,8 +31,7 @@ class MixedPrecision(BlockPass):
     after: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
 
     threshold: float | None = Field(
-        default=None,
-        description=f"signal to noise, in dB, below which inputs stay unrounded; {THRESHOLD:g} if not given",
+        default=None, description=f"signal to noise, in dB, below which inputs stay unrounded; else {THRESHOLD:g}"
     )
     share: float | None = Field(
         default=None, gt=0, le=1, description="instead: the share of each block's layers, the worst, to leave unrounded"
@@ -54,7 +53,7 @@ class MixedPrecision(BlockPass):
         for name, ratio in ratios.items():
             kept = layers[name].rounding is None
             message = f"{name}: inputs stay in 16 bits" if kept else f"{name}: inputs are rounded"
-            note("note" if kept else "measure", message, signal_to_noise_db=round(ratio, 2))
+            note("note", message, signal_to_noise_db=round(ratio, 2))
 
     def worst(self, ratios: dict[str, float]) -> list[str]:
         """The layers to spare; ratios: dB by layer."""
@@ -72,9 +71,7 @@ def signal_to_noise(layer: CompressedLinear, rows: Tensor | None, name: str) -> 
     """
     if rows is None:
         raise NumericError(f"{name}: no calibration token reached this layer, so its inputs cannot be judged")
-    rounding = layer.rounding
-    rounded = layer(rows)
-    layer.round_inputs(None)
-    error = relative_error(rounded, layer(rows))
-    layer.round_inputs(rounding)
+    assert layer.rounding is not None
+    weight = layer.weight_as(rows.dtype)
+    error = relative_error(layer.rounding(rows) @ weight.T, rows @ weight.T)
     return -20 * math.log10(error) if error > 0 else math.inf

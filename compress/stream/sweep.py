@@ -178,6 +178,11 @@ class _Inputs:
 
     def __post_init__(self) -> None:
         found = self.sweep.groups(self.block, self.state)
+        found = [
+            replace(group, linears=tuple(part))
+            for group in found
+            for part in of_one_scale(self.block.module, group.linears)
+        ]
         self.groups = [group for group in found if set(group.linears) & set(self.names)]
 
     def check(self, step: BlockPass, label: str) -> None:
@@ -251,7 +256,7 @@ class _LayerWork:
         self.steps = {name: step.for_layer(f"{block.name}.{name}") or step for name in names}
         groups = sweep.groups(block, state)
         chosen = [[name for name in group.linears if name in self.layers] for group in groups]
-        self.stages = [stage for members in chosen for stage in self._of_one_scale(members)]
+        self.stages = [stage for members in chosen for stage in of_one_scale(block.module, members)]
         self.seen: dict[str, Observer] = {}
         self.inputs: dict[str, Observer] = {}
         self.samples: dict[str, Sample] = {}
@@ -285,22 +290,6 @@ class _LayerWork:
         elif keep_outputs:
             self.sweep._propagate(self.block, self.state)
         return self.results
-
-    def _of_one_scale(self, members: list[str]) -> list[list[str]]:
-        """Layers that read the same tensor, apart where they divide it by different scales."""
-        found: list[list[str]] = []
-        for name in members:
-            scale = self.layers[name].input_scale
-            for stage in found:
-                other = self.layers[stage[0]].input_scale
-                if (scale is None and other is None) or (
-                    scale is not None and other is not None and torch.equal(scale, other)
-                ):
-                    stage.append(name)
-                    break
-            else:
-                found.append([name])
-        return found
 
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
         self.samples[name].update(rows)
@@ -356,6 +345,21 @@ class _LayerWork:
         if reason is not None:
             raise TargetError(f"{self.label}: {full}: {reason}")
         layer.put(adapted)
+
+
+def of_one_scale(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Linears that read the same tensor, apart where they divide it by different scales."""
+    parts: list[tuple[Tensor | None, list[str]]] = []
+    for name in names:
+        module = block.get_submodule(name)
+        scale = module.input_scale if isinstance(module, CompressedLinear) else None
+        for other, members in parts:
+            if scale is other or (scale is not None and other is not None and torch.equal(scale, other)):
+                members.append(name)
+                break
+        else:
+            parts.append((scale, [name]))
+    return [members for _, members in parts]
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:

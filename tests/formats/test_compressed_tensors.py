@@ -21,6 +21,7 @@ SCHEMES = {
     "W8A8": Scheme(INT8, "channel", True, activations=INT8),
     "W8A8 asymmetric": Scheme(INT8, "channel", False, activations=INT8),
     "W4A8 g32": Scheme(GRIDS["int4"], 32, True, activations=INT8),
+    "W8A8 static": Scheme(INT8, "channel", True, activations=INT8, activation_scale="static"),
     "FP8": Scheme(GRIDS["fp8_e4m3"], "channel", True, activations=GRIDS["fp8_e4m3"]),
     "FP8 weights": Scheme(GRIDS["fp8_e4m3"], "tensor", True),
     "MXFP4": Scheme(GRIDS["mxfp4"], 32, True),
@@ -29,6 +30,7 @@ SCHEMES = {
 LAYOUT = {
     "W8A8": "int-quantized",
     "W8A8 asymmetric": "int-quantized",
+    "W8A8 static": "int-quantized",
     "FP8": "float-quantized",
     "FP8 weights": "float-quantized",
     "MXFP4": "mxfp4-pack-quantized",
@@ -89,7 +91,7 @@ def test_without_compressed_layers_there_is_no_config():
 @pytest.mark.parametrize("name", [*SCHEMES, "mixed"])
 def test_compressed_tensors_validates_the_config(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    schemes = dict(zip("abcdefghijk", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
+    schemes = dict(zip("abcdefghijkl", SCHEMES.values(), strict=True)) if name == "mixed" else {"a": SCHEMES[name]}
     config = FORMAT.config(schemes, ["lm_head"], "0.1")
     theirs = quantization.QuantizationConfig.model_validate(json.loads(json.dumps(config)))
     assert theirs.quantization_status == "compressed"
@@ -102,7 +104,9 @@ def test_compressed_tensors_validates_the_config(name):
         assert (weights.group_size or weights.strategy) == scheme.group_size
         assert (inputs is None) == (scheme.activations is None)
         if inputs is not None:
-            assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == (8, "token", True, True)
+            static = scheme.activation_scale == "static"
+            wanted = (8, "tensor", False, True) if static else (8, "token", True, True)
+            assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == wanted
 
 
 @pytest.mark.parametrize("name", set(SCHEMES) - {"FP8 weights"})  # which it chooses for itself with inputs only
@@ -175,6 +179,20 @@ def test_others_may_have_stored_bytes_for_byte_inputs_in_words(make, same):
     same(FORMAT.decode(pack_quantized.encode(packed), SCHEMES["W8A8"]), packed)
 
 
+def test_their_layer_has_a_place_for_the_static_scale():
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = FORMAT.config({"a": SCHEMES["W8A8 static"]}, [], "0.1")
+    module = torch.nn.Sequential(torch.nn.Linear(64, 6))
+    quantization.apply_quantization_config(module, quantization.QuantizationConfig.model_validate(config))
+    [(name, (length, _))] = replace(SCHEMES["W8A8 static"], width=64).input_tensors.items()
+    assert module[0].get_parameter(FORMAT.input_names[name]).shape == (length,)
+
+
+def test_activations_in_floats_are_refused():
+    message = FORMAT.refuses(replace(SCHEMES["W8A8"], activations=GRIDS["fp8_e4m3"]), (8, 64))
+    assert message == "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native"
+
+
 def test_what_the_packed_layout_refuses_is_refused():
     assert "use 20, 25, 50, 100, channel, or format: native" in FORMAT.refuses(Scheme(INT8, 64, True), (8, 100))
     assert all(FORMAT.refuses(scheme, (6, 64)) is None for scheme in SCHEMES.values())
@@ -183,3 +201,26 @@ def test_what_the_packed_layout_refuses_is_refused():
 def test_short_groups_are_adapted(make):
     packed = make("int4", (4, 96), 64)
     assert FORMAT.adapt(packed).group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"outlier_threshold": 6.0}, "cannot say that outlier columns are computed in floats"),
+        ({"outlier_columns": True}, "cannot say that outlier columns are computed in floats"),
+        ({"input_scaled": True}, "its inputs are divided by a scale that nothing before it could take up"),
+    ],
+)
+def test_what_has_no_word_in_the_format_is_refused_with_what_has(changed, message):
+    reason = FORMAT.refuses(replace(SCHEMES["W8A8"], **changed), (6, 64))
+    assert message in reason and reason.endswith("use format: native")
+
+
+@pytest.mark.parametrize("name", ["W4A8 g32", "W8A16 tensor"])
+def test_a_static_scale_needs_the_integer_layout(name):
+    static = replace(SCHEMES[name], activations=INT8, activation_scale="static")
+    reason = FORMAT.refuses(static, (6, 64))
+    if name == "W4A8 g32":
+        assert "use activation_scale: token, or format: native" in reason
+    else:
+        assert reason is None

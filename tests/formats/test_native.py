@@ -83,3 +83,15 @@ def test_an_unknown_grid_in_a_scheme_is_an_error():
     values = Scheme(GRIDS["int4"], 32, True).to_json()
     with pytest.raises(KeyError, match="int99"):
         Scheme.from_json({**values, "grid": "int99"})
+
+
+def test_what_is_said_of_inputs_goes_along_and_old_checkpoints_say_nothing():
+    usual = Scheme(GRIDS["int8"], "channel", True, width=8)
+    full = replace(
+        usual, activations=GRIDS["int8"], activation_scale="static", outlier_threshold=6.0, outlier_columns=True,
+        input_scaled=True,
+    )  # fmt: skip
+    assert Scheme.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert FORMAT.refuses(full, (8, 8)) is None
+    assert set(usual.to_json()) == {"grid", "group_size", "symmetric", "indexed", "activations", "width"}
+    assert Scheme.from_json(usual.to_json()).input_tensors == {}

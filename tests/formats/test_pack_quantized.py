@@ -143,8 +143,8 @@ def test_whole_groups_are_stored_as_they_are(make, group_size):
     assert adapt(packed) is packed
 
 
-def scheme(grid="int4", group_size=32, symmetric=True, indexed=False):
-    return Scheme(GRIDS[grid], group_size, symmetric, indexed)
+def scheme(grid="int4", group_size=32, symmetric=True, indexed=False, **inputs):
+    return Scheme(GRIDS[grid], group_size, symmetric, indexed, **inputs)
 
 
 @pytest.mark.parametrize(

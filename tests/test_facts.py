@@ -1,0 +1,92 @@
+"""What is true of a layer is known layer by layer: several passes may share a model out, but not meet on a layer."""
+
+import pytest
+
+import compress
+from compress.errors import RecipeError, TargetError
+
+ATTENTION = {"weights": "int8", "group_size": "channel", "activations": "int8"}
+
+
+def mlp(**options):
+    return compress.RTN(targets="*.mlp.*", group_size=32, **options)
+
+
+def test_two_quantizing_passes_may_share_a_model_out(recipe, tmp_path):
+    report = compress.run(recipe(mlp(), compress.RTN(targets="*.self_attn.*", **ATTENTION)), tmp_path).report
+    assert report["verified"]["layers"] == 21 and report["verified"]["transformers"] == 0
+    model, _ = compress.load(tmp_path)
+    assert model.get_submodule("model.layers.0.mlp.up_proj").packed.grid.name == "int4"
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").packed.grid.name == "int8"
+
+
+def test_what_an_override_leaves_alone_is_left_for_the_next_pass(recipe, tmp_path):
+    first = compress.RTN(group_size=32, overrides={"*.self_attn.*": {"weights": "none"}})
+    rest = compress.RTN(targets="*.self_attn.*", **ATTENTION)
+    both = compress.run(recipe(first, rest), tmp_path / "a").report
+    apart = compress.run(recipe(mlp(), rest), tmp_path / "b").report
+    weights = {n: h for n, h in both["files"].items() if n.endswith(".safetensors")}
+    assert weights == {n: h for n, h in apart["files"].items() if n.endswith(".safetensors")}
+
+
+@pytest.mark.parametrize(
+    ("passes", "layer"),
+    [
+        ([mlp(), compress.RTN(targets="*_proj", ignore="*.self_attn.*")], "model.layers.0.mlp.gate_proj"),
+        ([mlp(), compress.GPTQ(targets=["*.q_proj", "*.layers.1.mlp.up_proj"])], "model.layers.1.mlp.up_proj"),
+        ([mlp(), compress.Wanda(targets="*.down_proj")], "model.layers.0.mlp.down_proj"),
+    ],
+)
+def test_passes_that_meet_are_told_the_layer_and_by_whom_before_weights_are_read(recipe, passes, layer):
+    with pytest.raises(TargetError) as raised:
+        compress.plan(recipe(*passes))
+    assert f"passes[1] {passes[1].key()}: {layer} is quantized by passes[0] rtn already" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- rtn\n  - wanda: {targets: '*.mlp.*'}",
+        "- rtn: {targets: '*.mlp.*'}\n  - wanda",
+        "- rtn: {targets: '*.mlp.*'}\n  - gptq: {targets: '*.mlp.*'}",
+        "- rtn: {ignore: '*.mlp.*'}\n  - gptq: {ignore: '*.mlp.*'}",
+        "- llm_int8\n  - smoothquant",
+    ],
+)
+def test_passes_that_meet_in_every_model_are_told_without_one(text):
+    with pytest.raises(RecipeError, match=r"recipe:4:5: .*the model is quantized by passes\[0\] \w+ already"):
+        compress.Recipe.from_text(f"model: x\npasses:\n  {text}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- rtn: {targets: '*.mlp.*'}\n  - wanda: {targets: '*.self_attn.*'}",
+        "- rtn: {ignore: '*.mlp.*'}\n  - rtn: {targets: '*.mlp.*'}",
+        "- rtn: {overrides: {'*.mlp.*': {weights: none}}}\n  - rtn: {targets: '*.mlp.*'}",
+    ],
+)
+def test_passes_that_may_not_meet_are_left_to_the_model(text):
+    assert len(compress.Recipe.from_text(f"model: x\npasses:\n  {text}\n").passes) == 2
+
+
+def test_a_model_that_was_quantized_in_memory_is_known_to_be(pico_model, ids):
+    compress.apply(pico_model, [mlp()])
+    compress.apply(pico_model, [compress.RTN(targets="*.o_proj", group_size=32)])
+    with pytest.raises(TargetError, match="model.layers.0.mlp.gate_proj is quantized by earlier passes already"):
+        compress.apply(pico_model, [compress.Wanda(targets="*.mlp.*")], ids())
+
+
+def test_a_layer_that_reads_the_same_input_as_a_quantized_one_is_not_smoothed(pico_model, ids):
+    passes = [compress.RTN(targets="*.k_proj", group_size=32), compress.SmoothQuant(targets="*.q_proj")]
+    with pytest.raises(TargetError, match="model.layers.0.self_attn.k_proj is quantized already and reads the same"):
+        compress.apply(pico_model, passes, ids())
+
+
+def test_what_a_pass_needs_must_be_true_of_one_of_its_layers(recipe):
+    with pytest.raises(RecipeError, match="the model must be given quantized inputs first"):
+        recipe(mlp(), compress.MixedPrecision())
+    attention = compress.RTN(targets="*.self_attn.*", **ATTENTION)
+    with pytest.raises(TargetError, match="none of the 9 linears it works on is given quantized inputs before"):
+        compress.plan(recipe(attention, compress.MixedPrecision(targets="*.mlp.*")))
+    assert len(compress.plan(recipe(attention, compress.MixedPrecision())).layers) == 21

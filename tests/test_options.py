@@ -1,0 +1,133 @@
+"""Options per layer: what may be overridden, where a mistake stands, and what becomes of the layers."""
+
+import pytest
+from pydantic import ValidationError
+
+import compress
+from compress.errors import RecipeError, TargetError
+from compress.formats import FORMATS
+from compress.plan import plan, resolve
+
+DOWN = "model.layers.1.mlp.down_proj"
+UP = "model.layers.1.mlp.up_proj"
+
+
+def test_a_layer_takes_the_options_of_the_first_override_that_matches():
+    step = compress.RTN(
+        scale="mse",
+        overrides=[
+            {"targets": ["*.down_proj", "*.o_proj"], "weights": "int8", "group_size": "channel"},
+            {"targets": "*.mlp.*", "weights": "none"},
+        ],
+    )
+    own = step.for_layer(DOWN)
+    assert (own.weights, own.group_size, own.scale) == ("int8", "channel", "mse")
+    assert step.for_layer(UP) is None
+    assert step.for_layer("model.layers.1.self_attn.q_proj") is step
+    assert [s.weights for s in step.variants()] == ["int4", "int8"]
+
+
+def test_a_mapping_and_a_list_are_two_spellings_of_one_value_and_yaml_keeps_it():
+    mapping = compress.GPTQ(overrides={"*.down_proj": {"weights": "int8", "act_order": "static"}})
+    listed = compress.GPTQ(overrides=[{"targets": "*.down_proj", "weights": "int8", "act_order": "static"}])
+    assert mapping == listed and hash(mapping) == hash(listed)
+    rest = compress.RTN(targets="a", overrides={"a.*": {"weights": "none"}})
+    recipe = compress.Recipe(model="x", passes=[mapping.model_copy(update={"targets": ("b",)}), rest])
+    assert compress.Recipe.from_text(recipe.to_yaml()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "at", "message"),
+    [
+        ("{'*.a': {wieghts: int8}}", "wieghts", r"overrides \*.a wieghts: unknown option; did you mean 'weights'"),
+        ("[{targets: '*.a', wieghts: int8}]", "wieghts", r"overrides\[0\] wieghts: unknown option; did you mean 'weights'"),
+        ("{'*.a': {weights: int9}}", "weights", r"overrides \*.a weights: grid 'int9' is not known"),
+        ("[{targets: '*.a', group_size: 0}]", "group_size", r"overrides\[0\] group_size: group_size 0 must be"),
+        ("[{targets: '*.a', weights: nf4, symmetric: false}]", "{targets", "symmetric: false needs an integer grid; nf4"),
+        ("[{weights: int8}]", "{weights", r"overrides\[0\] targets: is missing"),
+        ("{'re:(': {weights: int8}}", "'re:(", "'re:\\(' is no regular expression"),
+        ("{'*.a': {weights: none, scale: mse}}", "'*.a'", "weights: none leaves the layers alone, so scale would do nothing"),
+        ("{'*.a': {}}", "'*.a'", "changes nothing"),
+        ("{'*.a': int8}", "'*.a'", "must be a mapping of options"),
+        ("int8", "overrides", "overrides: must be a list such as"),
+        ("{'*.a': {true_sequential: false}}", "true_seq", "belongs to the whole pass"),
+        ("{'*.a': {targets: b}}", "targets: b", "belongs to the whole pass"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(overrides, at, message):
+    line = f"  - rtn: {{overrides: {overrides}}}"
+    with pytest.raises(RecipeError, match=message) as raised:
+        compress.Recipe.from_text(f"model: x\npasses:\n{line}\n")
+    assert str(raised.value).startswith(f"recipe:3:{line.index(at) + 1}:"), raised.value
+
+
+def test_in_python_a_mistake_names_its_place_too():
+    with pytest.raises(ValidationError, match=r"overrides\[0\] weights: grid 'int9' is not known"):
+        compress.RTN(overrides=[{"targets": "*", "weights": "int9"}])
+
+
+def test_the_pass_itself_is_checked_before_its_overrides():
+    with pytest.raises(RecipeError, match="rtn group_size: group_size 0 must be"):
+        compress.Recipe.from_text("model: x\npasses:\n  - rtn: {group_size: 0, overrides: {a: {weights: int9}}}")
+
+
+@pytest.fixture(scope="module")
+def opened(pico):
+    from compress.model.open import open_model
+
+    return open_model(pico)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"*.dwon_proj": {"weights": "int8"}}, "overrides: targets pattern '\\*.dwon_proj' matches no linear .*down_proj"),
+        ({"*.q_proj": {"weights": "int8"}}, "overrides: targets pattern '\\*.q_proj' matches no linear"),  # not its layer
+        ({"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}}, "overrides before it have taken; put it before"),
+        ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
+        ({"*.up_proj": {"group_size": 4096}}, "group_size 4096 is larger than the .* inputs of model.layers.0.mlp.up_proj"),
+        ({"*.up_proj": {"weights": "nf4"}}, "model.layers.0.mlp.up_proj: weights nf4 are not an integer grid"),
+    ],
+)
+def test_patterns_and_layers_are_checked_against_the_model(opened, overrides, message):
+    step = compress.RTN(targets="*.mlp.*", group_size=32, overrides=overrides)
+    with pytest.raises(TargetError, match=message):
+        resolve([step], opened, FORMATS["compressed-tensors"])
+
+
+def test_the_plan_the_checkpoint_and_both_readers_follow(recipe, tmp_path):
+    step = compress.RTN(
+        group_size=32,
+        overrides={
+            "*.down_proj": {"weights": "int8", "group_size": "channel", "activations": "int8"},
+            "re:.*[qk]_proj": {"weights": "none"},
+            "*.v_proj": {"weights": "int3"},
+        },
+    )
+    ends = {layer.name: layer.scheme for layer in plan(recipe(step)).layers}
+    assert (ends[DOWN].grid.name, ends[DOWN].group_size) == ("int8", "channel")
+    assert ends["model.layers.0.self_attn.q_proj"] is None
+    report = compress.run(recipe(step), tmp_path).report
+    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] == 0
+    assert report["verified"]["layers"] == 15
+    model, _ = compress.load(tmp_path)
+    assert {name: getattr(model.get_submodule(name), "scheme", None) is None for name in ends} == {
+        name: scheme is None for name, scheme in ends.items()
+    }
+    assert model.get_submodule(DOWN).activations.name == "int8" and model.get_submodule(UP).activations is None
+    assert model.get_submodule("model.layers.2.self_attn.v_proj").packed.grid.name == "int3"
+
+
+def test_a_layer_with_options_of_its_own_is_what_a_pass_with_these_options_makes_of_it(pico_model, pico, ids):
+    from transformers import AutoModelForCausalLM
+
+    step = compress.GPTQ(group_size=32, overrides={"model.layers.0.self_attn.*": {"weights": "int8", "damping": 0.1}})
+    mixed = compress.apply(pico_model, [step], ids())
+    whole = compress.apply(
+        AutoModelForCausalLM.from_pretrained(pico).eval(),
+        [compress.GPTQ(group_size=32, weights="int8", damping=0.1)],
+        ids(),
+    )
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"):
+        assert mixed.get_submodule(name).sha256() == whole.get_submodule(name).sha256()
+    assert mixed.get_submodule(UP).packed.grid.name == "int4"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compress.errors import SaveError
 from compress.formats.base import Format
 from compress.model.open import OpenModel
-from compress.model.packed import LINEARS, CompressedLinear
+from compress.model.packed import CompressedLinear, linears
 from compress.types import dtype_name
 
 OUTSIDE = "outside"
@@ -164,6 +164,4 @@ def write_description(
 
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
     """Full names of all linears of the model that stay dense, the head included."""
-    return [
-        name for name, module in opened.model.named_modules() if isinstance(module, LINEARS) and name not in compressed
-    ]
+    return [name for name in linears(opened.model) if name not in compressed]

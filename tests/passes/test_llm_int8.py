@@ -1,0 +1,125 @@
+"""LLM.int8: holds on a model with planted outlier channels where plain W8A8 fails; which columns are spared."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress.errors import NumericError, TargetError
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS
+from compress.passes.llm_int8 import LLMInt8
+from compress.stream.observers import Nothing, OutlierShare
+
+PICO = Path(__file__).parents[1] / "pico" / "model"
+INT8 = GRIDS["int8"]
+W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def planted():
+    """The pico model with two input channels of every norm a hundred times as large."""
+    model = AutoModelForCausalLM.from_pretrained(PICO).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter[[3, 17]] *= 100
+    return model
+
+
+def divergence(model, base):
+    """Mean KL divergence of next-token distributions from those of the base model, in nats."""
+    ids = torch.arange(128).reshape(2, 64) % 256
+    with torch.no_grad():
+        wanted, found = (m(input_ids=ids).logits.log_softmax(-1) for m in (base, model))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("outliers", ["runtime", "calibrated"])
+def test_it_holds_with_outliers_where_plain_w8a8_fails(outliers, ids):
+    calibration = torch.arange(256).reshape(4, 64)
+    plain = divergence(compress.apply(planted(), [compress.RTN(**W8A8)]), planted())
+    weights = divergence(compress.apply(planted(), [compress.RTN(weights="int8", group_size="channel")]), planted())
+    split = divergence(compress.apply(planted(), [LLMInt8(outliers=outliers)], calibration), planted())
+    assert split < 0.25 * plain
+    assert split < 1.5 * weights  # what is left is the weights' rounding
+
+
+def seen_of(rows, threshold=6.0):
+    seen = OutlierShare(rows.shape[1], torch.device("cpu"), threshold)
+    seen.update(rows)
+    return seen
+
+
+def solve(step, weight, layer):
+    return step.solve(weight, Nothing(weight.shape[1], torch.device("cpu")), layer)
+
+
+def test_weights_are_rounded_per_row_and_the_threshold_goes_along(layer_of):
+    weight = random(5, 16)
+    solution = solve(LLMInt8(threshold=4.0), weight, layer_of())
+    assert torch.equal(solution.weight.codes, quantize(weight, INT8).codes)
+    assert (solution.activations.grid, solution.activations.threshold) == (INT8, 4.0)
+    assert solution.activations.columns is None
+
+
+def test_calibrated_columns_are_those_that_enough_tokens_reach(layer_of, notes):
+    rows = random(10, 8).clamp(-3, 3)
+    rows[0, 2], rows[:5, 5] = -6.0, 7.0  # one token in ten, exactly at the threshold; five in ten
+    layer = replace(layer_of(), inputs=seen_of(rows))
+    found = [
+        solve(LLMInt8(outliers="calibrated", token_share=share), random(4, 8), layer).activations
+        for share in (0.0, 0.1, 0.5)
+    ]
+    assert [f.columns.nonzero().flatten().tolist() for f in found] == [[2, 5], [5], []]
+    assert all(f.threshold is None for f in found)
+    assert [figures["columns"] for _, _, figures in notes] == [2, 1, 0]
+
+
+def test_without_tokens_nothing_can_be_calibrated(layer_of):
+    layer = replace(layer_of(), inputs=seen_of(torch.empty(0, 8)))
+    with pytest.raises(NumericError, match="no calibration token reached this layer; use outliers: runtime"):
+        solve(LLMInt8(outliers="calibrated"), random(4, 8), layer)
+
+
+@pytest.mark.parametrize("outliers", ["runtime", "calibrated"])
+def test_the_native_checkpoint_holds_it(recipe, outliers, tmp_path):
+    step = LLMInt8(outliers=outliers, threshold=4.0)
+    report = compress.run(recipe(step, save={"format": "native"}), tmp_path).report
+    assert report["verified"]["own"] == 0
+    layer = compress.load(tmp_path)[0].get_submodule("model.layers.0.mlp.up_proj")
+    assert layer.outlier_threshold == (4.0 if outliers == "runtime" else None)
+    assert (layer.outliers is not None) == (outliers == "calibrated")
+    if outliers == "calibrated":
+        assert layer.outliers.dtype == torch.bool and 0 < int(layer.outliers.sum()) < layer.shape[1]
+
+
+@pytest.mark.parametrize(("format_", "message"), [("compressed-tensors", "use format: native"), ("dense", "activations")])
+def test_formats_that_cannot_say_it_are_refused_before_the_work(recipe, format_, message):
+    with pytest.raises(TargetError, match=message):
+        compress.plan(recipe(LLMInt8(), save={"format": format_}))
+
+
+def test_only_calibrated_outliers_need_data(pico_model):
+    assert not LLMInt8().needs_data and LLMInt8(outliers="calibrated").needs_data
+    compress.apply(pico_model, [LLMInt8()])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activations": "none"}, "activations: none leaves nothing for outliers to be spared from; use rtn"),
+        ({"activation_scale": "static"}, "activation_scale: static is not LLM.int8"),
+        ({"token_share": 0.1}, "token_share needs outliers: calibrated"),
+        ({"threshold": 0}, "greater than 0"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(options, message):
+    with pytest.raises(ValidationError, match=message):
+        LLMInt8(**options)

@@ -1,0 +1,73 @@
+"""Inputs rounded with a calibrated scale: what is stored, and that plain transformers computes with it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress.errors import NumericError
+from compress.stream.observers import InputAbsMax
+
+STATIC = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(recipe, tmp_path_factory):
+    result = compress.run(recipe(compress.RTN(**STATIC)), tmp_path_factory.mktemp("static") / "out")
+    assert result.report["verified"]["own"] == 0 and result.report["verified"]["transformers"] == 0
+    return result.folder
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(64)[None]).logits
+
+
+def test_one_scale_per_layer_covers_the_largest_input(folder):
+    found = {k: t for path in folder.glob("*.safetensors") for k, t in load_file(path).items()}
+    scales = {k: t for k, t in found.items() if k.endswith(".input_scale")}
+    assert len(scales) == 21 and all(t.shape == (1,) and t.dtype == torch.float32 for t in scales.values())
+    assert found["model.layers.0.mlp.up_proj.input_scale"] == found["model.layers.0.mlp.gate_proj.input_scale"]
+
+
+def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
+    """transformers 5.23 with compressed-tensors 0.20 rounds inputs, dynamic or static, unless told to dequantize."""
+    pytest.importorskip("compressed_tensors")
+    ours, theirs = compress.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits(theirs), logits(ours))
+    coarse = tmp_path / "coarse"
+    coarse.mkdir()
+    for path in folder.iterdir():
+        if path.is_file():
+            (coarse / path.name).write_bytes(path.read_bytes())
+    for path in coarse.glob("*.safetensors"):
+        tensors = load_file(path)
+        scaled = {k: t * 20 if k == f"{LAYER}.input_scale" else t for k, t in tensors.items()}
+        save_file(scaled, path, metadata={"format": "pt"})
+    ours, theirs = compress.load(coarse)[0], AutoModelForCausalLM.from_pretrained(coarse)
+    assert torch.equal(logits(theirs), logits(ours))
+    assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
+
+
+def test_a_layer_that_no_token_reaches_has_no_scale(layer_of):
+    layer = replace(layer_of(), inputs=InputAbsMax(4, torch.device("cpu")))
+    with pytest.raises(NumericError, match="no calibration token reached this layer; use activation_scale: token"):
+        compress.RTN(**STATIC).rounding(layer)
+
+
+def test_static_scales_need_a_grid_of_inputs_and_data(pico_model):
+    with pytest.raises(ValueError, match="activation_scale: static needs a grid of the inputs; add activations: int8"):
+        compress.RTN(activation_scale="static")
+    assert compress.RTN(**STATIC).needs_data and not compress.RTN().needs_data
+    assert compress.RTN(overrides={"*.up_proj": STATIC}).needs_data
+    with pytest.raises(compress.CompressError, match="these passes need token ids"):
+        compress.apply(pico_model, [compress.RTN(**STATIC)])
+
+
+def test_plan_refuses_a_static_scale_where_servers_cannot_read_it(recipe):
+    with pytest.raises(compress.CompressError, match="use activation_scale: token, or format: native"):
+        compress.plan(recipe(compress.RTN(**{**STATIC, "group_size": 32})))

@@ -46,17 +46,11 @@ def build_report(
     quality: list[dict[str, Any]],
     calibration_sha256: str,
 ) -> dict[str, Any]:
-    """All sections of report.json.
-
-    ended: the plan with what was known only after calibration (`plan.settle`).
+    """All sections of report.json; ended: the plan with what was known only after calibration (`plan.settle`).
 
     Raises VerificationError when the checkpoint has another size than that.
     """
-    written = sum(entry.size_bytes for entry in manifest.shards.values())
-    if written != ended.checkpoint_bytes:
-        raise VerificationError(
-            f"{manifest.folder}: holds {written} bytes of tensors, but the plan predicted {ended.checkpoint_bytes}"
-        )
+    _check_size(manifest, ended)
     files = checkpoint_files(manifest.folder)
     return {
         "compress": __version__,
@@ -90,6 +84,14 @@ def build_report(
         "files": files,
         "checkpoint_sha256": hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest(),
     }
+
+
+def _check_size(manifest: Manifest, ended: Plan) -> None:
+    written = sum(entry.size_bytes for entry in manifest.shards.values())
+    if written != ended.checkpoint_bytes:
+        raise VerificationError(
+            f"{manifest.folder}: holds {written} bytes of tensors, but the plan predicted {ended.checkpoint_bytes}"
+        )
 
 
 def checkpoint_files(folder: Path) -> dict[str, str]:

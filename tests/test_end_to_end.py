@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import compress
 from compress.errors import OutputError, RecipeError, TargetError
+from compress.journal import Journal
 
 PICO = Path(__file__).parent / "pico" / "model"
 CHAIN = f"""
@@ -140,6 +142,84 @@ def test_every_kind_of_codes_reads_back(options, tmp_path):
     report = compress.run(recipe, tmp_path).report
     assert report["verified"]["own"] == 0
     assert report["verified"]["transformers"] in (0, None)
+
+
+def size_of_all_tensors(folder):
+    shards = [load_file(path) for path in folder.glob("*.safetensors")]
+    return sum(t.numel() * t.element_size() for shard in shards for t in shard.values())
+
+
+FLOATS = [
+    ("compressed-tensors", "bfloat16", {"weights": "fp8_e4m3", "group_size": "channel", "activations": "fp8_e4m3"}),
+    ("compressed-tensors", "float32", {"weights": "fp8_e4m3", "group_size": "tensor"}),
+    ("compressed-tensors", "bfloat16", {"weights": "nvfp4"}),
+    ("compressed-tensors", "float32", {"weights": "mxfp4", "scale": "mse"}),
+    ("compressed-tensors", "float16", {"weights": "mxfp4"}),
+    ("native", "bfloat16", {"weights": "nf4_dq", "group_size": 50}),
+    ("native", "bfloat16", {"weights": "nvfp4"}),
+    ("native", "float16", {"weights": "fp4_e2m1_pow2", "group_size": 32}),
+    ("native", "bfloat16", {"weights": "int4", "symmetric": False, "scale": "percentile"}),
+]
+
+
+@pytest.mark.parametrize(("saved", "dtype", "options"), FLOATS, ids=str)
+def test_every_kind_of_scale_reads_back_and_has_the_planned_size(saved, dtype, options, tmp_path):
+    changed = {"passes": (compress.RTN(**options),), "dtype": dtype, "save": compress.Save(format=saved)}
+    recipe = chain_in_python().model_copy(update=changed)
+    report = compress.run(recipe, tmp_path).report
+    assert report["verified"]["own"] == 0
+    assert report["verified"]["transformers"] == (None if saved == "native" else 0)
+    assert compress.plan(recipe).checkpoint_bytes == size_of_all_tensors(tmp_path)
+    assert compress.Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
+
+
+def test_nvfp4_in_float32_is_compared_after_the_readers_rounding(tmp_path):
+    recipe = chain_in_python().model_copy(update={"passes": (compress.RTN(weights="nvfp4"),)})
+    result = compress.run(recipe, tmp_path)
+    assert result.report["verified"]["own"] == 0
+    assert result.report["verified"]["transformers"] > 0
+    assert any("rounds these weights to bfloat16" in entry.message for entry in result.journal.entries)
+
+
+@pytest.mark.parametrize(("dtype", "skipped"), [("bfloat16", None), ("float32", "in bfloat16 only")])
+def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
+    passes = (
+        compress.RTN(weights="mxfp4", targets="*.mlp.*"),
+        compress.RTN(weights="fp8_e4m3", group_size="channel", targets="*.self_attn.*"),
+    )
+    recipe = chain_in_python().model_copy(update={"passes": passes, "dtype": dtype})
+    verified = compress.run(recipe, tmp_path).report["verified"]
+    assert verified["own"] == 0
+    assert (verified["transformers"], verified["skipped"]) == (0, None) if skipped is None else skipped in verified["skipped"]
+
+
+@pytest.mark.parametrize("step", [compress.RTN(weights="nvfp4"), compress.GPTQ(weights="nvfp4")], ids=lambda s: s.key())
+def test_layers_that_read_the_same_input_share_a_global_scale(step, tmp_path):
+    recipe = chain_in_python().model_copy(update={"passes": (step,)})
+    compress.run(recipe, tmp_path)
+    model, _ = compress.load(tmp_path)
+    for index in range(3):
+        layers = {
+            name: float(model.get_submodule(f"model.layers.{index}.{name}").shared)
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        }
+        attention, mlp = list(layers.values())[:3], list(layers.values())[3:]
+        assert len(set(attention)) == 1 == len(set(mlp))
+        if index == 0:
+            block = load_file(PICO / "model.safetensors")
+            names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+            assert attention[0] == pytest.approx(448 * 6 / max(float(block[name].abs().max()) for name in names))
+
+
+def test_groups_that_became_zero_are_counted_in_the_journal(pico_model):
+    journal = Journal()
+    with torch.no_grad():
+        pico_model.model.layers[1].mlp.up_proj.weight[3] *= 1e-12  # 8 groups of 16 columns
+    compress.apply(pico_model, [compress.RTN(weights="nvfp4")], journal=journal)
+    [entry] = [entry for entry in journal.entries if entry.kind == "fallback"]
+    assert entry.where.endswith("rtn model.layers.1.mlp.up_proj")
+    assert entry.message == "groups of weights became zero: the scales they need are too small to store"
+    assert entry.figures == {"groups": 8}
 
 
 def test_apply_works_in_memory():

@@ -108,9 +108,9 @@ class PowerOfTwo(FloatScale):
 class E8M0(Scaling):
     """An exponent in a byte, 2^(e - 127) (OCP Microscaling formats 1.0, section 5.4.1).
 
-    It is rounded as compressed-tensors does: the exponent is that of the extent less that of the span; an extent whose
-    mantissa is at least `carry` counts as the next power of two, where the plain rule of
-    the standard would clip it (6.99 would become 6 of E2M1).
+    It is rounded as compressed-tensors does: the exponent is that of the extent less that of the span, but an extent
+    whose mantissa is at least `carry` counts as the next power of two, where the plain rule of the standard would clip
+    it most (7.5 would become 6 of E2M1).
     """
 
     carry: float = 1.75

@@ -1,5 +1,7 @@
 """GPTQ: codes that are what the sweep made, less output error than rounding, and every order of columns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -7,6 +9,7 @@ from pydantic import ValidationError
 from compress.errors import NumericError
 from compress.numerics.codes import fit, quantize, spread
 from compress.numerics.grids import GRIDS
+from compress.numerics.packed import PackedCodes
 from compress.passes import gptq
 from compress.passes.gptq import GPTQ
 from compress.stream.observers import Gram
@@ -67,6 +70,41 @@ def test_the_output_error_is_less_than_that_of_rounding(layer_of, order, group_s
     found = GPTQ(weights=weights, group_size=group_size, act_order=order).codes(weight, seen_of(rows), layer_of())
     nearest = quantize(weight, GRIDS[weights], group_size)
     assert error(found, weight, rows) < 0.8 * error(nearest, weight, rows)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("weights", [name for name, grid in GRIDS.items() if grid.scaling.stored is not None])
+def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, layer_of, order, weights):
+    made = []
+    original = gptq.sweep
+    monkeypatch.setattr(gptq, "sweep", lambda *args: made.append(original(*args)) or made[-1])
+    rows, weight = correlated(seed=5), random(16, WIDTH, seed=4)
+    size = GRIDS[weights].group_size or 8
+    found = GPTQ(weights=weights, group_size=size, act_order=order).codes(weight, seen_of(rows), layer_of())
+    swept = made[0]
+    if order != "none":
+        columns = seen_of(rows).hessian.diagonal().argsort(descending=True, stable=True)
+        swept = torch.empty_like(swept).index_copy_(1, columns, swept)
+    assert torch.equal(found.dense(), swept)
+    back = PackedCodes.of(found).codes()
+    assert torch.equal(back.scale, found.scale)
+    assert torch.equal(back.dense(), found.dense())
+    assert error(found, weight, rows) < 0.9 * error(quantize(weight, GRIDS[weights], size), weight, rows)
+
+
+@pytest.mark.parametrize("weights", GRIDS)
+def test_with_independent_inputs_every_grid_is_rounded_to_nearest(layer_of, weights):
+    weight, size = random(5, WIDTH, seed=6), GRIDS[weights].group_size or 12
+    found = GPTQ(weights=weights, group_size=size).codes(weight, seen_of(torch.eye(WIDTH)), layer_of())
+    wanted = quantize(weight, GRIDS[weights], size)
+    assert torch.equal(found.scale, wanted.scale)
+    assert torch.equal(found.codes, wanted.codes)
+
+
+def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
+    layer = replace(layer_of(), peak=10.0)
+    found = GPTQ(weights="nvfp4").codes(random(5, WIDTH), seen_of(correlated()), layer)
+    assert found.shared.tolist() == [pytest.approx(268.8)]
 
 
 @pytest.mark.parametrize(("order", "group_size"), combinations())

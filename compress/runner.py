@@ -26,6 +26,7 @@ from compress.formats.base import Scheme
 from compress.formats.native import Native
 from compress.journal import Entry, Journal
 from compress.model.blocks import Block, find_blocks
+from compress.model.experts import open_experts
 from compress.model.load import fill
 from compress.model.open import InMemory, Mapped, OpenModel, assign, open_model, stored_in
 from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
@@ -85,7 +86,7 @@ def apply(
     batch: int = 4,
     journal: Journal | None = None,
 ) -> PreTrainedModel:
-    """Work passes on a model in memory, in place; returns it.
+    """Work passes on a model in memory, in place; returns it. Experts kept as 3-D weights become linears.
 
     calibration: token ids [sequences, length]; needed unless all passes are data-free.
 
@@ -93,6 +94,9 @@ def apply(
     """
     check_order(passes)
     first = next(model.parameters())
+    journal = journal or Journal()
+    for note in open_experts(model):
+        journal.add("note", "model", note)
     opened = OpenModel(
         model.eval(),
         find_blocks(model),
@@ -103,7 +107,7 @@ def apply(
         first.device,
         first.dtype,
     )
-    context = Run(opened.device, first.dtype, journal=journal or Journal(), format=Native())
+    context = Run(opened.device, first.dtype, journal=journal, format=Native())
     steps = resolve(passes, opened, context.format)
     if calibration is None and any(needs_data(step) for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")

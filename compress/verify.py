@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
+from compress.model.experts import Experts, open_experts
 from compress.model.load import load
 from compress.model.packed import CompressedLinear
+from compress.numerics.grids import IntGrid
 from compress.numerics.packed import PackedCodes
 from compress.recipe import Recipe
 from compress.types import dtype_name
@@ -88,6 +90,7 @@ def _compare_with_transformers(
     """The largest difference of logits of `other`, as transformers read it; its weights must be those of `model`."""
     _multiply_out_as_needed(other)
     difference = _compare("transformers", other, reference, next(model.parameters()).device, folder, tolerance)
+    open_experts(other)
     for name in names:
         layer = other.get_submodule(name)
         with _multiplied_out(layer):
@@ -156,6 +159,9 @@ def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | No
     packed = _packed_layers(model)
     if recipe.save.verify == "own":
         return "the recipe says verify: own"
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if not all(module.named for module in experts):
+        return "transformers has no names for this model's experts one by one"
     if not packed:
         return None
     if recipe.save.format == "native":
@@ -163,6 +169,9 @@ def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | No
     if any(layer.transposed for layer in packed):
         return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
     schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
+    inside = [m for e in experts for m in e.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+    if inside and not _readable_experts(inside, len(schemes)):
+        return "transformers reads experts only when packed, all in one way, without zero points or rounded inputs"
     if len(schemes) > 1 and any(layer.zero is not None for layer in packed):
         return "transformers cannot load zero points where layers differ in bits or group size"
     if len(schemes) > 1 and any(_reads_in(layer.packed, dtype) != dtype for layer in packed):
@@ -170,6 +179,12 @@ def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | No
     if importlib.util.find_spec("compressed_tensors") is None:
         return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
     return None
+
+
+def _readable_experts(layers: Sequence[CompressedLinear], schemes: int) -> bool:
+    """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
+    plain = all(layer.zero is None and layer.group_index is None and layer.activations is None for layer in layers)
+    return schemes == 1 and plain and all(isinstance(p.grid, IntGrid) for layer in layers if (p := layer.packed))
 
 
 def _transformers_model(

@@ -7,7 +7,7 @@ found, and every fold proves itself again before it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.model.coding import Found, all_at_once, by_halves
-from compress.model.experts import exercised
+from compress.model.experts import Expert, exercised, in_experts
 from compress.model.packed import linears
 from compress.model.probing import Forward, Probe, in_float32, norms_of, relative_error, width_in, width_out
 from compress.model.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
@@ -115,8 +115,27 @@ def find_links(block: nn.Module, forward: Forward) -> list[Link]:
     """
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
-        links = [link for name in probe.norms if (link := _norm_link(probe, name))]
-        return links + [link for name in probe.linears if (link := _linear_link(probe, name))]
+        experts = in_experts(proof)
+        alone = [name for name in probe.linears if not any(name.startswith(prefix + ".") for prefix in experts)]
+        found = [link for name in probe.norms if (link := _norm_link(probe, name))]
+        found += [link for name in alone if (link := _linear_link(probe, name))]
+        return found + _expert_links(experts)
+
+
+def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
+    """The links inside of experts: looked for in the first one of a kind, and checked in each."""
+    found: list[Link] = []
+    patterns: dict[tuple[object, ...], list[Link]] = {}
+    for prefix, expert in experts.items():
+        probe = Probe(expert, expert.probe)
+        kind = (prefix.rpartition(".")[0], *((name, m.weight.shape) for name, m in probe.linears.items()))
+        if kind not in patterns:
+            patterns[kind] = [link for name in probe.linears if (link := _linear_link(probe, name))]
+        for link in patterns[kind]:
+            if _checked(probe, link):
+                readers = tuple(f"{prefix}.{name}" for name in link.readers)
+                found.append(Link(f"{prefix}.{link.source}", readers, link.channels, link.kind))
+    return found
 
 
 def _norm_link(probe: Probe, source: str) -> Link | None:
@@ -214,6 +233,7 @@ def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: For
     """
     assert bool((scale > 0).all()), "a scale must be positive"
     assert torch.equal(scale, link.share(scale)), "columns of one channel must have one scale; use link.share"
+    block, link, forward = _scope(block, link, forward)
     forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
     error = float("inf")
     with in_float32(block) as proof:
@@ -227,6 +247,16 @@ def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: For
                 return Fold(True, form, error)
             undo()
     return Fold(False, "none", error)
+
+
+def _scope(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
+    """Where a fold is proved: in the block, or in the one expert that it is about."""
+    for name, expert in in_experts(block).items():
+        if all(place.startswith(name + ".") for place in (link.source, *link.readers)):
+            start = len(name) + 1
+            inside = Link(link.source[start:], tuple(r[start:] for r in link.readers), link.channels, link.kind)
+            return expert, inside, expert.probe
+    return block, link, forward
 
 
 def _rewrite(block: nn.Module, link: Link, scale: Tensor, form: str) -> Callable[[], None]:

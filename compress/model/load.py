@@ -14,6 +14,7 @@ from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
 from compress.model import open as opening
+from compress.model.experts import open_experts
 from compress.model.packed import linears, replace_linear
 
 METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
@@ -43,6 +44,7 @@ def load(
         vars(config).pop("quantization_config")
     compute = opening.compute_dtype(config, dtype)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
+    open_experts(model)
     stored = opening.stored_tensors(folder)
     schemes = {} if format_ is None else format_.schemes(described, list(linears(model)))
     files = opening.match(model, stored, present=set(schemes))

@@ -28,6 +28,7 @@ from transformers import (
 from compress.errors import ModelError, did_you_mean
 from compress.model import gguf
 from compress.model.blocks import Block, find_blocks
+from compress.model.experts import open_experts, renamed
 from compress.model.packed import linears
 from compress.types import DTYPES
 
@@ -183,13 +184,15 @@ def open_model(
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
     tokenizer = read_tokenizer(folder, trust_remote_code)
+    notes = open_experts(model)
     files = match(model, stored)
     common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
     fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
-        note = "the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole"
-        return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=[note], **common)
+        open_experts(whole)
+        notes.append("the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole")
+        return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=notes, **common)
     blocks = find_blocks(model)
     weights = Mapped(files, compute, device)
     outside = [name for name in files if not any(name.startswith(block.name + ".") for block in blocks)]
@@ -198,7 +201,7 @@ def open_model(
     assign(model, tensors)
     model.tie_weights()
     to_device(model, device)
-    return OpenModel(model, blocks, weights, fingerprint=fingerprint, **common)
+    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, **common)
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -325,13 +328,14 @@ def _opened(path: Path) -> Iterator[Any]:
 def match(
     model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
 ) -> dict[str, tuple[Path, str]] | None:
-    """Model tensor name -> stored tensor, or None when shapes differ, or names by more than the base model's prefix.
+    """Model tensor name -> stored tensor, or None when shapes differ, or names by more than transformers renames.
 
     present: linears whose weight is there in another form.
     """
     wanted = dict(model.state_dict(keep_vars=True))
     prefix = getattr(model, "base_model_prefix", "") + "."
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    stored = {new: stored[old] for old, new in renamed(model, list(stored)).items()} | stored
     found: dict[str, tuple[Path, str]] = {}
     for name in wanted:
         for spelling in (name, name.removeprefix(prefix), prefix + name):

@@ -18,6 +18,7 @@ from compress.context import Run
 from compress.contract import BlockPass, Layer, LayerPass, Solution
 from compress.errors import NumericError, TargetError
 from compress.model.blocks import Block
+from compress.model.experts import in_experts
 from compress.model.links import Group, Link, find_groups, find_links
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, replace_linear
@@ -25,9 +26,10 @@ from compress.model.probing import relative_error
 from compress.numerics.codes import Codes, vanished
 from compress.stream.capture import Call, Captured, Surroundings, check_hidden
 from compress.stream.lockstep import lockstep
-from compress.stream.observers import Observer, Sample
+from compress.stream.observers import Nothing, Observer, Sample
 from compress.stream.store import ActivationStore
 
+EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
 STORE_BYTES = 4 << 30  # activations kept in memory; beyond it they go to files
 
 
@@ -67,6 +69,7 @@ class Sweep:
 
     steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
     empty when no pass needs data. probe: ids [1, length] that go along for proofs and for the final comparison.
+    expert_tokens: experts calibrated on fewer are fallbacks in the journal.
     """
 
     opened: OpenModel
@@ -75,6 +78,7 @@ class Sweep:
     probe: Tensor
     run: Run
     store_bytes: int = STORE_BYTES
+    expert_tokens: int = EXPERT_TOKENS
     surroundings: Surroundings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -257,6 +261,7 @@ class _LayerWork:
         groups = sweep.groups(block, state)
         chosen = [[name for name in group.linears if name in self.layers] for group in groups]
         self.stages = [stage for members in chosen for stage in of_one_scale(block.module, members)]
+        self.experts = in_experts(block.module)
         self.seen: dict[str, Observer] = {}
         self.inputs: dict[str, Observer] = {}
         self.samples: dict[str, Sample] = {}
@@ -301,9 +306,31 @@ class _LayerWork:
 
     def _solve_stage(self, stage: int) -> None:
         members = self.stages[stage]
+        if self.step.observes is not Nothing:
+            self._check_tokens(members)
         peak = max(float(self.layers[name].weight.abs().max()) for name in members)
         for name in members:
             self._solve(name, peak)
+
+    def _check_tokens(self, members: Sequence[str]) -> None:
+        """Journal layers that saw no token, and experts that saw few; the former are solved as without data.
+
+        Where no token came by, the inputs are taken to be alike and uncorrelated (one token along each axis), so that
+        every pass does what it does without data: rounds to nearest, prunes by magnitude.
+        """
+        seen = self.seen[members[0]]
+        tokens, width = seen.tokens, seen.width
+        few = tokens < self.sweep.expert_tokens and any(members[0].startswith(name + ".") for name in self.experts)
+        if tokens == 0:
+            message = "no calibration token reached this layer; it is solved as if all its inputs were alike"
+            seen.update(torch.eye(width, device=seen.device))
+        elif few:
+            message = "this expert saw few calibration tokens; more or longer sequences would show it more"
+        else:
+            return
+        for name in members:
+            note = self.sweep._noter(self.label, f"{self.block.name}.{name}")
+            note("fallback", message, tokens=tokens, wanted=self.sweep.expert_tokens)
 
     def _solve(self, name: str, peak: float) -> None:
         layer = self.layers[name]

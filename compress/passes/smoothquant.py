@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -10,11 +11,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.contract import BlockInputs, BlockPass
-from compress.model.links import Link, fold
-from compress.model.packed import CompressedLinear, linears
-from compress.stream.observers import InputAbsMax
+from compress.model.links import Group, Link, fold
+from compress.model.packed import CompressedLinear, linears, round_tokens
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS
+from compress.stream.observers import InputAbsMax, Sample
 from compress.types import Fact, Note
 
+SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
 SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept above this
 
 
@@ -23,15 +27,20 @@ class SmoothQuant(BlockPass):
 
     The division is folded into what writes the input: a norm, or a linear that is linked to it. Linears that nothing
     is linked to are left alone. Each fold is proved in float32, and undone when it changes the block's output.
+
+    alpha: search takes, for each link, the alpha of SEARCHED (and no smoothing at all) with the least error of the
+    readers' outputs when weights are rounded to int8 per row and inputs to int8 per token, on a few hundred tokens.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
-    alpha: float = Field(default=0.5, ge=0, le=1, description="how much of the difficulty moves to the weights")
+    alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(
+        default=0.5, description="how much of the difficulty moves to the weights; 'search': what is best for each link"
+    )
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
-        seen = inputs.observe(InputAbsMax)
+        seen = inputs.observe(InputAbsMax if self.alpha != "search" else InputSample)
         linked = {name for link in inputs.links for name in link.readers}
         for group in inputs.groups:
             if not linked & set(group.linears):
@@ -39,21 +48,80 @@ class SmoothQuant(BlockPass):
                 note("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
         for link in inputs.links:
             where = ", ".join(link.readers)
-            observed = [seen[group] for group in inputs.groups if set(group.linears) & set(link.readers)]
+            groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
+            observed = [seen[group] for group in groups]
             if not any(found.tokens for found in observed):
                 note("fallback", f"{where}: no calibration token reached them, so nothing is smoothed")
                 continue
             absmax = torch.stack([found.absmax for found in observed]).amax(0)
-            scale = link.share(self.scale(link.share(absmax), link.share(weight_absmax(block, link))))
+            ranges = link.share(absmax), link.share(weight_absmax(block, link))
+            if isinstance(self.alpha, float):
+                scale = link.share(smoothing(*ranges, self.alpha))
+            else:
+                scale = self.search(block, link, ranges, dict(zip(groups, observed, strict=True)), note)
             done = fold(block, link, scale, inputs.probe)
             if not done.kept:
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
                 note("fallback", message, relative_error=done.error)
 
-    def scale(self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
-        """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)  (equation 4); 1 for channels that were always zero."""
-        scale = inputs.pow(self.alpha) / weights.clamp(min=SMALLEST).pow(1 - self.alpha)
-        return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))
+    def search(
+        self,
+        block: nn.Module,
+        link: Link,
+        ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]],
+        seen: Mapping[Group, InputSample],
+        note: Note,
+    ) -> Float[Tensor, " in"]:
+        """The scale with the least error of the readers, rounded; ones where none is better than no smoothing."""
+        trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
+        trials |= {alpha: link.share(smoothing(*ranges, alpha)) for alpha in SEARCHED}
+        errors = dict.fromkeys(trials, 0.0)
+        for group, found in seen.items():
+            rows = found.rows
+            for name in group.linears if rows is not None else ():
+                weight = CompressedLinear.of(block.get_submodule(name)).weight.float()
+                wanted = rows @ weight.T
+                for alpha, scale in trials.items():
+                    errors[alpha] += rounded_error(rows, weight, scale, wanted)
+        best = min(errors, key=lambda alpha: errors[alpha])
+        figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
+        note("note", f"{', '.join(link.readers)}: the best of {len(trials)} scales", **figures)
+        return trials[best]
+
+
+class InputSample(InputAbsMax):
+    """Beside the largest magnitudes, some rows: [rows, in] in float32, or None."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._sample = Sample()
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(rows)
+        self._sample.update(rows)
+
+    @property
+    def rows(self) -> Float[Tensor, "rows in"] | None:
+        """The rows kept, at most Sample.ROWS."""
+        return self._sample.rows
+
+
+def smoothing(inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], alpha: float) -> Float[Tensor, " in"]:
+    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)  (equation 4); 1 for channels that were always zero."""
+    scale = inputs.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)
+    return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))
+
+
+def rounded_error(
+    rows: Float[Tensor, "rows in"],
+    weight: Float[Tensor, "out in"],
+    scale: Float[Tensor, " in"],
+    wanted: Float[Tensor, "rows out"],
+) -> float:
+    """||Q(X / s) Q(W s)^T - X W^T||^2 / ||X W^T||^2 with int8 per token and per row (W8A8)."""
+    grid = GRIDS["int8"]
+    found = round_tokens(rows / scale, grid) @ quantize(weight * scale, grid, "channel").dense().T
+    return float((found - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
 
 
 def weight_absmax(block: nn.Module, link: Link) -> Float[Tensor, " in"]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.model.links import Link, find_groups, find_links
 from compress.model.packed import CompressedLinear, linears
-from compress.passes.smoothquant import SMALLEST, SmoothQuant, weight_absmax
+from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])
@@ -101,23 +101,22 @@ def input_absmax(block, batches):
 
 def test_equation_4_by_hand():
     inputs, weights = torch.tensor([16.0, 1.0, 9.0]), torch.tensor([1.0, 0.25, 4.0])
-    assert SmoothQuant(alpha=0.5).scale(inputs, weights).tolist() == [4.0, 2.0, 1.5]
-    assert SmoothQuant(alpha=1).scale(inputs, weights).tolist() == [16.0, 1.0, 9.0]
-    assert SmoothQuant(alpha=0).scale(inputs, weights).tolist() == [1.0, 4.0, 0.25]
+    assert smoothing(inputs, weights, 0.5).tolist() == [4.0, 2.0, 1.5]
+    assert smoothing(inputs, weights, 1).tolist() == [16.0, 1.0, 9.0]
+    assert smoothing(inputs, weights, 0).tolist() == [1.0, 4.0, 0.25]
     torch.testing.assert_close(
-        SmoothQuant(alpha=0.75).scale(inputs, weights), torch.tensor([8.0, 2**0.5, 27**0.5 / 2**0.5])
+        smoothing(inputs, weights, 0.75), torch.tensor([8.0, 2**0.5, 27**0.5 / 2**0.5])
     )
 
 
 def test_a_channel_that_was_always_zero_keeps_its_scale():
-    scale = SmoothQuant(alpha=0.5).scale(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 1.0]))
+    scale = smoothing(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 1.0]), 0.5)
     assert scale.tolist() == [1.0, 2.0]
 
 
 def test_weights_and_scales_are_kept_away_from_zero():
-    smooth = SmoothQuant(alpha=0.5)
-    assert smooth.scale(torch.tensor([4.0]), torch.tensor([0.0])) == pytest.approx(2 / SMALLEST**0.5)
-    assert smooth.scale(torch.tensor([1e-30]), torch.tensor([1.0])) == pytest.approx(SMALLEST)
+    assert smoothing(torch.tensor([4.0]), torch.tensor([0.0]), 0.5) == pytest.approx(2 / SMALLEST**0.5)
+    assert smoothing(torch.tensor([1e-30]), torch.tensor([1.0]), 0.5) == pytest.approx(SMALLEST)
 
 
 def test_the_weight_maximum_is_over_all_linears_of_a_group():
@@ -237,6 +236,35 @@ def test_smoothing_makes_rounded_activations_less_wrong(batches, notes):
     plain = quantized_error(block)
     SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
     assert quantized_error(block) < 0.9 * plain
+
+
+def test_the_search_takes_the_alpha_with_the_least_error(batches, notes):
+    block = build(nn.LayerNorm(WIDTH))
+    before = copy.deepcopy(block)
+    SmoothQuant(alpha="search").solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
+    [(kind, message, figures)] = notes
+    assert kind == "note" and message == "a, b: the best of 22 scales"
+    rows = torch.cat([before.norm(x).reshape(-1, WIDTH) for x in batches])
+    absmax, weights = rows.abs().amax(0), torch.cat([before.a.weight, before.b.weight]).abs().amax(0)
+
+    def error(alpha):
+        scale = smoothing(absmax, weights, alpha)
+        return sum(rounded_error(rows, w, scale, rows @ w.T) for w in (before.a.weight, before.b.weight))
+
+    assert figures["alpha"] == min(SEARCHED, key=error)
+    assert figures["error"] == pytest.approx(error(figures["alpha"]) ** 0.5)
+    assert figures["error"] < figures["unsmoothed"]
+    torch.testing.assert_close(block.a.weight, before.a.weight * smoothing(absmax, weights, figures["alpha"]))
+    for x in batches:
+        torch.testing.assert_close(block(x), before(x), rtol=1e-4, atol=1e-4)
+
+
+def test_w8a8_rounding_by_hand():
+    rows, weight = torch.tensor([[127.5, 3.4]]), torch.tensor([[127.5, 1.6]])
+    # The step is 1 in both: 127 * 127 + 3 * 2 instead of 127.5 * 127.5 + 3.4 * 1.6.
+    wanted = rows @ weight.T
+    found = rounded_error(rows, weight, torch.ones(2), wanted)
+    assert found == pytest.approx((127**2 + 6 - 127.5**2 - 5.44) ** 2 / (127.5**2 + 5.44) ** 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])

@@ -78,7 +78,9 @@ class SmoothQuant(BlockPass):
         errors = dict.fromkeys(trials, 0.0)
         for group, found in seen.items():
             rows = found.rows
-            for name in group.linears if rows is not None else ():
+            if rows is None:
+                continue
+            for name in group.linears:
                 weight = CompressedLinear.of(block.get_submodule(name)).weight.float()
                 wanted = rows @ weight.T
                 for alpha, scale in trials.items():

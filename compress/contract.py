@@ -20,7 +20,7 @@ from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.inputs import InputRounding
 from compress.numerics.masks import Pattern
 from compress.options import Override, patterns, read_overrides
-from compress.stream.observers import InputAbsMax, Nothing, Observer
+from compress.stream.observers import CrossGram, InputAbsMax, Nothing, Observer
 from compress.types import Fact, Note
 
 if TYPE_CHECKING:
@@ -115,11 +115,21 @@ class LayerPass(Pass):
     @property
     def needs_data(self) -> bool:
         """Whether calibration inputs are looked at."""
-        return self.observes is not Nothing
+        return self.observer is not Nothing
+
+    @property
+    def observer(self) -> type[Observer]:
+        """What these options gather; `observes` unless a pass says otherwise."""
+        return self.observes
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the observer compares inputs with those in the uncompressed model, which then runs alongside."""
+        return issubclass(self.observer, CrossGram)
 
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        """The compressed layer; `seen` is an instance of `observes`. Pure: nothing is assigned, printed or timed."""
+        """The compressed layer; `seen` is an instance of `observer`. Pure: nothing is assigned, printed or timed."""
 
 
 class BlockInputs(Protocol):

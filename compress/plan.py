@@ -227,7 +227,7 @@ def _memory(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: di
     activations = tokens * (2 * hidden + widest) * compute + one_batch
     solver = 0
     for _, step, names in steps:
-        if isinstance(step, LayerPass) and step.observes is Gram:
+        if isinstance(step, LayerPass) and issubclass(step.observer, Gram):
             width = max(shapes[name][1] for name in names)
             solver = max(solver, 5 * width * width * 4)
     logits = (recipe.eval.length or 1024) * getattr(opened.config, "vocab_size", 0) * compute

@@ -10,6 +10,7 @@ from compress.errors import NumericError
 
 ESCALATION = 10.0  # each retry multiplies the damping by this
 RETRIES = 4
+SMALL = 128  # triangles up to this width are solved at once; measured best of 64, 128, 256
 
 
 def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float[Tensor, "n n"], float]:
@@ -37,12 +38,28 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
 
 
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
-    """Upper Cholesky factor of the inverse, or None when a factorization fails or is not finite."""
-    lower, info = torch.linalg.cholesky_ex(matrix)
+    """Upper Cholesky factor of the inverse, or None when the factorization fails or is not finite.
+
+    Factored from the last row up, H = R R^T with R upper; then inv(H) = U^T U with U = inv(R), which saves the
+    inverse of H itself and its factorization.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     if int(info):
         return None
-    inverse = torch.cholesky_inverse(lower)
-    upper, info = torch.linalg.cholesky_ex(inverse, upper=True)
-    if int(info) or not bool(torch.isfinite(upper).all()):
-        return None
-    return upper
+    upper = inverse_of_upper(lower.flip(0, 1))
+    return upper if bool(torch.isfinite(upper).all()) else None
+
+
+def inverse_of_upper(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """The inverse of an upper triangular matrix, by halves: a third of the work of solving for the identity."""
+    size = matrix.shape[0]
+    if size <= SMALL:
+        eye = torch.eye(size, dtype=matrix.dtype, device=matrix.device)
+        return torch.linalg.solve_triangular(matrix, eye, upper=True)
+    half = size // 2
+    # inv([[A, B], [0, D]]) = [[inv(A), -inv(A) B inv(D)], [0, inv(D)]]
+    inverse = torch.zeros_like(matrix)
+    first = inverse[:half, :half] = inverse_of_upper(matrix[:half, :half])
+    last = inverse[half:, half:] = inverse_of_upper(matrix[half:, half:])
+    inverse[:half, half:] = (first @ matrix[:half, half:]).neg_() @ last
+    return inverse

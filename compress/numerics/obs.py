@@ -10,7 +10,7 @@ same is done for leaves of a few columns, so that the inner loop touches little 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 PART = 128  # columns per lazy update of the rest (GPTQ, section 3.3, step 2)
 LEAF = 16  # columns per lazy update inside a part; measured best of 8, 16, 32 on widths 576 and 1536
+CHUNK = 1 << 24  # numbers of the inverse Hessians that the greedy order holds at once, one inverse per row
 
 
 class ColumnRule(Protocol):
@@ -43,9 +44,11 @@ def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule:
     factor: U of `linalg.inverse_factor`, in the order of the columns.
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
-    width = work.shape[0]
-    diagonal = factor.diagonal().tolist()
+    columns, width = work.unbind(0), work.shape[0]
+    # e_i / U_ii * U_ij = e_i * (U_ij / U_ii), and the second factor is the same for all rows
+    ratios = factor / factor.diagonal()[:, None]
     opens = set(rule.starts(width))
+    new: list[Tensor] = []
     for start, stop in _parts(sorted(opens), width):
         if start in opens:
             rule.open(start, work[start:])
@@ -53,17 +56,16 @@ def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule:
         for low in range(start, stop, LEAF):
             high = min(low + LEAF, stop)
             for i in range(low, high):
-                new = rule.compress(i, work[i])
-                error = torch.sub(work[i], new, out=errors[i - start]).div_(diagonal[i])
-                work[i] = new
+                new.append(rule.compress(i, columns[i]))
+                error = torch.sub(columns[i], new[i], out=errors[i - start])
                 if i + 1 < high:
-                    # W[:, j] -= err * U_ij for the columns of this leaf
-                    work[i + 1 : high].addr_(factor[i, i + 1 : high], error, alpha=-1)
+                    # W[:, j] -= e_i * U_ij / U_ii for the columns of this leaf
+                    work[i + 1 : high].addr_(ratios[i, i + 1 : high], error, alpha=-1)
             if high < stop:
-                work[high:stop].addmm_(factor[low:high, high:stop].T, errors[low - start : high - start], alpha=-1)
+                work[high:stop].addmm_(ratios[low:high, high:stop].T, errors[low - start : high - start], alpha=-1)
         if stop < width:
-            work[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return work.T.contiguous()
+            work[stop:].addmm_(ratios[start:stop, stop:].T, errors, alpha=-1)
+    return torch.stack(new, dim=1)
 
 
 def _parts(opens: Sequence[int], width: int) -> list[tuple[int, int]]:
@@ -71,3 +73,50 @@ def _parts(opens: Sequence[int], width: int) -> list[tuple[int, int]]:
     ends = [*opens[1:], width]
     edges = [cut for start, end in zip(opens, ends, strict=True) for cut in range(start, end, PART)]
     return list(zip(edges, [*edges[1:], width], strict=True))
+
+
+def greedy(
+    weight: Float[Tensor, "out in"],
+    inverse: Float[Tensor, "in in"],
+    round_to: Callable[[Float[Tensor, "rows in"], slice], Float[Tensor, "rows in"]],
+    urgency: Callable[[Tensor, Tensor, slice], Float[Tensor, "rows in"]] | None = None,
+) -> Float[Tensor, "out in"]:
+    """Round the weights of each row in the order that costs least: OBQ (Frantar 2022b, algorithm 3); exact, and slow.
+
+    inverse: inv(H), damped. round_to(values, rows): the grid's nearest values for these rows. urgency(values, rounded,
+    rows): weights of higher urgency go first, whatever they cost (None: all alike). Work is out * in^3, memory
+    out * in^2 cut into chunks of rows.
+    """
+    width = weight.shape[1]
+    step = max(1, CHUNK // (width * width))
+    parts = [slice(start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step)]
+    return torch.cat([_greedy_rows(weight[rows], inverse, rows, round_to, urgency) for rows in parts])
+
+
+def _greedy_rows(
+    weight: Tensor, inverse: Tensor, rows: slice, round_to: Callable[..., Tensor], urgency: Callable[..., Tensor] | None
+) -> Tensor:
+    """`greedy` for some rows; each has an inverse Hessian of its own, of what is left in it."""
+    values = weight.to(inverse.dtype, copy=True)
+    inverse = inverse.expand(values.shape[0], -1, -1).clone()
+    diagonal = inverse.diagonal(dim1=1, dim2=2)
+    every, left = torch.arange(values.shape[0], device=values.device), torch.ones_like(values, dtype=torch.bool)
+    for _ in range(values.shape[1]):
+        rounded = round_to(values, rows)
+        # p = argmin (quant(w_p) - w_p)^2 / [inv(H)]_pp over the weights that are left
+        cost = ((rounded - values).square_() / diagonal).masked_fill_(~left, torch.inf)
+        if urgency is not None:
+            rank = urgency(values, rounded, rows).masked_fill(~left, -torch.inf)
+            cost.masked_fill_(rank < rank.amax(1, keepdim=True), torch.inf)
+        chosen = cost.argmin(1)
+        row, pivot = inverse[every, chosen], diagonal[every, chosen]
+        new = rounded[every, chosen]
+        # w -= (w_p - quant(w_p)) / [inv(H)]_pp * inv(H)_:,p
+        values.sub_(row * ((values[every, chosen] - new) / pivot)[:, None])
+        values[every, chosen] = new
+        left[every, chosen] = False
+        # inv(H) -= inv(H)_:,p inv(H)_p,: / [inv(H)]_pp, after which row and column p are gone
+        inverse.baddbmm_(row[:, :, None], (row / pivot[:, None])[:, None, :], alpha=-1)
+        inverse[every, chosen] = 0
+        inverse[every, :, chosen] = 0
+    return values

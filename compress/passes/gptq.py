@@ -11,13 +11,13 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.contract import Layer, QuantizingPass
-from compress.errors import NumericError
 from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, share, spread, store
 from compress.numerics.grids import Grid
 from compress.numerics.obs import sweep
-from compress.stream.observers import Gram, Observer
+from compress.stream.observers import CrossGram, Gram, Observer
 
 DAMPING = 0.01  # GPTQ, section 3.3, step 3: 1% of the mean diagonal
+ALPHA = 1.0
 
 
 class GPTQ(QuantizingPass):
@@ -25,6 +25,11 @@ class GPTQ(QuantizingPass):
 
     act_order: 'none' keeps the order of columns; 'static' sweeps columns of large input first with the groups and
     their scales fixed beforehand; 'group' forms the groups in that order, so that an index per column is stored.
+
+    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X those behind the
+    compressed layers (GPTAQ, arXiv 2504.02692, equation 6). The weight without rounding that is best for it is known,
+    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant; so the sweep starts from V, where
+    GPTAQ adds up the same correction column by column and leaves out its part in columns already rounded.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
@@ -34,32 +39,43 @@ class GPTQ(QuantizingPass):
         default="none", description="the order of columns in the sweep"
     )
     damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    error: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric",
+        description="'asymmetric' aims at the output that the uncompressed model has, whose activations run alongside",
+    )
+    alpha: float = Field(
+        default=ALPHA, gt=0, le=1, description="error: asymmetric alone: how much of the way to aim, 1 is all of it"
+    )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
+        if self.error == "symmetric" and self.alpha != ALPHA:
+            raise ValueError("alpha has no meaning with error: symmetric; leave it out, or use error: asymmetric")
 
     @property
     def indexed(self) -> bool:
         return self.act_order == "group"
 
+    @property
+    def observer(self) -> type[Observer]:
+        return CrossGram if self.error == "asymmetric" else Gram
+
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
-        if seen.tokens == 0:
-            raise NumericError(f"{layer.name}: no calibration token reached this layer")
         order = None
         if self.act_order != "none":
             order = seen.hessian.diagonal().argsort(descending=True, stable=True)
-        factor, damping, dead = seen.factor(self.damping, order)
-        if damping != self.damping:
-            layer.note("fallback", "damping raised until the Hessian was positive definite", damping=damping)
-        if dead:
-            layer.note("note", "input channels that were always zero are rounded to nearest", channels=dead)
+        factor = seen.factor_of(layer.name, layer.note, self.damping, order)
         weight, mask = weight.float(), layer.mask
+        if isinstance(seen, CrossGram):
+            # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
+            weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
         shared = share(weight, self.grid, self.group_size, layer.peak)
         scale = zero = None
         if self.act_order == "static" or not isinstance(self.group_size, int):
-            scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage, shared)
+            masked = weight if mask is None else weight * mask
+            scale, zero = fit(masked, self.grid, self.group_size, self.symmetric, self.scale, layer.storage, shared)
         if order is not None:
             weight, mask = weight[:, order], None if mask is None else mask[:, order]
         if self.indexed:  # the groups are those of the new order

@@ -26,7 +26,8 @@ from compress.model.probing import relative_error
 from compress.numerics.codes import Codes, vanished
 from compress.stream.capture import Call, Captured, Surroundings, check_hidden
 from compress.stream.lockstep import lockstep
-from compress.stream.observers import Nothing, Observer, Sample
+from compress.stream.observers import CrossGram, Nothing, Observer, Sample
+from compress.stream.reference import Reference, twin
 from compress.stream.store import ActivationStore
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
@@ -48,9 +49,13 @@ class LayerResult:
 
 @dataclass
 class SweepState:
-    """Where the sweep stands between two blocks: the activations of every batch, and those of the probe."""
+    """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
+
+    reference: the activations in the uncompressed model, only where a pass needs them.
+    """
 
     hidden: ActivationStore
+    reference: ActivationStore | None
     calls: list[list[Call]]
     probe: Tensor
     probe_calls: list[Call]
@@ -90,13 +95,15 @@ class Sweep:
             with self.run.phase("capture"):
                 state = self._capture()
             for block in self.opened.blocks:
+                original = None if state.reference is None else twin(self._bring(block))
                 if restore(block):
                     with self.run.phase("restore"):
                         self._progress(block, "restored")
                         self._propagate(block, state)
+                        if original is not None:
+                            state.reference = self._forward_reference(original, block, state)
                 else:
-                    self.opened.weights.bring(block)
-                    round_to_storage(block.module, self.run)
+                    self._bring(block)
                     done(block, self._work(block, state))
                 state.probe = state.probe_calls[block.index].run(block.module, state.probe)
                 check_hidden(state.probe, block)
@@ -105,22 +112,44 @@ class Sweep:
 
     def _capture(self) -> SweepState:
         probe = self.surroundings.capture(self.probe)
-        state = SweepState(ActivationStore(self.store_bytes), [], probe.hidden, probe.calls)
+        compared = any(isinstance(step, LayerPass) and step.needs_reference for _, step, _ in self.steps)
+        reference = ActivationStore(self.store_bytes) if compared else None
+        state = SweepState(ActivationStore(self.store_bytes), reference, [], probe.hidden, probe.calls)
         for ids in self.batches:
             captured: Captured = self.surroundings.capture(ids)
             state.hidden.append(captured.hidden)
+            if state.reference is not None:
+                state.reference.append(captured.hidden)
             state.calls.append(captured.calls)
         return state
+
+    def _bring(self, block: Block) -> nn.Module:
+        """The block with its weights, as they would be stored."""
+        self.opened.weights.bring(block)
+        round_to_storage(block.module, self.run)
+        return block.module
+
+    def _forward_reference(self, original: nn.Module, block: Block, state: SweepState) -> ActivationStore:
+        """The uncompressed model's activations behind a block."""
+        behind = ActivationStore(self.store_bytes)
+        assert state.reference is not None
+        for i, hidden in enumerate(state.reference):
+            behind.append(state.calls[i][block.index].run(original, hidden))
+        return behind
 
     def _work(self, block: Block, state: SweepState) -> list[LayerResult]:
         """Every pass on one block; leaves its outputs in the state."""
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
+        behind: ActivationStore | None = None  # the uncompressed model's activations behind this block
         for label, step, names in self.steps:
             inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
                 continue
             self._progress(block, label)
+            compared = isinstance(step, LayerPass) and step.needs_reference
+            if state.reference is not None and behind is None and not compared:
+                behind = self._forward_reference(block.module, block, state)  # before anything is changed
             with self.run.phase(label):
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
@@ -129,9 +158,13 @@ class Sweep:
                     step.solve_block(block.module, inputs, self._noter(label, block.name))
                     round_to_storage(block.module, self.run)
                 else:
-                    results += _LayerWork(self, block, state, label, step, inside)(is_last)
+                    work = _LayerWork(self, block, state, label, step, inside)
+                    results += work(is_last)
                     current = is_last
+                    behind = work.behind if behind is None else behind
         current &= not self._absorb(block)
+        if state.reference is not None:
+            state.reference = self._forward_reference(block.module, block, state) if behind is None else behind
         if not current:
             with self.run.phase("propagate"):
                 self._propagate(block, state)
@@ -267,7 +300,7 @@ class _LayerWork:
         self.samples: dict[str, Sample] = {}
         for members in self.stages:
             width = self.layers[members[0]].shape[1]
-            observer, sample = step.observes(width, sweep.opened.device), Sample()
+            observer, sample = step.observer(width, sweep.opened.device), Sample()
             self.seen |= dict.fromkeys(members, observer)
             self.samples |= dict.fromkeys(members, sample)
             for name in members:
@@ -275,12 +308,25 @@ class _LayerWork:
                 if watch is not None:
                     self.inputs[name] = watch(width, sweep.opened.device)
         self.results: list[LayerResult] = []
+        self.reference: Reference | None = None
+        self.behind: ActivationStore | None = None
+        if step.needs_reference:
+            original = twin(block.module)
+            tokens = [ids.numel() for ids in sweep.batches]
+            assert state.reference is not None
+            self.reference = Reference(original, self.stages, self._forwards(original, state.reference), tokens)
+
+    def _forwards(self, module: nn.Module, inputs: ActivationStore) -> list[Callable[[], Tensor]]:
+        calls, index = self.state.calls, self.block.index
+        return [lambda i=i: calls[i][index].run(module, inputs[i]) for i in range(len(inputs))]
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
         """Run; with keep_outputs the state's activations become the compressed block's outputs."""
-        index, module, hidden = self.block.index, self.block.module, self.state.hidden
+        module, hidden = self.block.module, self.state.hidden
         sequential = self.step.true_sequential
-        forwards = [lambda i=i: self.state.calls[i][index].run(module, hidden[i]) for i in range(len(hidden))]
+        forwards = self._forwards(module, hidden)
+        if self.reference is not None:
+            forwards = [self.reference.beside(i, forward) for i, forward in enumerate(forwards)]
         # Without true_sequential all layers see the block as it was: they form one stage that is solved at the end.
         solve = self._solve_stage if sequential else lambda stage: None
         stages = self.stages if sequential else [[name] for members in self.stages for name in members[:1]]
@@ -294,12 +340,21 @@ class _LayerWork:
                 hidden[i] = output
         elif keep_outputs:
             self.sweep._propagate(self.block, self.state)
+        if self.reference is not None:
+            self.behind = ActivationStore(self.sweep.store_bytes)
+            for i in range(len(hidden)):
+                self.behind.append(self.reference.output(i))
         return self.results
 
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:
         self.samples[name].update(rows)
-        rows = self.layers[name].transform(rows)
-        self.seen[name].update(rows)
+        observer, transform = self.seen[name], self.layers[name].transform
+        if self.reference is not None and isinstance(observer, CrossGram):
+            reference = self.reference.rows(stage, f"{self.block.name}.{name}", rows)
+            observer.compare(transform(rows), transform(reference))
+        else:
+            observer.update(transform(rows))
+        rows = transform(rows)
         for member in self.stages[stage]:
             if member in self.inputs:
                 self.inputs[member].update(rows)

@@ -1,0 +1,86 @@
+"""OBQ: round next, in every row, the weight that costs least, and let the others make up for it (Frantar 2022b)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.contract import Layer, QuantizingPass
+from compress.errors import TargetError
+from compress.numerics.codes import Codes, GroupSize, fit, spread, store
+from compress.numerics.grids import Grid, IntGrid
+from compress.numerics.obs import greedy
+from compress.stream.observers import Gram, Observer
+
+DAMPING = 0.01  # as GPTQ, section 3.3; OBQ's own code uses the same share of the mean diagonal
+NUMBERS_PER_SECOND = 1e8  # what one core works off, to say how long a layer will take
+MARGIN = 1e-3  # of half a step, so that a weight between two values is not taken for one beyond them
+HOURS = 2.0  # default of `limit`
+
+
+class OBQ(QuantizingPass):
+    """Minimize ||W X - Q X||^2 greedily over single weights; what GPTQ approximates, for small layers.
+
+    Scales are fixed beforehand. Weights that the others have pushed off the grid go first (Frantar 2022b, section 5).
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2208.11580"
+    observes: ClassVar[type[Observer]] = Gram
+
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    limit: float = Field(default=HOURS, gt=0, description="hours that one layer may take by estimate; beyond: an error")
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
+        self._check_size(weight, layer)
+        upper = seen.factor_of(layer.name, layer.note, self.damping).double()
+        weight = weight.float() if layer.mask is None else weight.float() * layer.mask
+        scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
+        nearest = _Nearest(self.grid, weight.shape, scale, zero, self.group_size, layer.mask)
+        found = greedy(weight.double(), upper.T @ upper, nearest, nearest.urgency).float()
+        codes = store(nearest.encode(found, slice(None)), self.grid)
+        return Codes(codes, scale, zero, self.grid, self.group_size)
+
+    def _check_size(self, weight: Tensor, layer: Layer) -> None:
+        rows, width = weight.shape
+        hours = rows * width**3 / NUMBERS_PER_SECOND / 3600
+        if hours > self.limit:
+            raise TargetError(
+                f"{layer.name}: {rows} x {width} is too large for obq, it would take about {hours:.3g} hours; "
+                f"use gptq, leave the layer out (ignore), or raise limit (now {self.limit:g})"
+            )
+
+
+class _Nearest:
+    """The nearest values of the grid at scales that stay; weights outside of the mask are zero."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        shape: torch.Size,
+        scale: Float[Tensor, "out groups"],
+        zero: Float[Tensor, "out groups"] | None,
+        group_size: GroupSize,
+        mask: Bool[Tensor, "out in"] | None,
+    ) -> None:
+        self.grid, self.mask = grid, mask
+        self.scale = spread(scale, shape[1], group_size).expand(shape)
+        self.zero = None if zero is None else spread(zero, shape[1], group_size).expand(shape)
+
+    def encode(self, values: Float[Tensor, "rows in"], rows: slice) -> Float[Tensor, "rows in"]:
+        values = values.float() if self.mask is None else values.float() * self.mask[rows]
+        return self.grid.encode(values, self.scale[rows], None if self.zero is None else self.zero[rows])
+
+    def __call__(self, values: Float[Tensor, "rows in"], rows: slice) -> Float[Tensor, "rows in"]:
+        zero = None if self.zero is None else self.zero[rows]
+        return self.grid.decode(self.encode(values, rows), self.scale[rows], zero).to(values.dtype)
+
+    def urgency(self, values: Tensor, rounded: Tensor, rows: slice) -> Float[Tensor, "rows in"]:
+        """2 for what is pruned, 1 for what is further from the grid of integers than half a step, otherwise 0."""
+        urgent = torch.zeros_like(values)
+        if isinstance(self.grid, IntGrid):
+            urgent += (values - rounded).abs() > self.scale[rows] / 2 * (1 + MARGIN)
+        return urgent if self.mask is None else urgent.masked_fill_(~self.mask[rows], 2)

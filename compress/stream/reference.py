@@ -1,0 +1,91 @@
+"""The uncompressed model beside the compressed one: the same batches, stopped at the same linears.
+
+A pass with `needs_reference` compares the inputs X of a layer, which come through compressed layers, with the inputs
+X~ that the uncompressed model gives it (GPTAQ, Li 2025, section 3.1). Nothing here runs for other passes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import greenlet
+from torch import Tensor, nn
+
+from compress.errors import TargetError
+
+
+def twin(block: nn.Module) -> nn.Module:
+    """A copy that shares all tensors: weights that are replaced in the block afterwards stay in the copy."""
+    return copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
+
+
+class Reference:
+    """Forward passes of the block as it was, one per batch, each going on only when its rows are asked for.
+
+    block: a `twin`. stages: names (inside the block) of the linears of each stage. forwards: one per batch, through
+    `block`; what they return is the batch's output. tokens: how many tokens each batch has.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        stages: Sequence[Sequence[str]],
+        forwards: Sequence[Callable[[], Tensor]],
+        tokens: Sequence[int],
+    ) -> None:
+        self._tokens = tokens
+        self._batches = [greenlet.greenlet(forward) for forward in forwards]
+        self._outputs: dict[int, Tensor] = {}
+        self._index: dict[greenlet.greenlet, int] = {}
+        self._caller = greenlet.getcurrent()
+        for stage, names in enumerate(stages):
+            for name in names:
+                block.get_submodule(name).register_forward_pre_hook(self._hook(stage))
+
+    def _hook(self, stage: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self._caller.switch((stage, args[0].reshape(-1, args[0].shape[-1])))
+
+        return hook
+
+    def beside(self, index: int, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The forward pass of batch `index` through the compressed block, inside which `rows` knows its batch."""
+
+        def run() -> Tensor:
+            self._index[greenlet.getcurrent()] = index
+            return forward()
+
+        return run
+
+    def rows(self, stage: int, name: str, rows: Tensor) -> Tensor:
+        """What reaches a stage in the uncompressed model, [tokens, in], for the batch that `rows` are of.
+
+        Raises TargetError when the layer does not see every token of the batch, as rows then have no counterpart.
+        """
+        index = self._index[greenlet.getcurrent()]
+        tokens = self._tokens[index]
+        found = self._advance(index, stage) if rows.shape[0] == tokens else None
+        if found is None or found.shape != rows.shape:
+            raise TargetError(
+                f"{name}: sees {rows.shape[0]} of {tokens} tokens, so its inputs cannot be compared with those of the "
+                "uncompressed model; leave it out (ignore), or have the pass calibrate without it"
+            )
+        return found
+
+    def output(self, index: int) -> Tensor:
+        """The block's output for a batch; runs what is left of its forward pass."""
+        self._advance(index, None)
+        return self._outputs.pop(index)
+
+    def _advance(self, index: int, wanted: int | None) -> Tensor | None:
+        """Let a forward pass go on up to a stage (or to its end); the rows there, None when it does not come by."""
+        batch, self._caller = self._batches[index], greenlet.getcurrent()
+        while not batch.dead:
+            batch.parent = self._caller
+            reached = batch.switch()
+            if batch.dead:
+                self._outputs[index] = reached
+            elif reached[0] == wanted:
+                return reached[1]
+        return None

@@ -8,11 +8,12 @@ from pydantic import ValidationError
 
 from compress.errors import NumericError
 from compress.numerics.codes import fit, quantize, spread
-from compress.numerics.grids import GRIDS
+from compress.numerics.grids import GRIDS, Grid
+from compress.numerics.obs import sweep
 from compress.numerics.packed import PackedCodes
 from compress.passes import gptq
 from compress.passes.gptq import GPTQ
-from compress.stream.observers import Gram
+from compress.stream.observers import CrossGram, Gram
 
 WIDTH = 36
 ORDERS = ["none", "static", "group"]
@@ -269,3 +270,82 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 def test_only_act_order_group_needs_a_format_with_an_index():
     assert [GPTQ(act_order=order).spec.indexed for order in ORDERS] == [False, False, True]
+
+
+class Everything(Grid):
+    """Every number is on this grid: what is left is the target of the sweep."""
+
+    symmetric_only = True
+
+    def fit(self, low, high, symmetric, dtype):
+        return torch.ones_like(low), None
+
+    def encode(self, values, scale, zero):
+        return values
+
+    def decode(self, codes, scale, zero):
+        return codes
+
+
+def compared(rows, reference):
+    seen = CrossGram(rows.shape[1], torch.device("cpu"))
+    for part, wanted in zip(rows.split(70), reference.split(70), strict=True):
+        seen.compare(part, wanted)
+    return seen
+
+
+@pytest.mark.parametrize("order", ["none", "static"])
+def test_without_rounding_asymmetric_calibration_is_the_least_squares_fit(monkeypatch, layer_of, order):
+    monkeypatch.setitem(GRIDS, "everything", Everything("everything", 8))
+    swept = []
+    monkeypatch.setattr(gptq, "sweep", lambda *args: swept.append(sweep(*args)) or swept[-1])
+    reference, weight = correlated(), random(7, WIDTH, seed=3)
+    rows = reference + 0.3 * random(*reference.shape, seed=8)
+    pass_ = GPTQ(weights="everything", group_size="channel", act_order=order, error="asymmetric", damping=1e-7)
+    pass_.codes(weight, compared(rows, reference), layer_of())
+    found = swept[0]
+    if order == "static":
+        columns = rows.square().sum(0).argsort(descending=True, stable=True)
+        found = torch.empty_like(found).index_copy_(1, columns, found)
+    # the weight for which rows V^T is nearest to reference W^T
+    wanted = torch.linalg.lstsq(rows.double(), reference.double() @ weight.double().T).solution.T
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=2e-3)
+    assert (found - weight).norm() > 0.1 * weight.norm()  # and that is another one
+
+
+def test_asymmetric_calibration_brings_the_output_nearer_to_the_uncompressed_one(layer_of):
+    for seed in range(5):
+        reference, weight = correlated(seed=seed), random(16, WIDTH, seed=seed)
+        rows = reference + 0.3 * random(*reference.shape, seed=seed + 20)
+        found = {
+            kind: GPTQ(weights="int4", group_size=12, error=kind).codes(weight, compared(rows, reference), layer_of())
+            if kind == "asymmetric"
+            else GPTQ(weights="int4", group_size=12).codes(weight, seen_of(rows), layer_of())
+            for kind in ("symmetric", "asymmetric")
+        }
+        away = {kind: (rows @ codes.dense().T - reference @ weight.T).norm() for kind, codes in found.items()}
+        assert away["asymmetric"] < away["symmetric"]
+
+
+def test_where_the_inputs_are_those_of_the_uncompressed_model_both_are_the_same(layer_of):
+    rows, weight = correlated(), random(7, WIDTH, seed=3)
+    found = GPTQ(group_size=12, error="asymmetric").codes(weight, compared(rows, rows), layer_of())
+    plain = Gram(WIDTH, torch.device("cpu"))
+    for part in rows.split(70):
+        plain.update(part)
+    assert torch.equal(found.codes, GPTQ(group_size=12).codes(weight, plain, layer_of()).codes)
+
+
+def test_asymmetric_calibration_keeps_the_mask(layer_of):
+    reference, weight, mask = correlated(), random(6, WIDTH, seed=1), random(6, WIDTH, seed=2) > 0
+    seen = compared(reference + 0.3 * random(*reference.shape), reference)
+    for order in ORDERS:
+        found = GPTQ(group_size=12, act_order=order, error="asymmetric").codes(weight * mask, seen, layer_of(mask))
+        assert (found.dense()[~mask] == 0).all()
+
+
+def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
+    assert not GPTQ().needs_reference
+    assert GPTQ(error="asymmetric").needs_reference
+    with pytest.raises(ValidationError, match="alpha has no meaning with error: symmetric"):
+        GPTQ(alpha=0.5)

@@ -1,0 +1,105 @@
+"""HQQ: scales and zero points that leave most weights nearly exact, found without data (Badri & Shaji 2023)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.contract import Layer, QuantizingPass
+from compress.numerics.codes import Codes, fit, grouped, spread, store
+from compress.numerics.grids import IntGrid
+from compress.stream.observers import Nothing
+
+
+class HQQ(QuantizingPass):
+    """Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1, by half-quadratic splitting.
+
+    W_e stands for the error W - Q(W). The half steps are a generalized soft threshold for W_e, and the least-squares
+    zero point (and scale) for W - W_e, beta growing by kappa each time. A group is left alone as soon as its mean
+    error no longer falls. Zero points are whole numbers, as layouts hold them: each step rounds its own, so that the
+    scale is found for the zero point that will be stored.
+    """
+
+    paper: ClassVar[str] = "https://mobiusml.github.io/hqq_blog/"
+
+    symmetric: bool = Field(default=False, description="no zero point; false adds one per scale (integer grids)")
+    norm: float = Field(default=0.7, gt=0, le=1, description="p of the norm; small ones leave few, large errors")
+    beta: float = Field(default=10.0, gt=0, description="how close W_e is held to the error at first")
+    kappa: float = Field(default=1.01, ge=1, description="factor on beta per iteration")
+    iterations: int = Field(default=20, ge=1, le=1000, description="at most so many per group")
+    optimize: Literal["zero", "scale", "both"] = Field(
+        default="both", description="what is found; the original finds the zero point alone"
+    )
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
+        weight = weight.float() if layer.mask is None else weight.float() * layer.mask
+        scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
+        kept = grouped(torch.ones_like(weight) if layer.mask is None else layer.mask.float(), self.group_size)
+        parts, shape = grouped(weight, self.group_size), scale.shape
+        flat_zero = None if zero is None else zero.reshape(-1, 1)
+        scale, zero = self._refine(
+            parts.flatten(0, 1), kept.flatten(0, 1), scale.reshape(-1, 1), flat_zero, layer.storage
+        )
+        scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
+        width = weight.shape[1]
+        spread_zero = None if zero is None else spread(zero, width, self.group_size)
+        codes = self.grid.encode(weight, spread(scale, width, self.group_size), spread_zero)
+        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size)
+
+    def _refine(
+        self,
+        parts: Float[Tensor, "groups size"],
+        kept: Float[Tensor, "groups size"],
+        scale: Float[Tensor, "groups 1"],
+        zero: Float[Tensor, "groups 1"] | None,
+        storage: torch.dtype,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The best scale and zero point of every group; kept: 0 where a weight is pruned or only fills up a group."""
+        best_scale, best_zero = scale.clone(), None if zero is None else zero.clone()
+        best = torch.full_like(scale, torch.inf)
+        live = torch.arange(parts.shape[0], device=parts.device)
+        beta = self.beta
+        for _ in range(self.iterations):
+            codes = self.grid.encode(parts, scale, zero)
+            error = parts - self.grid.decode(codes, scale, zero)
+            total = error.abs().mul_(kept).sum(1, keepdim=True)
+            falls = (total < best)[:, 0].nonzero()[:, 0]
+            if not len(falls):
+                break
+            live, best = live[falls], total[falls]
+            parts, kept, codes, error, scale = (t[falls] for t in (parts, kept, codes, error, scale))
+            best_scale[live] = scale
+            if zero is not None and best_zero is not None:
+                zero = zero[falls]
+                best_zero[live] = zero
+            scale, zero = self._step(parts - shrink(error, beta, self.norm), kept, codes, scale, zero, storage)
+            beta *= self.kappa
+        return best_scale, best_zero
+
+    def _step(
+        self, target: Tensor, kept: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, storage: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Least squares for (codes - zero) scale = target: the scale given the zero point, then the zero point."""
+        if self.optimize != "zero" or zero is None:
+            levels = self.grid.decode(codes, torch.ones_like(scale), zero).mul_(kept)
+            # s = <target, levels> / <levels, levels>
+            found = (target * levels).sum(1, keepdim=True) / levels.square().sum(1, keepdim=True)
+            found = found.to(storage).to(scale.dtype)
+            scale = torch.where((found > 0) & found.isfinite(), found, scale)
+        if self.optimize != "scale" and zero is not None:
+            assert isinstance(self.grid, IntGrid)
+            # z = mean(codes - target / s)
+            count = kept.sum(1, keepdim=True).clamp_(min=1)
+            found = ((codes - target / scale) * kept).sum(1, keepdim=True) / count
+            zero = found.round_().clamp_(self.grid.lowest, self.grid.highest)
+        return scale, zero
+
+
+def shrink(error: Tensor, beta: float, norm: float) -> Tensor:
+    """Generalized soft threshold, sign(e) max(0, |e| - |e|^(p-1) / beta): the proximal step of the l_p norm."""
+    size = error.abs()
+    return torch.relu_(size - size.pow(norm - 1) / beta) * error.sign()

@@ -1,0 +1,111 @@
+"""HQQ: never worse than its start, exact where a weight lies on a grid, whole zero points, the mask kept."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS
+from compress.passes.hqq import HQQ, shrink
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(found, weight, size=16):
+    return (found.dense() - weight).abs().reshape(weight.shape[0], -1, size).sum(-1)
+
+
+def test_the_soft_threshold_by_hand():
+    # p = 1 is the usual soft threshold; p = 0.5: |e| - |e|^(-1/2) / beta
+    torch.testing.assert_close(shrink(torch.tensor([3.0, -0.4, 0.0]), 2.0, 1.0), torch.tensor([2.5, -0.0, 0.0]))
+    torch.testing.assert_close(shrink(torch.tensor([4.0, -0.25]), 1.0, 0.5), torch.tensor([3.5, -0.0]))
+
+
+@pytest.mark.parametrize("weights", ["int2", "int3", "int4", "int8"])
+@pytest.mark.parametrize("optimize", ["zero", "scale", "both"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_no_group_is_worse_than_rounding_to_nearest(layer_of, weights, optimize, symmetric):
+    weight = random(8, 64) + 0.3
+    options = {"weights": weights, "group_size": 16, "symmetric": symmetric, "optimize": optimize}
+    found = HQQ(**options).codes(weight, None, layer_of())
+    nearest = quantize(weight, GRIDS[weights], 16, symmetric)
+    assert (error(found, weight) <= error(nearest, weight) * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("weights", ["int3", "int4", "nf4", "fp4_e2m1"])
+def test_on_the_whole_it_is_better(layer_of, weights):
+    weight = random(32, 256)
+    symmetric = weights in ("nf4", "fp4_e2m1")
+    found = HQQ(weights=weights, group_size=32, symmetric=symmetric).codes(weight, None, layer_of())
+    nearest = quantize(weight, GRIDS[weights], 32, symmetric)
+    assert (found.dense() - weight).norm() < 0.98 * (nearest.dense() - weight).norm()
+
+
+def test_a_weight_that_lies_on_a_grid_is_found_exactly(layer_of):
+    # Steps of 0.25, an outlier between two of them: the range is not a whole number of steps.
+    codes = torch.randint(-8, 8, (16, 32), generator=torch.Generator().manual_seed(0))
+    codes[:, 0], codes[:, 1] = -8, 7
+    weight = (codes + 3) * 0.25
+    weight[:, 1] += 0.06
+    found = HQQ(weights="int4", group_size=32).codes(weight, None, layer_of())
+    nearest = quantize(weight, GRIDS["int4"], 32, symmetric=False)
+    rest = torch.arange(32) != 1
+    assert (found.dense() - weight)[:, rest].abs().mean() < 0.3 * (nearest.dense() - weight)[:, rest].abs().mean()
+
+
+def test_zero_points_are_whole_numbers_that_codes_can_have(layer_of):
+    found = HQQ(weights="int3", group_size=16).codes(random(8, 64) + 2, None, layer_of())
+    assert torch.equal(found.zero, found.zero.round())
+    assert found.zero.min() >= -4 and found.zero.max() <= 3
+
+
+def test_the_original_form_leaves_the_scale_alone(layer_of):
+    weight = random(8, 64) + 0.3
+    found = HQQ(weights="int3", group_size=16, optimize="zero").codes(weight, None, layer_of())
+    assert torch.equal(found.scale, quantize(weight, GRIDS["int3"], 16, False).scale)
+
+
+@pytest.mark.parametrize("group_size", [16, 24, "channel", "tensor"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_masked_weights_stay_exactly_zero_and_do_not_count(layer_of, group_size, symmetric):
+    weight, mask = random(8, 64), random(8, 64, seed=1) > 0
+    hqq = HQQ(weights="int3", group_size=group_size, symmetric=symmetric)
+    found = hqq.codes(weight, None, layer_of(mask))
+    assert (found.dense()[~mask] == 0).all()
+    assert torch.equal(found.codes, hqq.codes(weight * mask, None, layer_of(mask)).codes)
+
+
+def test_a_short_last_group_is_that_of_its_columns_alone(layer_of):
+    weight = random(8, 40) + 0.2
+    whole = HQQ(weights="int4", group_size=32).codes(weight, None, layer_of())
+    last = HQQ(weights="int4", group_size="channel").codes(weight[:, 32:], None, layer_of())
+    assert torch.equal(whole.codes[:, 32:], last.codes)
+    torch.testing.assert_close(whole.scale[:, 1:], last.scale)
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
+def test_scales_are_in_the_storage_dtype(layer_of, storage):
+    found = HQQ(group_size=16).codes(random(8, 64), None, layer_of(storage=storage))
+    assert torch.equal(found.scale.to(storage).float(), found.scale)
+
+
+def test_a_weight_of_zeros_stays_so(layer_of):
+    assert (HQQ(group_size=16).codes(torch.zeros(2, 32), None, layer_of()).dense() == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": 0}, "greater than 0"),
+        ({"norm": 1.5}, "less than or equal to 1"),
+        ({"beta": 0}, "greater than 0"),
+        ({"kappa": 0.9}, "greater than or equal to 1"),
+        ({"iterations": 0}, "greater than or equal to 1"),
+        ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
+    ],
+)
+def test_a_wrong_option_says_what_is_right(options, message):
+    with pytest.raises(ValidationError, match=message):
+        HQQ(**options)

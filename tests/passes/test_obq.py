@@ -1,0 +1,124 @@
+"""OBQ: the exact greedy order; with the columns' order it is GPTQ, and in its own order it has less error."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from compress.errors import NumericError, TargetError
+from compress.numerics import obs
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS
+from compress.passes.gptq import GPTQ
+from compress.passes.obq import OBQ
+from compress.stream.observers import Gram
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def problem(rows=6, width=24, seed=0):
+    """(weight, inputs, what Gram saw of them), the inputs correlated."""
+    mixed = random(300, width, seed=seed) @ random(width, width, seed=seed + 1) / width**0.5
+    inputs = mixed + random(300, 1, seed=seed + 2)
+    seen = Gram(width, torch.device("cpu"))
+    seen.update(inputs)
+    return random(rows, width, seed=seed + 3), inputs, seen
+
+
+def error(found, weight, inputs):
+    return float(((found.dense() - weight) @ inputs.T).norm())
+
+
+def test_in_the_order_of_columns_it_is_gptq(layer_of):
+    weight, _, seen = problem()
+    factor, _, _ = seen.factor(0.01)
+    scale = quantize(weight, GRIDS["int3"], "channel").scale
+
+    def round_to(values, rows):
+        return GRIDS["int3"].decode(GRIDS["int3"].encode(values.float(), scale[rows], None), scale[rows], None).double()
+
+    found = obs.greedy(
+        weight.double(), factor.double().T @ factor.double(), round_to,
+        urgency=lambda values, rounded, rows: torch.arange(values.shape[1], 0, -1.0).expand_as(values),
+    )  # fmt: skip
+    swept = GPTQ(weights="int3", group_size="channel").codes(weight, seen, layer_of())
+    torch.testing.assert_close(found.float(), swept.dense())
+
+
+def test_the_first_weight_is_the_cheapest_and_the_rest_is_made_up_for_exactly():
+    weight, inputs, _ = problem(rows=1, width=5)
+    hessian = inputs.double().T @ inputs.double()
+    inverse, seen = torch.linalg.inv(hessian), []
+
+    def round_to(values, rows):
+        seen.append(values.clone())
+        return values.round()
+
+    found = obs.greedy(weight.double(), inverse, round_to)
+    first = int(((weight.double().round() - weight) ** 2 / inverse.diagonal()).argmin())
+    assert found[0, first] == weight[0, first].round()
+    rest = [i for i in range(5) if i != first]
+    moved = torch.linalg.solve(hessian[rest][:, rest], hessian[rest, first] * (weight[0, first] - found[0, first]))
+    torch.testing.assert_close(seen[1][0, rest], weight[0, rest].double() + moved)
+
+
+@pytest.mark.parametrize(("weights", "symmetric"), [("int2", True), ("int3", False), ("int4", True)])
+def test_its_error_is_mostly_below_that_of_gptq(layer_of, weights, symmetric):
+    ratios = []
+    for seed in range(4):
+        weight, inputs, seen = problem(rows=16, width=48, seed=10 * seed)
+        options = {"weights": weights, "group_size": 24, "symmetric": symmetric}
+        greedy = OBQ(**options).codes(weight, seen, layer_of())
+        swept = GPTQ(act_order="static", **options).codes(weight, seen, layer_of())
+        ratios.append(error(greedy, weight, inputs) / error(swept, weight, inputs))
+    assert sum(ratios) / 4 < 1 and sum(ratio < 1 for ratio in ratios) >= 3
+
+
+def test_every_kind_of_grid_is_rounded_to(layer_of):
+    weight, inputs, seen = problem()
+    found = OBQ(weights="fp8_e4m3", group_size=12).codes(weight, seen, layer_of())
+    assert error(found, weight, inputs) < error(quantize(weight, GRIDS["fp8_e4m3"], 12), weight, inputs)
+
+
+def test_chunks_of_rows_leave_no_trace(layer_of, monkeypatch):
+    weight, _, seen = problem(rows=7)
+    whole = OBQ(group_size=12, symmetric=False).codes(weight, seen, layer_of())
+    monkeypatch.setattr(obs, "CHUNK", 2 * 24 * 24)
+    parts = OBQ(group_size=12, symmetric=False).codes(weight, seen, layer_of())
+    assert torch.equal(whole.codes, parts.codes)
+
+
+def test_with_independent_inputs_it_is_rounding_to_nearest(layer_of):
+    seen = Gram(24, torch.device("cpu"))
+    seen.update(torch.eye(24))
+    weight = random(5, 24)
+    found = OBQ(group_size=8, scale="mse").codes(weight, seen, layer_of())
+    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 8, search="mse").codes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_masked_weights_stay_exactly_zero_and_take_nothing(layer_of, symmetric):
+    weight, inputs, seen = problem()
+    mask = random(6, 24, seed=9) > 0
+    found = OBQ(weights="int3", group_size=12, symmetric=symmetric).codes(weight, seen, layer_of(mask))
+    assert (found.dense()[~mask] == 0).all()
+    nearest = quantize(weight, GRIDS["int3"], 12, symmetric, mask=mask)
+    assert error(found, weight * mask, inputs) < error(nearest, weight * mask, inputs)
+
+
+def test_a_large_layer_is_refused_with_its_size_and_the_time(layer_of):
+    weight, _, seen = problem()
+    with pytest.raises(TargetError, match=r"up_proj: 6 x 24 is too large for obq.*use gptq.*limit \(now 1e-09\)"):
+        OBQ(group_size=12, limit=1e-9).codes(weight, seen, layer_of())
+
+
+def test_no_token_is_an_error_that_names_the_layer(layer_of):
+    with pytest.raises(NumericError, match=r"model.layers.0.mlp.up_proj: no calibration token"):
+        OBQ().codes(random(5, 24), Gram(24, torch.device("cpu")), layer_of())
+
+
+@pytest.mark.parametrize("options", [{"damping": 0}, {"limit": 0}, {"symmetric": False, "weights": "nf4"}])
+def test_wrong_options(options):
+    with pytest.raises(ValidationError):
+        OBQ(**options)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -11,22 +11,26 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.contract import BlockInputs, BlockPass
-from compress.model.links import Group, Link, fold
-from compress.model.packed import CompressedLinear, linears, round_tokens
+from compress.model.links import Group, fold
+from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
+from compress.numerics.inputs import InputRounding
 from compress.stream.observers import InputAbsMax, Sample
 from compress.types import Fact, Note
 
 SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
+Share = Callable[[Tensor], Tensor]
+"""A scale made equal on columns that come from one channel."""
 SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept above this
 
 
 class SmoothQuant(BlockPass):
     """Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
 
-    The division is folded into what writes the input: a norm, or a linear that is linked to it. Linears that nothing
-    is linked to are left alone. Each fold is proved in float32, and undone when it changes the block's output.
+    The division is folded into what writes the input: a norm, or a linear that is linked to it. Each fold is proved in
+    float32, and undone when it changes the block's output. Linears that nothing is linked to are left alone, or, with
+    unlinked: scale, divide their inputs when they run (such a scale is stored by format native).
 
     alpha: search takes, for each link, the alpha of SEARCHED (and no smoothing at all) with the least error of the
     readers' outputs when weights are rounded to int8 per row and inputs to int8 per token, on a few hundred tokens.
@@ -39,42 +43,63 @@ class SmoothQuant(BlockPass):
         default=0.5, description="how much of the difficulty moves to the weights; 'search': what is best for each link"
     )
 
+    unlinked: Literal["leave", "scale"] = Field(
+        default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
+    )
+
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         seen = inputs.observe(InputAbsMax if self.alpha != "search" else InputSample)
         linked = {name for link in inputs.links for name in link.readers}
         for group in inputs.groups:
             if not linked & set(group.linears):
-                where = ", ".join(group.linears)
-                note("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
+                self._unlinked(block, group, seen[group], note)
         for link in inputs.links:
-            where = ", ".join(link.readers)
             groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
-            observed = [seen[group] for group in groups]
-            if not any(found.tokens for found in observed):
-                note("fallback", f"{where}: no calibration token reached them, so nothing is smoothed")
+            scale = self._scale(block, link.readers, {group: seen[group] for group in groups}, link.share, note)
+            if scale is None:
                 continue
-            absmax = torch.stack([found.absmax for found in observed]).amax(0)
-            ranges = link.share(absmax), link.share(weight_absmax(block, link))
-            if isinstance(self.alpha, float):
-                scale = link.share(smoothing(*ranges, self.alpha))
-            else:
-                scale = self.search(block, link, ranges, dict(zip(groups, observed, strict=True)), note)
             done = fold(block, link, scale, inputs.probe)
             if not done.kept:
+                where = ", ".join(link.readers)
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
                 note("fallback", message, relative_error=done.error)
+
+    def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, note: Note) -> None:
+        """A group that nothing is linked to."""
+        if self.unlinked == "leave":
+            where = ", ".join(group.linears)
+            note("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
+            return
+        scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, note)
+        if scale is not None:
+            for name in group.linears:
+                replace_linear(block, name).rescale_input(scale)
+
+    def _scale(
+        self, block: nn.Module, readers: Sequence[str], seen: Mapping[Group, Any], share: Share, note: Note
+    ) -> Float[Tensor, " in"] | None:
+        """The scale of the readers' input; None, and a journal entry, where no token came by."""
+        if not any(found.tokens for found in seen.values()):
+            note("fallback", f"{', '.join(readers)}: no calibration token reached them, so nothing is smoothed")
+            return None
+        absmax = torch.stack([found.absmax for found in seen.values()]).amax(0)
+        ranges = share(absmax), share(weight_absmax(block, readers))
+        if isinstance(self.alpha, float):
+            return share(smoothing(*ranges, self.alpha))
+        return self.search(block, readers, ranges, seen, share, note)
 
     def search(
         self,
         block: nn.Module,
-        link: Link,
+        readers: Sequence[str],
         ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]],
         seen: Mapping[Group, InputSample],
+        share: Share,
         note: Note,
     ) -> Float[Tensor, " in"]:
         """The scale with the least error of the readers, rounded; ones where none is better than no smoothing."""
         trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
-        trials |= {alpha: link.share(smoothing(*ranges, alpha)) for alpha in SEARCHED}
+        trials |= {alpha: share(smoothing(*ranges, alpha)) for alpha in SEARCHED}
         errors = dict.fromkeys(trials, 0.0)
         for group, found in seen.items():
             rows = found.rows
@@ -87,7 +112,7 @@ class SmoothQuant(BlockPass):
                     errors[alpha] += rounded_error(rows, weight, scale, wanted)
         best = min(errors, key=lambda alpha: errors[alpha])
         figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
-        note("note", f"{', '.join(link.readers)}: the best of {len(trials)} scales", **figures)
+        note("note", f"{', '.join(readers)}: the best of {len(trials)} scales", **figures)
         return trials[best]
 
 
@@ -122,12 +147,12 @@ def rounded_error(
 ) -> float:
     """||Q(X / s) Q(W s)^T - X W^T||^2 / ||X W^T||^2 with int8 per token and per row (W8A8)."""
     grid = GRIDS["int8"]
-    found = round_tokens(rows / scale, grid) @ quantize(weight * scale, grid, "channel").dense().T
+    found = InputRounding(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
     return float((found - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
 
 
-def weight_absmax(block: nn.Module, link: Link) -> Float[Tensor, " in"]:
-    """The largest magnitude in each input column over all linears that read a link, in float32."""
+def weight_absmax(block: nn.Module, readers: Sequence[str]) -> Float[Tensor, " in"]:
+    """The largest magnitude in each input column over all linears among the readers, in float32."""
     named = linears(block)
-    weights = [CompressedLinear.of(named[name]).weight for name in link.readers if name in named]
+    weights = [CompressedLinear.of(named[name]).weight for name in readers if name in named]
     return torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)

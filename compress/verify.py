@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
+from compress.memory import available_bytes
 from compress.model.experts import Experts, open_experts
 from compress.model.load import load
 from compress.model.packed import CompressedLinear
@@ -27,6 +28,7 @@ from compress.recipe import Recipe
 from compress.types import dtype_name
 
 TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
+MB = 1e6
 ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are compared bit for bit after that rounding
 
 
@@ -50,7 +52,7 @@ def verify(
     reference: Mapping[str, Tensor],
     run: Run,
 ) -> tuple[Verified, PreTrainedModel]:
-    """Reload by compress.load and, where possible, by plain transformers.
+    """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
 
     digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
 
@@ -59,11 +61,10 @@ def verify(
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
         layer = model.get_submodule(name)
-        packed = layer.packed if isinstance(layer, CompressedLinear) else None
-        if packed is None or packed.sha256() != digest:
+        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
     own = _compare("compress.load", model, reference, run.device, folder)
-    skipped = _no_reader(recipe, model, dtype)
+    skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
@@ -185,6 +186,19 @@ def _readable_experts(layers: Sequence[CompressedLinear], schemes: int) -> bool:
     """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
     plain = all(layer.zero is None and layer.group_index is None and layer.activations is None for layer in layers)
     return schemes == 1 and plain and all(isinstance(p.grid, IntGrid) for layer in layers if (p := layer.packed))
+
+
+def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
+    """Why the checkpoint cannot be loaded by transformers, which multiplies all weights out; None when it fits."""
+    layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
+    inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
+    rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
+    weights = sum(rest.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    needed = weights * dtype.itemsize + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = available_bytes(device)
+    if needed <= free:
+        return None
+    return f"the dense model with its checkpoint takes {needed / MB:.0f} MB of memory, {free / MB:.0f} MB are available"
 
 
 def _transformers_model(

@@ -83,15 +83,16 @@ def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
         raise OutputError(f"{folder}: is a file; name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if all(child.name == WORK for child in folder.iterdir()):
-            return Manifest(folder, wanted)  # empty, or nothing was finished: there is nothing to lose
+        nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or nothing was finished
     except OSError as error:
         raise OutputError(f"{folder}: cannot be made or read ({error.strerror}); name another folder") from error
-    if not path.exists():
-        raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
-    found = _read(path, folder)
+    found = _read(path, folder) if path.exists() else None
     if found is not None and found.fingerprint == wanted:
         return found
+    if nothing and found is None:
+        return Manifest(folder, wanted)
+    if not path.exists():
+        raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
     if not overwrite:
         raise OutputError(
             f"{folder}: holds another run (its recipe, model, calibration text or version differs); "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.context import device_of
-from compress.contract import BlockPass, LayerPass, ModelPass, Pass, QuantizingPass
+from compress.contract import BlockPass, LayerPass, ModelPass, Pass
 from compress.errors import TargetError
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
@@ -19,6 +19,7 @@ from compress.model.save import outside_tensors
 from compress.model.select import select
 from compress.numerics.packed import PackedCodes
 from compress.options import taken
+from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
 from compress.types import DTYPES, Fact
@@ -68,10 +69,10 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[
     for index, step in enumerate(passes):
         where = label(index, step)
         chosen = select(names, step.targets, step.ignore, where)
-        if isinstance(step, QuantizingPass):
+        if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
         _check_facts(step, chosen, facts, where)
-        if isinstance(step, QuantizingPass):
+        if isinstance(step, Quantizing):
             _check_schemes(step, chosen, opened, format_, where)
         for name in chosen:
             own = step.for_layer(name) if isinstance(step, LayerPass) else step
@@ -108,7 +109,7 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
 
 
-def _without_dense(step: QuantizingPass, names: Sequence[str], where: str) -> list[str]:
+def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:
     """The linears that no override leaves alone."""
     overridden = taken(step.overrides, names, where)
     chosen = [name for name in names if name not in overridden or not overridden[name].dense]
@@ -117,7 +118,7 @@ def _without_dense(step: QuantizingPass, names: Sequence[str], where: str) -> li
     return chosen
 
 
-def _check_schemes(step: QuantizingPass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
+def _check_schemes(step: Quantizing, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
     shapes = layer_shapes(opened)
     for name in names:
         width, own = shapes[name][1], step.for_layer(name)
@@ -132,7 +133,7 @@ def _check_schemes(step: QuantizingPass, names: Sequence[str], opened: OpenModel
             raise TargetError(f"{where}: {name}: {reason}")
 
 
-def _scheme(step: QuantizingPass, width: int) -> Scheme:
+def _scheme(step: Quantizing, width: int) -> Scheme:
     spec = step.spec
     return Scheme(
         spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
@@ -142,7 +143,7 @@ def _scheme(step: QuantizingPass, width: int) -> Scheme:
 
 def planned_scheme(steps: Sequence[tuple[str, Pass]], name: str, width: int) -> Scheme | None:
     """How the layer ends, as far as can be said before anything is computed; None: dense."""
-    quantizing = [own for _, step in steps if isinstance(step, QuantizingPass) and (own := step.for_layer(name))]
+    quantizing = [own for _, step in steps if isinstance(step, Quantizing) and (own := step.for_layer(name))]
     return _scheme(quantizing[-1], width) if quantizing else None
 
 

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import PASSES, Recipe, passes
-from compress.contract import BlockPass, LayerPass, ModelPass, Pass, PruningPass, QuantizingPass, Solution
+from compress.contract import BlockPass, LayerPass, ModelPass, Pass, Solution
 from compress.errors import CalibrationError, RecipeError, TargetError
 from compress.model.packed import CompressedLinear, linears, replace_linear
+from compress.pruning import PruningPass
+from compress.quantizing import Quantizing
 from compress.recipe import check_order
 from compress.stream.sweep import needs_data
 
@@ -145,7 +147,7 @@ def test_its_facts_are_told_consistently(key):
     step = chain_of(key)[-1]
     assert type(step).makes <= step.facts()
     assert not step.after & step.never_after
-    assert isinstance(step, QuantizingPass) <= ("quantized" in step.facts())
+    assert isinstance(step, Quantizing) <= ("quantized" in step.facts())
     assert isinstance(step, PruningPass) <= ("masked" in step.facts())
 
 
@@ -231,7 +233,7 @@ def test_what_was_pruned_before_stays_pruned(key, ids):
 
 
 def _with_zero_points(step: Pass) -> list[Pass]:
-    both = isinstance(step, QuantizingPass) and step.weights.startswith("int")
+    both = isinstance(step, Quantizing) and step.weights.startswith("int")
     return [step, changed(step, symmetric=False)] if both else [step]
 
 

@@ -10,10 +10,11 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, QuantizingPass
+from compress.contract import Layer
 from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, share, spread, store
 from compress.numerics.grids import Grid
 from compress.numerics.obs import sweep
+from compress.quantizing import QuantizingPass
 from compress.stream.observers import CrossGram, Gram, Observer
 
 DAMPING = 0.01  # GPTQ, section 3.3, step 3: 1% of the mean diagonal

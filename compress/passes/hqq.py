@@ -9,9 +9,10 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, QuantizingPass
+from compress.contract import Layer
 from compress.numerics.codes import Codes, fit, grouped, spread, store
 from compress.numerics.grids import IntGrid
+from compress.quantizing import QuantizingPass
 from compress.stream.observers import Nothing
 
 

@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, QuantizingPass
+from compress.contract import Layer
 from compress.errors import TargetError
 from compress.numerics.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.grids import Grid
 from compress.numerics.obs import greedy
+from compress.quantizing import QuantizingPass
 from compress.stream.observers import Gram, Observer
 
 DAMPING = 0.01  # as GPTQ, section 3.3; OBQ's own code uses the same share of the mean diagonal

@@ -7,8 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from compress.contract import Layer, QuantizingPass
+from compress.contract import Layer
 from compress.numerics.codes import Codes, quantize
+from compress.quantizing import QuantizingPass
 from compress.stream.observers import Nothing
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from compress.contract import PruningPass
+from compress.pruning import PruningPass
 from compress.stream.observers import InputNorm, Observer
 
 

@@ -150,9 +150,35 @@ class BlockInputs(Protocol):
         """The block's output (or a copy's) on one short fixed input, for proofs."""
         ...
 
+    @property
+    def batches(self) -> int:
+        """How many batches of calibration inputs there are."""
+        ...
+
+    def forward(self, block: nn.Module, batch: int) -> Tensor:
+        """The output of the block (or a copy) for one batch."""
+        ...
+
+    def reference(self, batch: int) -> Tensor:
+        """What the uncompressed model has behind this block; only for passes with `needs_reference`."""
+        ...
+
+    def layer(self, name: str) -> Layer:
+        """What a solver may know of a linear."""
+        ...
+
+    def put(self, name: str, solution: Solution) -> None:
+        """Put what became of a linear in place, in the form that it will be stored in, and measure what it did."""
+        ...
+
 
 class BlockPass(Pass):
     """One block and the inputs that reach it (SmoothQuant, AWQ, channel permutation, ...)."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the block's outputs in the uncompressed model are looked at, which then runs alongside."""
+        return False
 
     @abstractmethod
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:

@@ -45,7 +45,8 @@ from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.write import write_report
 from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
-from compress.stream.sweep import LayerResult, Sweep, needs_data, round_to_storage
+from compress.stream.place import LayerResult, round_to_storage
+from compress.stream.sweep import Sweep, needs_data
 from compress.verify import verify
 from compress.version import __version__
 

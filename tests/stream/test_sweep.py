@@ -12,7 +12,8 @@ from compress.errors import NumericError
 from compress.model.links import find_groups
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.stream.capture import Surroundings
-from compress.stream.sweep import Sweep, needs_data, round_to_storage
+from compress.stream.place import round_to_storage
+from compress.stream.sweep import Sweep, needs_data
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
 

@@ -1,0 +1,131 @@
+"""What reaches a block in a sweep, as block passes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.contract import BlockPass, Layer, Solution
+from compress.errors import TargetError
+from compress.model.links import Group, Link, find_links
+from compress.model.packed import CompressedLinear, replace_linear
+from compress.stream.capture import Call
+from compress.stream.observers import Observer, Sample
+from compress.stream.place import LayerResult, of_one_scale, settle
+from compress.stream.state import Site
+from compress.stream.store import ActivationStore
+
+
+@dataclass
+class Inputs:
+    """BlockInputs of one block in a sweep.
+
+    behind: the uncompressed model's activations behind the block, where the pass needs them. results: of the layers
+    that the pass has put in place.
+    """
+
+    site: Site
+    names: list[str]
+    behind: ActivationStore | None = None
+    groups: list[Group] = field(init=False)
+    results: list[LayerResult] = field(init=False, default_factory=list)
+    _samples: dict[str, Sample] = field(init=False, default_factory=dict)
+    _links: list[Link] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        module = self.site.block.module
+        found = [
+            replace(group, linears=tuple(part))
+            for group in self.site.groups()
+            for part in of_one_scale(module, group.linears)
+        ]
+        self.groups = [group for group in found if set(group.linears) & set(self.names)]
+
+    def check(self, step: BlockPass) -> None:
+        """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
+        for name in [name for group in self.groups for name in group.linears if name not in self.names]:
+            module = self.site.block.module.get_submodule(name)
+            packed = isinstance(module, CompressedLinear) and module.packed is not None
+            if packed and "quantized" in step.never_after:
+                raise TargetError(
+                    f"{self.site.label}: {self.site.full(name)} is quantized already and reads the same input as a "
+                    "layer that this pass works on; work on both before quantizing either"
+                )
+
+    @property
+    def links(self) -> list[Link]:
+        if self._links is None:  # looked for when first asked for: not every pass folds
+            found = find_links(self.site.block.module, self.probe)
+            self._links = [link for link in found if set(link.readers) & set(self.names)]
+        return self._links
+
+    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        seen: dict[Group, Observer] = {}
+        handles = []
+        for group in self.groups:
+            first = self.site.block.module.get_submodule(group.linears[0])
+            seen[group] = observer(CompressedLinear.of(first).shape[1], self.site.run.device)
+            sample = Sample()
+            self._samples |= dict.fromkeys(group.linears, sample)
+            handles.append(first.register_forward_pre_hook(_feeder(seen[group], sample)))
+        try:
+            for forward in self.site.forwards(self.site.block.module, self.site.state.hidden):
+                forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def probe(self, block: nn.Module) -> Tensor:
+        dtype = next(block.parameters()).dtype
+        call = self.site.state.probe_calls[self.site.block.index]
+        return _cast(call, dtype).run(block, self.site.state.probe.to(dtype))
+
+    @property
+    def batches(self) -> int:
+        return len(self.site.state.hidden)
+
+    def forward(self, block: nn.Module, batch: int) -> Tensor:
+        return self.site.forwards(block, self.site.state.hidden)[batch]()
+
+    def reference(self, batch: int) -> Tensor:
+        assert self.behind is not None, "the pass did not ask for the uncompressed model's activations"
+        return self.behind[batch]
+
+    def layer(self, name: str) -> Layer:
+        module = self.site.block.module.get_submodule(name)
+        mask = module.mask if isinstance(module, CompressedLinear) else None
+        full = self.site.full(name)
+        return Layer(full, mask, self.site.run.storage, self.site.noter(full))
+
+    def put(self, name: str, solution: Solution) -> None:
+        layer = replace_linear(self.site.block.module, name)
+        sample = self._samples.get(name)
+        rows = None if sample is None else sample.rows
+        self.results.append(settle(self.site, name, layer, rows, lambda weight: solution))
+
+
+def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sample.update(args[0].reshape(-1, args[0].shape[-1]))
+        x = module.transform(args[0]) if isinstance(module, CompressedLinear) else args[0]
+        observer.update(x.reshape(-1, x.shape[-1]))
+
+    return hook
+
+
+def _cast(call: Call, dtype: torch.dtype) -> Call:
+    """The same call with every floating tensor in another dtype (position embeddings come in the model's)."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        if isinstance(value, (tuple, list)):
+            return type(value)(cast(item) for item in value)
+        return value
+
+    return Call(tuple(cast(a) for a in call.args), {k: cast(v) for k, v in call.kwargs.items()}, call.keyword)

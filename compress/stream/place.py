@@ -1,0 +1,103 @@
+"""Putting what became of a layer in its place, in the form and the dtype that it will be stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.context import Run
+from compress.contract import Solution
+from compress.errors import NumericError, TargetError
+from compress.model.packed import CompressedLinear
+from compress.model.probing import relative_error
+from compress.numerics.codes import Codes, vanished
+from compress.stream.state import Site
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What one pass did to one layer.
+
+    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
+    """
+
+    layer: str
+    by: str
+    error: float | None
+    sparsity: float
+
+
+def settle(
+    site: Site,
+    name: str,
+    layer: CompressedLinear,
+    rows: Float[Tensor, "rows in"] | None,
+    solve: Callable[[Float[Tensor, "out in"]], Solution],
+) -> LayerResult:
+    """Solve for a layer of the block and put the solution in place; rows: sampled inputs, to measure what it does.
+
+    Raises NumericError with the pass and the layer, and TargetError when the format cannot hold the solution.
+    """
+    full = site.full(name)
+    before = None if rows is None else layer(rows)
+    weight = layer.weight.float()
+    try:
+        solution = solve(weight)
+    except NumericError as error:
+        raise NumericError(f"{site.label} {full}: {str(error).removeprefix(full + ': ')}") from error
+    if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
+        message = "groups of weights became zero: the scales they need are too small to store"
+        site.noter(full)("fallback", message, groups=gone)
+    _put(site, layer, solution, full)
+    round_to_storage(layer, site.run)
+    error = None if before is None else relative_error(layer(rows), before)
+    return LayerResult(full, site.label, error, float((layer.weight == 0).float().mean()))
+
+
+def _put(site: Site, layer: CompressedLinear, solution: Solution, full: str) -> None:
+    """The solution in the form that it will be stored in."""
+    run, solved = site.run, solution.weight
+    if solution.activations is not None:
+        layer.round_inputs(solution.activations)
+    layer.put(solved.to(site.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
+    packed, scheme = layer.packed, layer.scheme
+    if packed is None or scheme is None:
+        return
+    adapted = run.format.adapt(packed.in_storage(run.storage))
+    if adapted is None:
+        layer.put(layer.weight_as(site.dtype))
+        layer.absorb_input_scale()
+        return
+    reason = run.format.refuses(scheme, layer.shape)
+    if reason is not None:
+        raise TargetError(f"{site.label}: {full}: {reason}")
+    layer.put(adapted)
+
+
+def of_one_scale(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Linears that read the same tensor, apart where they divide it by different scales."""
+    parts: list[tuple[Tensor | None, list[str]]] = []
+    for name in names:
+        module = block.get_submodule(name)
+        scale = module.input_scale if isinstance(module, CompressedLinear) else None
+        for other, members in parts:
+            if scale is other or (scale is not None and other is not None and torch.equal(scale, other)):
+                members.append(name)
+                break
+        else:
+            parts.append((scale, [name]))
+    return [members for _, members in parts]
+
+
+def round_to_storage(module: nn.Module, run: Run) -> None:
+    """Round dense floating tensors to the dtype they will be stored in; scales are born in it."""
+    for tensor in (
+        *module.parameters(),
+        *(b for n, b in module.named_buffers() if n.rpartition(".")[2] == "dense"),
+    ):
+        if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
+            tensor.data = tensor.data.to(run.storage).to(tensor.dtype)

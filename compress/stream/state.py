@@ -1,0 +1,90 @@
+"""Where a sweep stands, and what passes at work on one block need to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.context import Run
+from compress.model.blocks import Block
+from compress.model.links import Group, find_groups
+from compress.stream.capture import Call, check_hidden
+from compress.stream.store import ActivationStore
+from compress.types import Note
+
+
+@dataclass
+class SweepState:
+    """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
+
+    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch.
+    """
+
+    hidden: ActivationStore
+    reference: ActivationStore | None
+    calls: list[list[Call]]
+    tokens: list[int]
+    probe: Tensor
+    probe_calls: list[Call]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One block in a sweep, and the pass that is at work on it.
+
+    label: the pass, as the journal calls it. dtype: what the model computes in. expert_tokens: experts calibrated on
+    fewer are fallbacks in the journal.
+    """
+
+    block: Block
+    state: SweepState
+    run: Run
+    dtype: torch.dtype
+    label: str
+    store_bytes: int
+    expert_tokens: int
+
+    def forwards(self, module: nn.Module, inputs: ActivationStore) -> list[Callable[[], Tensor]]:
+        """One forward pass per batch, through `module` in the block's place."""
+        calls, index = self.state.calls, self.block.index
+        return [lambda i=i: calls[i][index].run(module, inputs[i]) for i in range(len(inputs))]
+
+    def propagate(self) -> None:
+        """The activations become the block's outputs."""
+        hidden = self.state.hidden
+        for i, forward in enumerate(self.forwards(self.block.module, hidden)):
+            hidden[i] = self.checked(forward())
+
+    def checked(self, hidden: Tensor) -> Tensor:
+        """An output of the block. Raises NumericError when it holds NaN or infinity."""
+        check_hidden(hidden, self.block)
+        return hidden
+
+    def behind(self, original: nn.Module) -> ActivationStore:
+        """The uncompressed model's activations behind the block; `original`: the block as it is there."""
+        assert self.state.reference is not None
+        found = ActivationStore(self.store_bytes)
+        for forward in self.forwards(original, self.state.reference):
+            found.append(forward())
+        return found
+
+    def groups(self) -> Sequence[Group]:
+        """The block's groups, found on the probe."""
+        call = self.state.probe_calls[self.block.index]
+        return find_groups(self.block.module, lambda module: call.run(module, self.state.probe))
+
+    def full(self, name: str) -> str:
+        """The name in the model of a module of the block."""
+        return f"{self.block.name}.{name}"
+
+    def noter(self, where: str) -> Note:
+        """note(kind, message, **figures) for the journal."""
+
+        def note(kind: str, message: str, **figures: Any) -> None:
+            self.run.journal.add(kind, f"{self.label} {where}", message, **figures)
+
+        return note

@@ -1,0 +1,193 @@
+"""SignRound: learn which way to round, block by block, by a few steps of gradient descent (Cheng 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.contract import BlockInputs, BlockPass, Layer, Solution
+from compress.model.packed import CompressedLinear, replace_linear
+from compress.numerics.codes import fit, quantize, share
+from compress.numerics.inputs import InputRounding
+from compress.numerics.learned import LearnedRounding
+from compress.numerics.obs import sweep
+from compress.numerics.rounding import Rounding
+from compress.quantizing import Quantizing
+from compress.stream.observers import Gram
+from compress.types import Note
+
+DAMPING = 0.01  # GPTQ, section 3.3
+RATES = {"adam": 0.01, "sign": 0.005}  # steps of a shift; measured best of 0.003 to 0.02 from a start by GPTQ
+
+
+class SignRound(Quantizing, BlockPass):
+    """Minimize ||block(X; W~) - target||^2 over a shift of every weight within half a step and a factor of every scale.
+
+    The target is what the uncompressed model has behind the block (error: asymmetric), or what the block makes of its
+    inputs before it is rounded (symmetric). start: 'gptq' begins from columns that make up for each other's errors,
+    'rtn' from the plain weights as in the paper. optimizer: 'sign' is the paper's signed gradient. Where nothing is
+    gained on all batches, the start is kept.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"
+
+    iterations: int = Field(default=50, ge=1, description="steps per block, each on one calibration batch")
+    start: Literal["gptq", "rtn"] = Field(default="gptq", description="what the learned rounding begins from")
+    optimizer: Literal["adam", "sign"] = Field(default="adam", description="how steps are made; 'sign' is the paper's")
+    learning_rate: float | None = Field(
+        default=None, gt=0, le=1, description=f"of the shifts, falling to 0; {RATES['adam']} (adam), {RATES['sign']}"
+    )
+    scale_rate: float = Field(default=0.1, ge=0, description="the rate of the scales, as a share of learning_rate")
+    error: Literal["symmetric", "asymmetric"] = Field(
+        default="asymmetric", description="'asymmetric' aims at the uncompressed model, whose activations run alongside"
+    )
+    seed: int = Field(default=0, ge=0, description="of the order of the batches")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.activation_scale == "static":
+            raise ValueError("activation_scale: static is not gathered by this pass; use token")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.error == "asymmetric"
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
+        learned = self._begin(block, inputs, note)
+        layers = {name: replace_linear(block, name) for name in learned}
+        with _running(layers, {name: item.start.dense() for name, item in learned.items()}, self):
+            before = _error(block, inputs, targets)
+        with _running(layers, learned, self):
+            self._learn(block, inputs, targets, list(learned.values()))
+        codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
+        with _running(layers, {name: item.dense() for name, item in codes.items()}, self):
+            after = _error(block, inputs, targets)
+        note("note", "error of the block's output", start=before, learned=after)
+        if not after < before:
+            note("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
+            codes = {name: item.start for name, item in learned.items()}
+        for name, item in codes.items():
+            step = self._of(inputs, name)
+            rounding = None if step.input_grid is None else InputRounding(step.input_grid)
+            inputs.put(name, Solution(item, activations=rounding))
+
+    def _target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
+        return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)
+
+    def _of(self, inputs: BlockInputs, name: str) -> SignRound:
+        return self.for_layer(inputs.layer(name).name) or self
+
+    def _begin(self, block: nn.Module, inputs: BlockInputs, note: Note) -> dict[str, LearnedRounding]:
+        """Every linear of the pass, rounded for a start."""
+        seen = inputs.observe(Gram)
+        found: dict[str, LearnedRounding] = {}
+        for group in inputs.groups:
+            names = [name for name in group.linears if name in inputs.names]
+            weights = {name: CompressedLinear.of(block.get_submodule(name)).weight.float() for name in names}
+            peak = max(float(weight.abs().max()) for weight in weights.values())
+            for name, weight in weights.items():
+                gram = seen[group] if self.start == "gptq" and seen[group].tokens else None
+                if self.start == "gptq" and gram is None:
+                    note("fallback", f"{name}: no calibration token reached this layer; it starts from the nearest")
+                found[name] = self._of(inputs, name).begin(weight, gram, inputs.layer(name), peak)
+        return found
+
+    def begin(self, weight: Tensor, seen: Gram | None, layer: Layer, peak: float | None = None) -> LearnedRounding:
+        """A weight rounded for a start: to nearest, or, with its inputs' Gram matrix, by GPTQ with static order."""
+        options = (self.grid, self.group_size, self.symmetric, self.scale)
+        if seen is None:
+            start = quantize(weight, *options, layer.mask, layer.storage, peak)
+            return LearnedRounding(weight, start, layer.mask)
+        mask = layer.mask
+        order = seen.hessian.diagonal().argsort(descending=True, stable=True)
+        factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
+        shared = share(weight, self.grid, self.group_size, peak)
+        scale, zero = fit(weight if mask is None else weight * mask, *options, layer.storage, shared)
+        kept = None if mask is None else mask[:, order]
+        rule = Rounding(*options, layer.storage, kept, scale, zero, shared, keep_wanted=True)
+        rule.fix(order, weight.shape[1])
+        sweep(weight[:, order], factor, rule)
+        return LearnedRounding(rule.wanted(order), rule.result(order, indexed=False), mask)
+
+    def _learn(
+        self, block: nn.Module, inputs: BlockInputs, targets: list[Tensor], learned: list[LearnedRounding]
+    ) -> None:
+        rate = self.learning_rate or RATES[self.optimizer]
+        shifts = [item.shift for item in learned]
+        factors = [item.factor for item in learned if item.factor.requires_grad]
+        stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
+        order = _batches(inputs.batches, self.seed)
+        for iteration in range(self.iterations):
+            now = rate * (1 - iteration / self.iterations)
+            for group, share_ in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
+                group["lr"] = now * share_
+            batch = next(order)
+            with torch.enable_grad():
+                loss = nn.functional.mse_loss(inputs.forward(block, batch).float(), targets[batch].float())
+                loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            for item in learned:
+                item.limit()
+
+
+class _Sign(torch.optim.Optimizer):
+    """Each step goes by the rate along the gradient's sign (AutoRound, algorithm 1)."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+
+
+_STEPPERS: dict[str, Any] = {"adam": torch.optim.Adam, "sign": _Sign}
+
+
+def _batches(count: int, seed: int) -> Iterator[int]:
+    """All batches over and over, each time in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
+
+
+@contextmanager
+def _running(
+    layers: dict[str, CompressedLinear], weights: dict[str, LearnedRounding] | dict[str, Tensor], step: Quantizing
+) -> Iterator[None]:
+    """The layers run with these weights, and with their inputs rounded as they will be."""
+    for name, layer in layers.items():
+        layer.forward = _forward(layer, weights[name], step)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            del layer.forward
+
+
+def _forward(layer: CompressedLinear, weight: LearnedRounding | Tensor, step: Quantizing) -> Any:
+    rounding = None if step.input_grid is None else InputRounding(step.input_grid)
+
+    def forward(x: Tensor) -> Tensor:
+        x = layer.transform(x)
+        if rounding is not None:
+            x = x + (rounding(x) - x).detach()
+        dense = weight.weight() if isinstance(weight, LearnedRounding) else weight
+        return nn.functional.linear(x, dense.to(x.dtype), layer.bias)
+
+    return forward
+
+
+def _error(block: nn.Module, inputs: BlockInputs, targets: list[Tensor]) -> float:
+    """||block(X) - target||^2 / ||target||^2 over all batches."""
+    wrong = sum(float((inputs.forward(block, i).float() - t.float()).square().sum()) for i, t in enumerate(targets))
+    return wrong / max(sum(float(target.float().square().sum()) for target in targets), 1e-30)

@@ -276,8 +276,9 @@ class Everything(Grid):
     """Every number is on this grid: what is left is the target of the sweep."""
 
     symmetric_only = True
+    span = 1.0
 
-    def fit(self, low, high, symmetric, dtype):
+    def fit(self, low, high, symmetric, dtype, shared=None):
         return torch.ones_like(low), None
 
     def encode(self, values, scale, zero):

@@ -123,7 +123,7 @@ def test_the_weight_maximum_is_over_all_linears_of_a_group():
     block = build(nn.LayerNorm(WIDTH))
     link, *_ = find_links(block, lambda module: module(random(1, 2, WIDTH)))
     assert link.readers == ("a", "b")
-    found = weight_absmax(block, link)
+    found = weight_absmax(block, link.readers)
     assert torch.equal(found, torch.maximum(block.a.weight.abs().amax(0), block.b.weight.abs().amax(0)))
 
 

@@ -26,6 +26,7 @@ REPORT = {
         {"layer": "z", "by": "two", "error": None, "sparsity": 0.25},
     ],
     "costs": {"save": {"seconds": 1.26, "peak_bytes": 7 * MB}},
+    "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
     "journal": {"entries": [{"kind": "note", "where": w, "message": "hm"} for w in ("x", "y", "z")]},
     "reproduce": {
@@ -62,6 +63,13 @@ def test_checks_say_what_was_not_done(report):
     assert checks(report)[-1] == "reloaded by transformers: logits differ by at most 1e-05, weights equal"
     report["verified"] |= {"transformers": None, "skipped": "too far"}
     assert checks(report)[-1] == "not reloaded by transformers: too far"
+
+
+def test_checks_say_whether_the_plan_knew_the_size(report):
+    assert checks(report)[0] == "tensor bytes: 4000000, as predicted by the plan"
+    report["predicted"]["tensor_bytes"] = 3 * MB
+    decided = "as layers ended; 3000000 were predicted before calibration decided on some"
+    assert checks(report)[0] == f"tensor bytes: 4000000, {decided}"
 
 
 def test_a_quiet_run_says_so(report):

@@ -85,17 +85,39 @@ def test_another_run_is_replaced_only_when_asked(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"shards": {"a": {"size": 1}}}', '{"shards": 3}', "null"])
+UNREADABLE = ["", "[]", "{}", '{"shards": {"a": {"size": 1}}}', '{"shards": 3}', "null"]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_a_manifest_that_cannot_be_read_is_another_run(text, tmp_path):
-    path = written(tmp_path).path
+    path, shard = written(tmp_path).path, tmp_path / entry().file
     path.write_text(text)
+    shard.write_text("finished by another version")
     with pytest.raises(OutputError, match="holds another run"):
         open_folder(tmp_path, "one", overwrite=False)
-    assert open_folder(tmp_path, "one", overwrite=True).shards == {}
+    assert shard.exists() and path.read_text() == text
+    assert open_folder(tmp_path, "one", overwrite=True) == Manifest(tmp_path, "one")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_manifest_that_cannot_be_read_is_no_obstacle_where_nothing_was_finished(text, tmp_path):
+    written(tmp_path).path.write_text(text)
+    assert open_folder(tmp_path, "one", overwrite=False) == Manifest(tmp_path, "one")
+
+
+def test_a_run_that_was_killed_in_its_first_shard_goes_on(tmp_path):
+    begun = Manifest(tmp_path, "one")
+    begun.write()
+    (tmp_path / f"{entry().file}.part").write_text("half")
+    assert open_folder(tmp_path, "one", overwrite=False) == begun
+    with pytest.raises(OutputError, match="holds another run"):
+        open_folder(tmp_path, "two", overwrite=False)
 
 
 def test_a_manifest_of_more_fields_is_another_run(tmp_path):
     path = written(tmp_path).path
+    (tmp_path / entry().file).write_text("finished by another version")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unheard_of": 1}))
     with pytest.raises(OutputError, match="holds another run"):
         open_folder(tmp_path, "one", overwrite=False)

@@ -86,7 +86,7 @@ def opened(pico):
         ({"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}}, "overrides before it have taken; put it before"),
         ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
         ({"*.up_proj": {"group_size": 4096}}, "group_size 4096 is larger than the .* inputs of model.layers.0.mlp.up_proj"),
-        ({"*.up_proj": {"weights": "nf4"}}, "model.layers.0.mlp.up_proj: weights nf4 are not an integer grid"),
+        ({"*.up_proj": {"weights": "nf4"}}, "model.layers.0.mlp.up_proj: weights nf4 have no layout"),
     ],
 )
 def test_patterns_and_layers_are_checked_against_the_model(opened, overrides, message):

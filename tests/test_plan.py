@@ -43,11 +43,14 @@ def written_bytes(folder) -> int:
 )
 def test_the_bytes_of_a_layer(name, grid, shape, group_size, symmetric, activations, storage):
     format_, symmetric = FORMATS[name], symmetric or not isinstance(GRIDS[grid], IntGrid)
+    group_size = GRIDS[grid].group_size or group_size  # that of the grid, for grids that have one: a pass takes no other
     scheme = Scheme(GRIDS[grid], group_size, symmetric, activations=activations, width=shape[1])
     assume(format_.refuses(scheme, shape) is None)
     codes = quantize(torch.ones(shape), GRIDS[grid], group_size, symmetric, dtype=storage)
     packed = PackedCodes.of(codes)
-    packed = format_.adapt(replace(packed, scale=packed.scale.to(storage)))
+    if GRIDS[grid].scaling.stored is None:  # the others have a dtype of their own
+        packed = replace(packed, scale=packed.scale.to(storage))
+    packed = format_.adapt(packed)
     if packed is None:
         wanted = shape[0] * shape[1] * storage.itemsize
     else:
@@ -142,7 +145,7 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
             {},
             r"model\.layers\.0\.self_attn\.q_proj: group_size 100 does not divide the 128 inputs; use 16, 32, 64, 128, channel",
         ),
-        (RTN(weights="nf4"), {}, "nf4 are not an integer grid; use int2 to int8, or format: native"),
+        (RTN(weights="nf4"), {}, "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"),
         (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
         (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),
         (RTN(activations="fp8_e4m3"), {}, "use int8, or format: native"),

@@ -22,17 +22,21 @@ some_text = st.text(min_size=1, max_size=12)
 patterns = st.lists(some_text.filter(lambda t: not t.startswith("re:")), min_size=1, max_size=3).map(tuple)
 common = {"targets": patterns, "ignore": st.just(()) | patterns}
 grids = st.sampled_from(list(GRIDS))
+shares = st.floats(0.5, 1, exclude_min=True).map(lambda share: {"percentile": share})
+scales = st.sampled_from(["absmax", "mse", "percentile"]) | shares
 
 
 @st.composite
 def quantizing(draw, step=RTN, **more):
-    grid = draw(grids)
+    grid, inputs = draw(grids), draw(st.sampled_from(["none", "int8", "fp8_e4m3"]))
     return step(
         weights=grid,
         symmetric=not isinstance(GRIDS[grid], IntGrid) or draw(st.booleans()),
-        group_size=draw(st.integers(1, 1 << 20) | st.sampled_from(["channel", "tensor"])),
-        scale=draw(st.sampled_from(["absmax", "mse"])),
-        activations=draw(st.sampled_from(["none", "int8", "fp8_e4m3"])),
+        group_size=GRIDS[grid].group_size or draw(st.integers(1, 1 << 20) | st.sampled_from(["channel", "tensor"])),
+        scale=draw(scales),
+        activations=inputs,
+        activation_scale="token" if inputs == "none" else draw(st.sampled_from(["token", "static"])),
+        overrides=draw(st.just(()) | st.builds(lambda targets, scale: [{"targets": targets, "scale": scale}], patterns, scales)),
         true_sequential=draw(st.booleans()),
         **{name: draw(values) for name, values in {**common, **more}.items()},
     )
@@ -122,6 +126,13 @@ calibration: {source: *m}
     assert found.passes == (RTN(targets="x", weights="int3", group_size=32),)
 
 
+def test_a_share_of_the_range_is_read_and_written():
+    start = "model: x\npasses:\n- rtn: "
+    short, long = (Recipe.from_text(f"{start}{{scale: {s}}}\n") for s in ("percentile", "{percentile: 0.999}"))
+    assert short == long and short.passes[0].scale.percentile == 0.999
+    assert yaml.safe_load(short.to_yaml())["passes"][0]["rtn"]["scale"] == {"percentile": 0.999}
+
+
 # ---- mistakes in YAML ----
 
 START = "model: x\npasses:\n  - "
@@ -130,7 +141,7 @@ MISTAKES = {
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: there is no pass 'gtpq'; did you mean 'gptq'\?"),
     "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: gptq, "),
     "unknown option": (START + "gptq: {group_sise: 64}", "3:12", "group_sise: unknown option; did you mean 'group_size'"),
-    "option like no other": (START + "rtn:\n      zz: 1", "4:7", "zz: unknown option; known: activations, "),
+    "option like no other": (START + "rtn:\n      zz: 1", "4:7", "zz: unknown option; known: activation_scale, activations, "),
     "unknown key": ("model: x\npasses: [rtn]\npases: []", "3:1", "pases: unknown option; did you mean 'passes'"),
     "unknown key inside": (
         "model: x\npasses: [rtn]\nsave:\n  dtype: auto\n  fromat: dense",
@@ -160,6 +171,9 @@ MISTAKES = {
     "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; N:M needs quotes.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
     "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
+    "no search of scales": (START + "rtn: {scale: min}", "3:11", "scale 'min' is not known; write absmax, mse, percentile"),
+    "half of a range": (START + "rtn: {scale: {percentile: 0.5}}", "3:11", "must be a share above 0.5 and at most 1"),
+    "groups of another size": (START + "rtn: {weights: mxfp4, group_size: 64}", "3:5", "those of 32 columns; write 32, or"),
     "zero points of floats": (START + "rtn: {weights: nf4, symmetric: false}", "3:5", "needs an integer grid; nf4 has no"),
     "no such groups": (
         START + "gptq: {act_order: group, group_size: channel}",

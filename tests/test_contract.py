@@ -50,10 +50,18 @@ def fresh():
     return AutoModelForCausalLM.from_pretrained(PICO).eval()
 
 
+def digest_of_inputs(layer: CompressedLinear) -> torch.Tensor:
+    """The same for layers that scale and round their inputs alike."""
+    told = (layer.activations, layer.outlier_threshold, {n: t.tolist() for n, t in layer.input_tensors().items()})
+    return torch.tensor(list(hashlib.sha256(repr(told).encode()).digest()))
+
+
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """The dense weight of every linear, and all other tensors, by name."""
-    found = {f"{name}.weight": CompressedLinear.of(layer).weight.clone() for name, layer in linears(model).items()}
-    held = tuple(f"{name}." for name in linears(model))
+    """The dense weight of every linear, a digest of how its inputs are treated, and all other tensors, by name."""
+    layers = {name: CompressedLinear.of(layer) for name, layer in linears(model).items()}
+    found = {f"{name}.weight": layer.weight.clone() for name, layer in layers.items()}
+    found |= {f"{name}.inputs": digest_of_inputs(layer) for name, layer in layers.items()}
+    held = tuple(f"{name}." for name in layers)
     found |= {name: tensor.clone() for name, tensor in model.state_dict().items() if not name.startswith(held)}
     return found
 

@@ -77,11 +77,8 @@ class WeightSpec:
     outlier_columns: bool = False
 
 
-class Quantizing(Pass):
-    """Options that every quantizing pass has, under the same names."""
-
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
-    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+class WeightGrid(Pass):
+    """The options that say what weights are rounded to: for passes that do it, and for those that prepare it."""
 
     weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
     group_size: GroupSizeOption = Field(
@@ -90,6 +87,39 @@ class Quantizing(Pass):
         "a group size of their own (mxfp4: 32, nvfp4: 16) take it",
     )
     symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_group_size(cls, values: Any) -> Any:
+        """The group size that the grid has, where none is given."""
+        if not isinstance(values, dict) or "group_size" in values:
+            return values
+        name = values.get("weights", cls.model_fields["weights"].default)
+        grid = name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the weights."""
+        return GRIDS[self.weights]
+
+    def model_post_init(self, context: Any) -> None:
+        if not self.symmetric and self.grid.symmetric_only:
+            raise ValueError(f"symmetric: false needs an integer grid; {self.weights} has no zero point")
+        own = self.grid.group_size
+        if own is not None and self.group_size != own:
+            raise ValueError(
+                f"group_size {self.group_size}: the scales of {self.weights} are those of {own} columns; "
+                f"write {own}, or leave group_size out"
+            )
+
+
+class Quantizing(WeightGrid):
+    """Options that every quantizing pass has, under the same names."""
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
     scale: Annotated[ScaleSearch, BeforeValidator(_search)] = Field(
         default="absmax",
         description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
@@ -133,21 +163,6 @@ class Quantizing(Pass):
     def left_out(self) -> tuple[str, ...]:
         return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _own_group_size(cls, values: Any) -> Any:
-        """The group size that the grid has, where none is given."""
-        if not isinstance(values, dict) or "group_size" in values:
-            return values
-        name = values.get("weights", cls.model_fields["weights"].default)
-        grid = name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
-        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of the weights."""
-        return GRIDS[self.weights]
-
     @property
     def spec(self) -> WeightSpec:
         """What a format must hold."""
@@ -170,14 +185,7 @@ class Quantizing(Pass):
         return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
     def model_post_init(self, context: Any) -> None:
-        if not self.symmetric and self.grid.symmetric_only:
-            raise ValueError(f"symmetric: false needs an integer grid; {self.weights} has no zero point")
-        own = self.grid.group_size
-        if own is not None and self.group_size != own:
-            raise ValueError(
-                f"group_size {self.group_size}: the scales of {self.weights} are those of {own} columns; "
-                f"write {own}, or leave group_size out"
-            )
+        super().model_post_init(context)
         if self.activation_scale == "static" and self.input_grid is None:
             raise ValueError("activation_scale: static needs a grid of the inputs; add activations: int8")
 

@@ -1,0 +1,281 @@
+"""AWQ: scale input channels and clip weights so that rounding spares what large activations multiply (Lin 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.contract import BlockInputs, BlockPass
+from compress.model.links import Group, fold
+from compress.model.packed import CompressedLinear, replace_linear
+from compress.numerics.codes import CHUNK, GroupSize, grouped, quantize, share, spread
+from compress.quantizing import WeightGrid
+from compress.stream.observers import Gram
+from compress.types import Fact, Note
+
+STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of what is clipped
+MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest share of a range that is cut off
+SMALLEST = 1e-4  # reference code (auto_scale.py): scales are kept above this before they are normalized
+SKETCH = 128  # rows of each weight, evenly spaced, that every scale is tried on
+FINALISTS = 2  # scales that are then compared, with no scaling, on all rows
+
+Share = Callable[[Tensor], Tensor]
+"""A scale made equal on columns that come from one channel."""
+
+
+class AWQ(WeightGrid, BlockPass):
+    """Prepare weights for a quantizing pass with the same weights, group_size and symmetric, which must follow.
+
+    Scales: s_j = mean|X_j|^alpha multiplies the columns of the weights and divides what writes their input (a fold that
+    is proved in float32, and undone when it changes the block's output). alpha is the one of a grid of 20, no scaling
+    included, with the least error of the readers' outputs, ||Q(W s) (X / s) - W X||^2 = tr(D H D^T), where
+    D = Q(W s) / s - W and H = X^T X (equation 4; the reference code compares the outputs of the attention or MLP around
+    the readers instead). With duo, the scales s_j = mean|X_j|^alpha / mean|W_j|^(1 - alpha) are tried as well.
+
+    Clipping: the range of each group of weights is cut to the share, 1, 0.95, ... 0.5, with the least error of the
+    group's part of the output, and the weights are clamped to it. Rows whose error over all groups this does not lessen
+    stay as they were. The reference code leaves queries and keys unclipped by their names; here all linears are alike.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
+    duo: bool = Field(default=True, description="also try scales that are divided by the size of the weights")
+    clip: bool = Field(default=True, description="cut the range of each group of weights where that lessens the error")
+    unlinked: Literal["leave", "scale"] = Field(
+        default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.group_size == "tensor":
+            raise ValueError("group_size: tensor is one range for all rows, which cannot be searched; use channel")
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        seen = {group: Fed(found) for group, found in inputs.observe(Moments).items()}
+        chosen = set(inputs.names)
+        linked = {name for link in inputs.links for name in link.readers}
+        for link in inputs.links:
+            read = _members(seen, chosen & set(link.readers))
+            scale = self._scale(block, read, link.readers, link.share, note)
+            if scale is None:
+                continue
+            done = fold(block, link, scale, inputs.probe)
+            if done.kept:
+                for fed in (fed for group, fed in seen.items() if set(group.linears) & set(link.readers)):
+                    fed.divide(scale)
+            else:
+                where = ", ".join(link.readers)
+                message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
+                note("fallback", message, relative_error=done.error)
+        for group in inputs.groups:
+            if not linked & set(group.linears):
+                self._unlinked(block, [name for name in group.linears if name in chosen], seen[group], note)
+        if self.clip:
+            for group in inputs.groups:
+                self._clip(block, [name for name in group.linears if name in chosen], seen[group], note)
+
+    def _unlinked(self, block: nn.Module, names: Sequence[str], fed: Fed, note: Note) -> None:
+        """Linears that read one tensor, which nothing is linked to."""
+        if self.unlinked == "leave":
+            where = ", ".join(names)
+            note("note", f"{where}: nothing that writes their input can take a scale, so none is searched")
+            return
+        scale = self._scale(block, {fed: names}, names, lambda scale: scale, note)
+        if scale is not None:
+            for name in names:
+                replace_linear(block, name).rescale_input(scale)
+            fed.divide(scale)
+
+    def _scale(
+        self, block: nn.Module, read: Mapping[Fed, Sequence[str]], readers: Sequence[str], share: Share, note: Note
+    ) -> Float[Tensor, " in"] | None:
+        """The scale with the least error; None where that is no scaling, or no token came by."""
+        where = ", ".join(readers)
+        tokens = sum(fed.tokens for fed in read)
+        if tokens == 0:
+            note("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
+            return None
+        weights = {
+            fed: [CompressedLinear.of(block.get_submodule(name)).weight for name in names] for fed, names in read.items()
+        }
+        inputs = torch.stack([fed.mean * (fed.tokens / tokens) for fed in read]).sum(0)
+        held = [weight for found in weights.values() for weight in found]
+        trials = self.trials(share(inputs), share(weight_mean(held, self.group_size)), share)
+        best, error, unscaled = self.best(list(trials.values()), weights)
+        formula, alpha = list(trials)[best]
+        less = 1 - (error / unscaled) ** 0.5 if unscaled else 0.0
+        note("note", f"{where}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
+        return list(trials.values())[best] if best else None
+
+    def trials(
+        self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], share: Share
+    ) -> dict[tuple[str, float], Float[Tensor, " in"]]:
+        """The scales to try, by formula and alpha; the first is no scaling."""
+        found = {("none", 0.0): torch.ones_like(inputs)}
+        live = inputs[inputs > 0]
+        inputs = inputs.clamp(min=float(live.min()) if len(live) else 1.0)  # channels that were always zero
+        for step in range(1, STEPS):
+            found["inputs", step / STEPS] = share(normalized(inputs.pow(step / STEPS)))
+        if self.duo:
+            for step in range(STEPS):
+                alpha = step / STEPS
+                found["duo", alpha] = share(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
+        return found
+
+    def best(self, scales: Sequence[Tensor], weights: Mapping[Fed, Sequence[Tensor]]) -> tuple[int, float, float]:
+        """(index of the best scale, its error, that of the first).
+
+        All scales are tried on a few rows of the weights; the best of them and the first one, then, on all rows.
+        """
+        drafts = {fed: [part[:: -(-len(part) // SKETCH)] for part in parts] for fed, parts in weights.items()}
+        rough = self._errors(scales, drafts)
+        chosen = [0, *sorted(range(1, len(scales)), key=rough.__getitem__)[:FINALISTS]]
+        exact = dict(zip(chosen, self._errors([scales[i] for i in chosen], weights), strict=True))
+        best = min(chosen, key=exact.__getitem__)
+        return best, exact[best], exact[0]
+
+    def _errors(self, scales: Sequence[Tensor], weights: Mapping[Fed, Sequence[Tensor]]) -> list[float]:
+        """2 ||Q(W s) (X / s) - W X||^2 over all weights and tokens, for each scale."""
+        found = [0.0] * len(scales)
+        for fed, members in weights.items():
+            hessian = fed.hessian.mul_(fed.tokens)
+            for rows in (rows for weight in members for rows in chunks(weight)):
+                for i, scale in enumerate(scales):
+                    found[i] += float(row_errors(self.rounded(rows * scale).div_(scale).sub_(rows), hessian).sum())
+        return found
+
+    def rounded(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """What the quantizing pass will make of the weight, if it rounds to nearest."""
+        return quantize(weight, self.grid, self.group_size, self.symmetric).dense()
+
+    def _clip(self, block: nn.Module, names: Sequence[str], fed: Fed, note: Note) -> None:
+        """Clamp the weights of linears that read the same input."""
+        if fed.tokens == 0:
+            note("fallback", f"{', '.join(names)}: no calibration token reached them, so they are not clipped")
+            return
+        hessian = fed.hessian
+        blocks = diagonal_blocks(hessian, self.group_size)
+        for name in names:
+            layer = replace_linear(block, name)
+            weight = layer.weight
+            parts = [self.clipped(rows, hessian, blocks).to(weight) for rows in chunks(weight)]
+            layer.put(torch.cat(parts))
+
+    def clipped(
+        self,
+        weight: Float[Tensor, "out in"],
+        hessian: Float[Tensor, "in in"],
+        blocks: Float[Tensor, "groups size size"],
+    ) -> Float[Tensor, "out in"]:
+        """The weight clamped, group by group, to the range with the least error; rows that it helps not, as they were.
+
+        blocks: the diagonal blocks of the Hessian.
+        """
+        parts = grouped(weight, self.group_size)
+        low, high = torch.aminmax(parts, dim=-1)
+        shared = share(weight, self.grid, self.group_size)
+        best, kept = torch.full_like(low, torch.inf), torch.ones_like(low)
+        for step in range(int(STEPS * MOST_CLIPPED) + 1):
+            left = 1 - step / STEPS
+            scale, zero = self.grid.fit(low * left, high * left, self.symmetric, torch.float32, shared)
+            scale, zero = scale[..., None], None if zero is None else zero[..., None]
+            difference = self.grid.decode(self.grid.encode(parts, scale, zero), scale, zero).sub_(parts).transpose(0, 1)
+            error = torch.bmm(difference, blocks).mul_(difference).sum(-1).T
+            better = error < best
+            best, kept = torch.where(better, error, best), torch.where(better, left, kept)
+        width = weight.shape[1]
+        low, high = (spread(end * kept, width, self.group_size) for end in (low.clamp(max=0), high.clamp(min=0)))
+        if self.symmetric:
+            high = torch.maximum(-low, high)
+            low = -high
+        found = weight.clamp(low, high)
+        before, after = (row_errors(self.rounded(w).sub_(weight), hessian) for w in (weight, found))
+        return torch.where((after < before)[:, None], found, weight)
+
+
+class Moments(Gram):
+    """Beside the Gram matrix, mean: the mean magnitude of every input channel, [in]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._magnitudes = torch.zeros(width, dtype=torch.float64, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(rows)
+        self._magnitudes += rows.abs().sum(0, dtype=torch.float64)
+
+    @property
+    def mean(self) -> Float[Tensor, " in"]:
+        """Mean magnitude per channel."""
+        return (self._magnitudes / max(self.tokens, 1)).float()
+
+
+class Fed:
+    """What reaches a group of linears: the statistics, and the scale that the inputs have been divided by since."""
+
+    def __init__(self, seen: Moments) -> None:
+        self._seen, self._divisor = seen, torch.ones(seen.width, device=seen.device)
+        self.tokens = seen.tokens
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        """The inputs are divided by `scale` from now on."""
+        self._divisor = self._divisor * scale
+
+    @property
+    def mean(self) -> Float[Tensor, " in"]:
+        """Mean magnitude per channel."""
+        return self._seen.mean / self._divisor
+
+    @property
+    def hessian(self) -> Float[Tensor, "in in"]:
+        """2/n X^T X, a new tensor."""
+        return self._seen.hessian.div_(self._divisor).div_(self._divisor[:, None])
+
+
+def _members(seen: Mapping[Group, Fed], names: set[str]) -> dict[Fed, list[str]]:
+    """The linears among `names` by what reaches them."""
+    found = {fed: [name for name in group.linears if name in names] for group, fed in seen.items()}
+    return {fed: members for fed, members in found.items() if members}
+
+
+def chunks(weight: Float[Tensor, "out in"]) -> Iterator[Float[Tensor, "rows in"]]:
+    """The weight a few rows at a time, in float32."""
+    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
+        yield rows.float()
+
+
+def row_errors(difference: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"]) -> Float[Tensor, " out"]:
+    """d H d^T for each row d."""
+    return (difference @ hessian).mul_(difference).sum(1)
+
+
+def diagonal_blocks(hessian: Float[Tensor, "in in"], group_size: GroupSize) -> Float[Tensor, "groups size size"]:
+    """The blocks of the Hessian that belong to one group of columns each; a short last one is filled up with zeros."""
+    rows = grouped(hessian, group_size)
+    groups, size = rows.shape[1:]
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, groups * size - hessian.shape[0]))
+    index = torch.arange(groups, device=hessian.device)
+    return rows.view(groups, size, groups, size)[index, :, index].contiguous()
+
+
+def normalized(scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
+    """s / sqrt(max s * min s), s kept above SMALLEST (reference code, auto_scale.py)."""
+    scale = scale.clamp(min=SMALLEST)
+    return scale / (scale.max() * scale.min()).sqrt()
+
+
+def weight_mean(weights: Sequence[Float[Tensor, "out in"]], group_size: GroupSize) -> Float[Tensor, " in"]:
+    """The mean magnitude of each column, every weight as a share of the largest in its group."""
+    total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
+    for part in (part for weight in weights for part in chunks(weight)):
+        parts = grouped(part, group_size).abs()
+        shares = parts / (parts.amax(-1, keepdim=True) + 1e-6)
+        total += shares.view(len(part), -1)[:, : part.shape[1]].sum(0)
+        rows += len(part)
+    return total / rows

@@ -101,9 +101,8 @@ class AWQ(WeightGrid, BlockPass):
         if tokens == 0:
             note("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
             return None
-        weights = {
-            fed: [CompressedLinear.of(block.get_submodule(name)).weight for name in names] for fed, names in read.items()
-        }
+        of = CompressedLinear.of
+        weights = {fed: [of(block.get_submodule(name)).weight for name in names] for fed, names in read.items()}
         inputs = torch.stack([fed.mean * (fed.tokens / tokens) for fed in read]).sum(0)
         held = [weight for found in weights.values() for weight in found]
         trials = self.trials(share(inputs), share(weight_mean(held, self.group_size)), share)

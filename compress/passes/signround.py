@@ -125,8 +125,8 @@ class SignRound(Quantizing, BlockPass):
         order = _batches(inputs.batches, self.seed)
         for iteration in range(self.iterations):
             now = rate * (1 - iteration / self.iterations)
-            for group, share_ in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
-                group["lr"] = now * share_
+            for group, part in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
+                group["lr"] = now * part
             batch = next(order)
             with torch.enable_grad():
                 loss = nn.functional.mse_loss(inputs.forward(block, batch).float(), targets[batch].float())

@@ -39,7 +39,7 @@ class AWQ(WeightGrid, BlockPass):
 
     Clipping: the range of each group of weights is cut to the share, 1, 0.95, ... 0.5, with the least error of the
     group's part of the output, and the weights are clamped to it. Rows whose error over all groups this does not lessen
-    stay as they were (which is exact unless scales of a grid depend on the whole matrix, as in nvfp4). The reference code
+    stay as they were (for certain unless scales depend on the whole matrix, as those of nvfp4 do). The reference code
     leaves queries and keys unclipped, which it knows by their names; here all linears are alike.
     """
 
@@ -102,13 +102,7 @@ class AWQ(WeightGrid, BlockPass):
         if tokens == 0:
             note("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
             return None
-<<<<<<< HEAD
-        of = CompressedLinear.of
-        weights = {fed: [of(block.get_submodule(name)).weight for name in names] for fed, names in read.items()}
-=======
-        layers = {fed: [CompressedLinear.of(block.get_submodule(name)) for name in names] for fed, names in read.items()}
-        weights = {fed: [layer.weight for layer in found] for fed, found in layers.items()}
->>>>>>> 84cf6fb (Tests of AWQ; its recipe)
+        weights = {fed: [_weight(block, name) for name in names] for fed, names in read.items()}
         inputs = torch.stack([fed.mean * (fed.tokens / tokens) for fed in read]).sum(0)
         held = [weight for found in weights.values() for weight in found]
         trials = self.trials(share(inputs), share(weight_mean(held, self.group_size)), share)
@@ -247,6 +241,10 @@ def _members(seen: Mapping[Group, Fed], names: set[str]) -> dict[Fed, list[str]]
     """The linears among `names` by what reaches them."""
     found = {fed: [name for name in group.linears if name in names] for group, fed in seen.items()}
     return {fed: members for fed, members in found.items() if members}
+
+
+def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:
+    return CompressedLinear.of(block.get_submodule(name)).weight
 
 
 def chunks(weight: Float[Tensor, "out in"]) -> Iterator[Float[Tensor, "rows in"]]:

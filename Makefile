@@ -14,7 +14,7 @@ test: check
 	$(BIN)/python -m pytest -n auto
 
 check: $(READY)
-	$(BIN)/ruff check compress tests
+	$(BIN)/ruff check compress tests notebooks
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
 slow: $(READY)

@@ -53,7 +53,7 @@ def test_it_tells_a_story(path):
     assert sum("parameters" in cell["metadata"].get("tags", []) for cell in cells(path, "code")) == 1
     for cell in cells(path, "code"):
         ast.parse(source(cell))  # no shell escapes, no magics: the cells are Python
-        assert all(len(line) <= 140 for line in source(cell).splitlines())
+        assert all(len(line) <= 120 for line in source(cell).splitlines())
 
 
 def test_a_model_is_compressed_and_read_again(tmp_path, capsys):

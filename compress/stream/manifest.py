@@ -110,5 +110,5 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         values = json.loads(path.read_text())
         shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
         return Manifest(**{**values, "folder": folder, "shards": shards})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None  # written by another version; it is not this run
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # written by another version, or damaged; it is not this run

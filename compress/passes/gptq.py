@@ -65,7 +65,7 @@ class GPTQ(QuantizingPass):
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         order = None
         if self.act_order != "none":
-            order = seen.hessian.diagonal().argsort(descending=True, stable=True)
+            order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, self.damping, order)
         weight, mask = weight.float(), layer.mask
         if isinstance(seen, CrossGram):

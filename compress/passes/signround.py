@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +22,7 @@ from compress.stream.observers import Gram
 from compress.types import Note
 
 DAMPING = 0.01  # GPTQ, section 3.3
-RATES = {"adam": 0.01, "sign": 0.005}  # steps of a shift; measured best of 0.003 to 0.02 from a start by GPTQ
+RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
 
 class SignRound(Quantizing, BlockPass):
@@ -60,28 +60,30 @@ class SignRound(Quantizing, BlockPass):
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
         learned = self._begin(block, inputs, note)
-        layers = {name: replace_linear(block, name) for name in learned}
-        with _running(layers, {name: item.start.dense() for name, item in learned.items()}, self):
+        roundings = {name: self._rounding(inputs, name) for name in learned}
+        with _running(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
             before = _error(block, inputs, targets)
-        with _running(layers, learned, self):
+        with _running(block, learned, roundings):
             self._learn(block, inputs, targets, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
-        with _running(layers, {name: item.dense() for name, item in codes.items()}, self):
+        with _running(block, {name: item.dense() for name, item in codes.items()}, roundings):
             after = _error(block, inputs, targets)
         note("note", "error of the block's output", start=before, learned=after)
         if not after < before:
             note("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
-            step = self._of(inputs, name)
-            rounding = None if step.input_grid is None else InputRounding(step.input_grid)
-            inputs.put(name, Solution(item, activations=rounding))
+            inputs.put(name, Solution(item, activations=roundings[name]))
 
     def _target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
         return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)
 
     def _of(self, inputs: BlockInputs, name: str) -> SignRound:
         return self.for_layer(inputs.layer(name).name) or self
+
+    def _rounding(self, inputs: BlockInputs, name: str) -> InputRounding | None:
+        """How the inputs of a linear are rounded."""
+        return self._of(inputs, name).rounding(inputs.layer(name))
 
     def _begin(self, block: nn.Module, inputs: BlockInputs, note: Note) -> dict[str, LearnedRounding]:
         """Every linear of the pass, rounded for a start."""
@@ -105,7 +107,7 @@ class SignRound(Quantizing, BlockPass):
             start = quantize(weight, *options, layer.mask, layer.storage, peak)
             return LearnedRounding(weight, start, layer.mask)
         mask = layer.mask
-        order = seen.hessian.diagonal().argsort(descending=True, stable=True)
+        order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
         shared = share(weight, self.grid, self.group_size, peak)
         scale, zero = fit(weight if mask is None else weight * mask, *options, layer.storage, shared)
@@ -162,11 +164,14 @@ def _batches(count: int, seed: int) -> Iterator[int]:
 
 @contextmanager
 def _running(
-    layers: dict[str, CompressedLinear], weights: dict[str, LearnedRounding] | dict[str, Tensor], step: Quantizing
+    block: nn.Module,
+    weights: Mapping[str, LearnedRounding] | Mapping[str, Tensor],
+    roundings: Mapping[str, InputRounding | None],
 ) -> Iterator[None]:
-    """The layers run with these weights, and with their inputs rounded as they will be."""
+    """The linears run with these weights, and with their inputs rounded as they will be."""
+    layers = {name: replace_linear(block, name) for name in weights}
     for name, layer in layers.items():
-        layer.forward = _forward(layer, weights[name], step)  # type: ignore[method-assign]
+        layer.forward = _forward(layer, weights[name], roundings[name])  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -174,9 +179,7 @@ def _running(
             del layer.forward
 
 
-def _forward(layer: CompressedLinear, weight: LearnedRounding | Tensor, step: Quantizing) -> Any:
-    rounding = None if step.input_grid is None else InputRounding(step.input_grid)
-
+def _forward(layer: CompressedLinear, weight: LearnedRounding | Tensor, rounding: InputRounding | None) -> Any:
     def forward(x: Tensor) -> Tensor:
         x = layer.transform(x)
         if rounding is not None:

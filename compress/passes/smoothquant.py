@@ -16,7 +16,7 @@ from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
 from compress.numerics.inputs import InputRounding
-from compress.stream.observers import InputAbsMax, Sample
+from compress.stream.observers import InputAbsMax, Rows
 from compress.types import Fact, Note
 
 SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
@@ -48,7 +48,7 @@ class SmoothQuant(BlockPass):
     )
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
-        seen = inputs.observe(InputAbsMax if self.alpha != "search" else InputSample)
+        seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)
         linked = {name for link in inputs.links for name in link.readers}
         for group in inputs.groups:
             if not linked & set(group.linears):
@@ -59,7 +59,10 @@ class SmoothQuant(BlockPass):
             if scale is None:
                 continue
             done = fold(block, link, scale, inputs.probe)
-            if not done.kept:
+            if done.kept:
+                for group in groups:  # another link may lead to the same linears
+                    seen[group].divide(scale)
+            else:
                 where = ", ".join(link.readers)
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
                 note("fallback", message, relative_error=done.error)
@@ -93,7 +96,7 @@ class SmoothQuant(BlockPass):
         block: nn.Module,
         readers: Sequence[str],
         ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]],
-        seen: Mapping[Group, InputSample],
+        seen: Mapping[Group, Rows],
         share: Share,
         note: Note,
     ) -> Float[Tensor, " in"]:
@@ -114,23 +117,6 @@ class SmoothQuant(BlockPass):
         figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
         note("note", f"{', '.join(readers)}: the best of {len(trials)} scales", **figures)
         return trials[best]
-
-
-class InputSample(InputAbsMax):
-    """Beside the largest magnitudes, some rows: [rows, in] in float32, or None."""
-
-    def __init__(self, width: int, device: torch.device) -> None:
-        super().__init__(width, device)
-        self._sample = Sample()
-
-    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        super().gather(rows)
-        self._sample.update(rows)
-
-    @property
-    def rows(self) -> Float[Tensor, "rows in"] | None:
-        """The rows kept, at most Sample.ROWS."""
-        return self._sample.rows
 
 
 def smoothing(inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], alpha: float) -> Float[Tensor, " in"]:

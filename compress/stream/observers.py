@@ -70,6 +70,10 @@ class InputAbsMax(Observer):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
 
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        """The inputs are divided by `scale` from now on, and are taken to have been so before."""
+        self.absmax = self.absmax / scale
+
 
 class OutlierShare(Observer):
     """share: of all tokens, per input channel, those in which its magnitude reaches `threshold`, [in]."""
@@ -103,6 +107,11 @@ class Gram(Observer):
         self._factors.clear()
 
     @property
+    def diagonal(self) -> Float[Tensor, " in"]:
+        """The Hessian's."""
+        return self._sum.diagonal() * (2 / max(self.tokens, 1))
+
+    @property
     def hessian(self) -> Float[Tensor, "in in"]:
         """2/n X^T X."""
         upper = self._sum.triu()
@@ -116,9 +125,9 @@ class Gram(Observer):
         other layers that read the same input.
         """
         key = (damping, b"" if order is None else order.cpu().numpy().tobytes())
-        hessian = self.hessian
-        dead = hessian.diagonal() == 0
+        dead = self.diagonal == 0
         if key not in self._factors:
+            hessian = self.hessian
             hessian.diagonal()[dead] = 1
             if order is not None:
                 hessian = hessian[order][:, order]
@@ -190,21 +199,30 @@ class Sample:
         if room > 0 and rows.shape[0]:
             self._rows.append(rows[:: -(-rows.shape[0] // room)].clone())
 
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        """Divide the columns of the rows kept."""
+        self._rows = [rows / scale for rows in self._rows]
+
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:
         """The rows kept, or None when no token came by."""
         return torch.cat(self._rows) if self._rows else None
 
 
-class Rows(Observer):
-    """rows: a `Sample` of the inputs, in float32."""
+class Rows(InputAbsMax):
+    """Beside the largest magnitudes, rows: a `Sample` of the inputs, in float32."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
         self._sample = Sample()
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(rows)
         self._sample.update(rows)
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        super().divide(scale)
+        self._sample.divide(scale)
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:

@@ -7,7 +7,7 @@ found, and every fold proves itself again before it is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,20 +106,31 @@ def _identity(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.untyped_storage().data_ptr(), *shape)
 
 
-def find_links(block: nn.Module, forward: Forward) -> list[Link]:
+def find_links(block: nn.Module, forward: Forward, alike: Sequence[Link] = ()) -> list[Link]:
     """All links of a block that hold, norms first, each in the order of definition.
 
     forward: a pass of a given block on fixed inputs, in the dtype of that block. It takes a few passes per module: two
-    to three for each linear, and about thirty for a fused projection of gate and up. At most one copy of the block,
-    in float32, is made.
+    to three for each linear, and about thirty for a fused projection of gate and up; one per link of a block of the
+    same `make`, if they are given (`alike`) and all hold here. At most one copy of the block, in float32, is made.
     """
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
         experts = in_experts(proof)
-        alone = [name for name in probe.linears if not any(name.startswith(prefix + ".") for prefix in experts)]
-        found = [link for name in probe.norms if (link := _norm_link(probe, name))]
-        found += [link for name in alone if (link := _linear_link(probe, name))]
-        return found + _expert_links(experts)
+        outside = [link for link in alike if not _inside(link.source, experts)]
+        if not outside or not all(_checked(probe, link) for link in outside):
+            alone = [name for name in probe.linears if not _inside(name, experts)]
+            outside = [link for name in probe.norms if (link := _norm_link(probe, name))]
+            outside += [link for name in alone if (link := _linear_link(probe, name))]
+        return outside + _expert_links(experts)
+
+
+def make(block: nn.Module) -> Hashable:
+    """What blocks that are built alike have in common: the names and shapes of their parameters and buffers."""
+    return tuple((name, tuple(tensor.shape)) for name, tensor in block.state_dict().items())
+
+
+def _inside(name: str, experts: Mapping[str, Expert]) -> bool:
+    return any(name.startswith(prefix + ".") for prefix in experts)
 
 
 def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.contract import BlockPass, Layer, Solution
 from compress.errors import TargetError
-from compress.model.links import Group, Link, find_links
+from compress.model.links import Group, Link, find_links, make
 from compress.model.packed import CompressedLinear, replace_linear
 from compress.stream.capture import Call
 from compress.stream.observers import Observer, Sample
@@ -59,7 +59,9 @@ class Inputs:
     @property
     def links(self) -> list[Link]:
         if self._links is None:  # looked for when first asked for: not every pass folds
-            found = find_links(self.site.block.module, self.probe)
+            block, kept = self.site.block.module, self.site.state.links
+            found = find_links(block, self.probe, kept.get(make(block), ()))
+            kept[make(block)] = found
             self._links = [link for link in found if set(link.readers) & set(self.names)]
         return self._links
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.context import Run
 from compress.model.blocks import Block
-from compress.model.links import Group, find_groups
+from compress.model.links import Group, Link, find_groups
 from compress.stream.capture import Call, check_hidden
 from compress.stream.store import ActivationStore
 from compress.types import Note
@@ -21,7 +21,8 @@ from compress.types import Note
 class SweepState:
     """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
 
-    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch.
+    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch. links:
+    those found last, by `make` of the block.
     """
 
     hidden: ActivationStore
@@ -30,6 +31,7 @@ class SweepState:
     tokens: list[int]
     probe: Tensor
     probe_calls: list[Call]
+    links: dict[Hashable, list[Link]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.links import FOLD_TOLERANCE, Group, Link, find_groups, find_links, fold
+from compress.model.links import FOLD_TOLERANCE, Group, Link, find_groups, find_links, fold, make
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.model.probing import relative_error
 
@@ -128,6 +128,47 @@ def test_links(family, second_block):
     assert found == LINEAR_LINKS[family]
     assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in block.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_links_of_a_block_that_is_made_alike_are_checked_and_taken(family, second_block):
+    block, forward = second_block(family)
+    searched = Passes(forward)
+    links = find_links(block, searched)
+    taken = Passes(forward)
+    again = find_links(block, taken, links)
+    assert [(a.source, a.readers, a.channels.tolist()) for a in again] == [
+        (a.source, a.readers, a.channels.tolist()) for a in links
+    ]
+    outside = [link for link in links if "experts." not in link.source]
+    assert taken.count == 1 + len(outside) < searched.count
+
+
+def test_links_that_do_not_hold_here_are_searched_again(second_block):
+    block, forward = second_block("llama")
+    links = find_links(block, forward)
+    wrong = Link("mlp.gate_proj", ("mlp.down_proj",), links[-1].channels, "linear")
+    assert [link.source for link in find_links(block, forward, [*links, wrong])] == [link.source for link in links]
+
+
+def test_blocks_are_made_alike_when_their_tensors_are(second_block):
+    block, _ = second_block("llama")
+    other = copy.deepcopy(block)
+    other.mlp.gate_proj.weight.data.zero_()
+    assert make(other) == make(block)
+    other.mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(3, 5))
+    assert make(other) != make(block)
+
+
+class Passes:
+    """A forward pass that counts how often it was made."""
+
+    def __init__(self, forward):
+        self.forward, self.count = forward, 0
+
+    def __call__(self, block):
+        self.count += 1
+        return self.forward(block)
 
 
 @pytest.mark.parametrize("family", GROUPS)

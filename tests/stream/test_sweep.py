@@ -9,7 +9,7 @@ import compress
 from compress.context import Run
 from compress.contract import Layer
 from compress.errors import NumericError
-from compress.model.links import find_groups
+from compress.model.links import find_groups, find_links
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.stream.capture import Surroundings
 from compress.stream.place import round_to_storage
@@ -228,3 +228,16 @@ def test_rounding_to_storage_keeps_the_dtype_that_is_computed_in():
 
 def test_which_passes_need_data():
     assert [needs_data(step) for step in (compress.RTN(), wanda(), gptq(), compress.SmoothQuant())] == [False, True, True, True]
+
+
+def test_links_of_one_block_are_handed_to_the_next(tiny, in_memory, batches, monkeypatch):
+    opened, given = in_memory(tiny("llama")), []
+
+    def spy(block, forward, alike=()):
+        given.append([link.source for link in alike])
+        return find_links(block, forward, alike)
+
+    monkeypatch.setattr("compress.stream.inputs.find_links", spy)
+    sweep(opened, batches, compress.SmoothQuant())
+    sources = ["input_layernorm", "post_attention_layernorm", "self_attn.v_proj", "mlp.up_proj"]
+    assert given == [[], *[sources] * (len(opened.blocks) - 1)]

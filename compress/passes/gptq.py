@@ -11,11 +11,11 @@ from torch import Tensor
 
 from compress.contract import Layer
 from compress.numerics.codes import Codes
+from compress.numerics.linalg import DAMPING
 from compress.numerics.rounding import Scheme, round_columns
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import CrossGram, Gram, Observer
 
-DAMPING = 0.01  # GPTQ, section 3.3, step 3: 1% of the mean diagonal
 ALPHA = 1.0
 
 

@@ -15,12 +15,12 @@ from compress.model.packed import CompressedLinear, replace_linear
 from compress.numerics.codes import quantize
 from compress.numerics.inputs import InputRounding
 from compress.numerics.learned import LearnedRounding
+from compress.numerics.linalg import DAMPING
 from compress.numerics.rounding import Scheme, round_columns
 from compress.quantizing import Quantizing
 from compress.stream.observers import Gram
 from compress.types import Note
 
-DAMPING = 0.01  # GPTQ, section 3.3
 RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
 

@@ -164,6 +164,12 @@ def texts(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def pico_ids(texts) -> torch.Tensor:
+    """[6, 64] token ids of the embedded text, to calibrate the pico model with; they are shared."""
+    return torch.from_numpy(np.load(texts["calibration"]).astype(np.int64))
+
+
+@pytest.fixture(scope="session")
 def recipe(pico, texts):
     """recipe(*passes, model=pico, save={...}, **options) -> a Recipe that runs in a second; other models are tiny."""
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -72,8 +71,8 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 @pytest.fixture(scope="module")
-def ids(texts):
-    return torch.from_numpy(np.load(texts["calibration"]).astype(np.int64))
+def ids(pico_ids):
+    return pico_ids
 
 
 @pytest.fixture(scope="module")

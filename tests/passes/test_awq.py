@@ -349,14 +349,13 @@ def test_a_few_rows_choose_the_finalists_and_all_rows_decide(monkeypatch):
 
 
 @torch.no_grad()
-def test_rounding_after_it_is_closer_to_the_model(pico_model, texts):
-    ids = torch.from_numpy(np.load(texts["calibration"]).astype(np.int64))[:4]
+def test_rounding_after_it_is_closer_to_the_model(pico_model, pico_ids, texts):
     held_out = torch.from_numpy(np.load(texts["test"]).astype(np.int64))
     wanted = pico_model(held_out).logits.log_softmax(-1)
     rounding = compress.PASSES["rtn"](weights="int3", group_size=32)
 
     def divergence(*before):
-        model = compress.apply(copy.deepcopy(pico_model), [*before, rounding], ids)
+        model = compress.apply(copy.deepcopy(pico_model), [*before, rounding], pico_ids[:4])
         found = model(held_out).logits.log_softmax(-1)
         return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 

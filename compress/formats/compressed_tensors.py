@@ -11,74 +11,31 @@ target is the class name `Linear`, otherwise each group lists its modules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from compress.errors import ModelError
-from compress.formats import (
-    float_quantized,
-    int_quantized,
-    mxfp4_pack_quantized,
-    nvfp4_pack_quantized,
-    pack_quantized,
-)
 from compress.formats.base import Format, Scheme, refuses_inputs
+from compress.formats.float_quantized import FloatQuantized
+from compress.formats.int_quantized import IntQuantized
+from compress.formats.layout import Layout
+from compress.formats.mxfp4_pack_quantized import MXFP4PackQuantized
+from compress.formats.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.formats.pack_quantized import PackQuantized, input_arguments
 from compress.numerics.grids import GRIDS, Grid, IntGrid
 from compress.numerics.packed import PackedCodes
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
-IN_BFLOAT16 = {mxfp4_pack_quantized.NAME, nvfp4_pack_quantized.NAME}
+IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
 """Layouts that transformers multiplies out in bfloat16."""
 GROUPED = ("group", "tensor_group")
 INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
 
 
-class Layout(Protocol):
-    """What the file of a layout holds."""
-
-    @property
-    def NAME(self) -> str:  # noqa: N802  a constant of the file
-        """Its name in the config."""
-        ...
-
-    def suits(self, scheme: Scheme) -> bool:
-        """Whether the layout is meant for layers of this scheme; the first that is, is taken."""
-        ...
-
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        """As Format.refuses, for schemes that it suits."""
-        ...
-
-    def adapt(self, packed: PackedCodes) -> PackedCodes:
-        """The same weight as the layout can hold it."""
-        ...
-
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        """The layer's tensors."""
-        ...
-
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        """The inverse of encode."""
-        ...
-
-    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
-        """The `weights` part of a config group (QuantizationArgs)."""
-        ...
-
-    def grid_of(self, weights: Mapping[str, Any]) -> Grid:
-        """The grid that the `weights` part of a config group speaks of."""
-        ...
-
-
-LAYOUTS: tuple[Layout, ...] = (
-    int_quantized,
-    pack_quantized,
-    float_quantized,
-    mxfp4_pack_quantized,
-    nvfp4_pack_quantized,
-)
+IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
 """The first that suits a scheme holds it."""
 
 
@@ -101,7 +58,7 @@ class CompressedTensors(Format):
         if layout is None:
             name = scheme.grid.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
-        if scheme.activation_scale == "static" and not int_quantized.suits(scheme):
+        if scheme.activation_scale == "static" and not IN_BYTES.suits(scheme):
             return (
                 "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
                 "use activation_scale: token, or format: native"
@@ -116,7 +73,7 @@ class CompressedTensors(Format):
 
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
         if isinstance(scheme.grid, IntGrid):  # others may have written int8 for integer inputs in words
-            return (pack_quantized if "weight_packed" in tensors else int_quantized).decode(tensors, scheme)
+            return (IN_WORDS if "weight_packed" in tensors else IN_BYTES).decode(tensors, scheme)
         return self._layout(scheme).decode(tensors, scheme)
 
     def _layout(self, scheme: Scheme) -> Layout:
@@ -159,13 +116,13 @@ class CompressedTensors(Format):
 
     def _group(self, scheme: Scheme) -> dict[str, Any]:
         layout = self._layout(scheme)
-        inputs = None if scheme.activations is None else pack_quantized.input_arguments(scheme)
+        inputs = None if scheme.activations is None else input_arguments(scheme)
         weights = layout.weight_arguments(scheme)
-        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.NAME}
+        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
 
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
         found: dict[str, Scheme] = {}
-        layouts = {layout.NAME: layout for layout in LAYOUTS}
+        layouts = {layout.name: layout for layout in LAYOUTS}
         for group in config["config_groups"].values():
             weights, inputs = group["weights"], group.get("input_activations")
             name = group.get("format") or config["format"]

@@ -13,66 +13,42 @@ config names is read without them too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.formats.base import Scheme
+from compress.formats.layout import Layout
 from compress.numerics.codes import Codes
-from compress.numerics.grids import GRIDS, Grid, SymmetricGrid
+from compress.numerics.grids import GRIDS, SymmetricGrid
 from compress.numerics.packed import PackedCodes
 
-NAME = "float-quantized"
 GRID = GRIDS["fp8_e4m3"]
 
 
-def suits(scheme: Scheme) -> bool:
-    """Whether the layout is meant for weights of this grid."""
-    return isinstance(scheme.grid, SymmetricGrid) and scheme.grid.bits == 8
+class FloatQuantized(Layout):
+    """The `float-quantized` layout."""
 
+    name = "float-quantized"
+    grid = GRID
 
-def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
-    """Why this layout cannot hold a layer, and what can be written instead."""
-    if scheme.grid is not GRID:
-        return f"weights {scheme.grid.name} have no reader; use {GRID.name}, or format: native"
-    if isinstance(scheme.group_size, int):
-        return f"{GRID.name} has no layout for groups; use group_size: channel or tensor, or format: native"
-    if scheme.activations not in (None, GRID):
-        return f"{GRID.name} weights go with activations none or {GRID.name}, or format: native"
-    return None
+    def suits(self, scheme: Scheme) -> bool:
+        return isinstance(scheme.grid, SymmetricGrid) and scheme.grid.bits == 8
 
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        if scheme.grid is not GRID:
+            return f"weights {scheme.grid.name} have no reader; use {GRID.name}, or format: native"
+        if isinstance(scheme.group_size, int):
+            return f"{GRID.name} has no layout for groups; use group_size: channel or tensor, or format: native"
+        if scheme.activations not in (None, GRID):
+            return f"{GRID.name} weights go with activations none or {GRID.name}, or format: native"
+        return None
 
-def adapt(packed: PackedCodes) -> PackedCodes:
-    """The same weight as the layout can hold it."""
-    return packed
+    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
+        scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
+        return {"weight": packed.codes().codes.view(torch.float8_e4m3fn), "weight_scale": scale}
 
-
-def encode(packed: PackedCodes) -> dict[str, Tensor]:
-    """The layer's tensors."""
-    scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
-    return {"weight": packed.codes().codes.view(torch.float8_e4m3fn), "weight_scale": scale}
-
-
-def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-    """The inverse of encode."""
-    scale = tensors["weight_scale"]
-    scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
-    return PackedCodes.of(Codes(tensors["weight"].view(torch.uint8), scale, None, GRID, scheme.group_size))
-
-
-def weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    """The `weights` part of a config group (QuantizationArgs)."""
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "group_size": None,
-        "strategy": scheme.group_size,
-        "dynamic": False,
-    }
-
-
-def grid_of(weights: Mapping[str, Any]) -> Grid:
-    """The grid that the `weights` part of a config group speaks of."""
-    return GRID
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+        scale = tensors["weight_scale"]
+        scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
+        return PackedCodes.of(Codes(tensors["weight"].view(torch.uint8), scale, None, GRID, scheme.group_size))

@@ -10,30 +10,14 @@ with weights that are rounded to bfloat16; servers, which compute from the codes
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from compress.formats.base import Scheme
-from compress.numerics.grids import Grid
-
-
-def refuses(scheme: Scheme, grid: Grid, shape: tuple[int, int]) -> str | None:
-    """Why a layer cannot be held in groups of the grid, and what can be written instead."""
-    size = grid.group_size
-    assert size is not None
-    if scheme.activations is not None:
-        return f"{grid.name} weights are read with activations none only; leave activations out, or use format: native"
-    if scheme.indexed:
-        return f"act_order: group has no reader for {grid.name}; use act_order: static, or format: native"
-    if shape[1] % size:
-        return (
-            f"{grid.name} has groups of {size} columns, which do not divide the {shape[1]} inputs; "
-            "use another grid for this layer, or format: native"
-        )
-    return None
+from compress.formats.layout import Layout
 
 
 def as_bytes(words: Int[Tensor, "out words"]) -> Int[Tensor, "out bytes"]:
@@ -46,14 +30,25 @@ def as_words(stream: Int[Tensor, "out bytes"]) -> Int[Tensor, "out words"]:
     return stream.contiguous().view(torch.int32)
 
 
-def weight_arguments(grid: Grid, strategy: str, scale_dtype: str) -> dict[str, Any]:
-    """The `weights` part of a config group (QuantizationArgs)."""
-    return {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "group_size": grid.group_size,
-        "strategy": strategy,
-        "dynamic": False,
-        "scale_dtype": scale_dtype,
-    }
+class Float4Layout(Layout):
+    """A layout of 4-bit floats. strategy, scale_dtype: what the config says of the groups and of their scales."""
+
+    strategy: ClassVar[str]
+    scale_dtype: ClassVar[str]
+
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        name, size = scheme.grid.name, scheme.grid.group_size
+        assert size is not None
+        if scheme.activations is not None:
+            return f"{name} weights are read with activations none only; leave activations out, or use format: native"
+        if scheme.indexed:
+            return f"act_order: group has no reader for {name}; use act_order: static, or format: native"
+        if shape[1] % size:
+            return (
+                f"{name} has groups of {size} columns, which do not divide the {shape[1]} inputs; "
+                "use another grid for this layer, or format: native"
+            )
+        return None
+
+    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
+        return super().weight_arguments(scheme) | {"strategy": self.strategy, "scale_dtype": self.scale_dtype}

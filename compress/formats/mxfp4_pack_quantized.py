@@ -9,51 +9,27 @@ W ~ E2M1(code) * 2^(e - 127), which bfloat16 holds exactly, so that every reader
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
-from compress.formats import fp4_pack
 from compress.formats.base import Scheme
-from compress.numerics.grids import GRIDS, Grid
+from compress.formats.fp4_pack import Float4Layout, as_bytes, as_words
+from compress.numerics.grids import GRIDS
 from compress.numerics.packed import PackedCodes
 
-NAME = "mxfp4-pack-quantized"
-GRID = GRIDS["mxfp4"]
 
+class MXFP4PackQuantized(Float4Layout):
+    """The `mxfp4-pack-quantized` layout."""
 
-def suits(scheme: Scheme) -> bool:
-    """Whether the layout is meant for weights of this grid."""
-    return scheme.grid is GRID
+    name = "mxfp4-pack-quantized"
+    grid = GRIDS["mxfp4"]
+    strategy = "group"
+    scale_dtype = "torch.uint8"
 
+    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
+        return {"weight_packed": as_bytes(packed.words), "weight_scale": packed.scale}
 
-def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
-    """Why this layout cannot hold a layer, and what can be written instead."""
-    return fp4_pack.refuses(scheme, GRID, shape)
-
-
-def adapt(packed: PackedCodes) -> PackedCodes:
-    """The same weight as the layout can hold it."""
-    return packed
-
-
-def encode(packed: PackedCodes) -> dict[str, Tensor]:
-    """The layer's tensors."""
-    return {"weight_packed": fp4_pack.as_bytes(packed.words), "weight_scale": packed.scale}
-
-
-def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-    """The inverse of encode."""
-    rows, half = tensors["weight_packed"].shape
-    words = fp4_pack.as_words(tensors["weight_packed"])
-    return PackedCodes(words, tensors["weight_scale"], None, GRID, scheme.group_size, (rows, 2 * half))
-
-
-def weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    """The `weights` part of a config group (QuantizationArgs)."""
-    return fp4_pack.weight_arguments(GRID, "group", "torch.uint8")
-
-
-def grid_of(weights: Mapping[str, Any]) -> Grid:
-    """The grid that the `weights` part of a config group speaks of."""
-    return GRID
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+        rows, half = tensors["weight_packed"].shape
+        words = as_words(tensors["weight_packed"])
+        return PackedCodes(words, tensors["weight_scale"], None, scheme.grid, scheme.group_size, (rows, 2 * half))

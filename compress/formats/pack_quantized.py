@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Scheme
+from compress.formats.layout import Layout
 from compress.numerics.bits import pack, unpack
-from compress.numerics.grids import GRIDS, Grid, IntGrid
+from compress.numerics.grids import GRIDS, IntGrid
 from compress.numerics.packed import PackedCodes
 
-NAME = "pack-quantized"
 SMALLEST_GROUP = 16  # a finer split of a short last group would cost more in scales than it saves
 
 
@@ -34,13 +34,8 @@ def stored_group_size(width: int, group_size: int) -> int:
     return math.gcd(width, group_size)
 
 
-def suits(scheme: Scheme) -> bool:
-    """Whether the layout is meant for weights of this grid; of 8-bit ones, those that `int_quantized` does not suit."""
-    return isinstance(scheme.grid, IntGrid)
-
-
-def refuses(scheme: Scheme, shape: tuple[int, int]) -> str | None:
-    """Why this layout cannot hold a layer, and what can be written instead."""
+def refuses_integers(scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    """Why integers of this scheme and shape have no reader, and what can be written instead; None if they have."""
     width = shape[1]
     if scheme.activations not in (None, GRIDS["int8"]):
         assert scheme.activations is not None
@@ -66,63 +61,6 @@ def sizes_that_work(width: int) -> str:
     return f"use {', '.join([*sizes, 'channel'])}, or format: native"
 
 
-def adapt(packed: PackedCodes) -> PackedCodes:
-    """The same weight in groups that the layout can hold."""
-    width, size = packed.shape[1], packed.group_size
-    if not isinstance(size, int) or width % size == 0:
-        return packed
-    stored = stored_group_size(width, size)
-    group = torch.arange(width // stored, device=packed.scale.device) * stored // size
-    zero = None if packed.zero is None else packed.zero[:, group]
-    return replace(packed, scale=packed.scale[:, group], zero=zero, group_size=stored)
-
-
-def encode(packed: PackedCodes) -> dict[str, Tensor]:
-    """The layer's tensors."""
-    scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
-    shape = torch.tensor(packed.shape, dtype=torch.int64)
-    found = {"weight_packed": packed.words, "weight_scale": scale, "weight_shape": shape}
-    if packed.zero is not None:
-        assert isinstance(packed.grid, IntGrid)
-        unsigned = packed.zero.to(torch.int16) - packed.grid.lowest
-        found["weight_zero_point"] = pack(unsigned.T, packed.grid.bits).T
-    return found
-
-
-def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-    """The inverse of encode."""
-    rows, width = tensors["weight_packed"].shape[0], int(tensors["weight_shape"][1])
-    scale = tensors["weight_scale"]
-    scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
-    zero = None
-    if "weight_zero_point" in tensors:
-        assert isinstance(scheme.grid, IntGrid)
-        unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
-        zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
-    return PackedCodes(tensors["weight_packed"], scale, zero, scheme.grid, scheme.group_size, (rows, width))
-
-
-def weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    """The `weights` part of a config group (QuantizationArgs)."""
-    if isinstance(scheme.group_size, int):
-        strategy, group_size = "group", scheme.group_size
-    else:
-        strategy, group_size = scheme.group_size, None
-    return {
-        "num_bits": scheme.grid.bits,
-        "type": "int",
-        "symmetric": scheme.symmetric,
-        "group_size": group_size,
-        "strategy": strategy,
-        "dynamic": False,
-    }
-
-
-def grid_of(weights: Mapping[str, Any]) -> Grid:
-    """The grid that the `weights` part of a config group speaks of."""
-    return GRIDS[f"int{weights['num_bits']}"]
-
-
 def input_arguments(scheme: Scheme) -> dict[str, Any]:
     """The `input_activations` part: one scale per token, found at run time, or a stored one for all."""
     grid, static = scheme.activations, scheme.activation_scale == "static"
@@ -130,3 +68,43 @@ def input_arguments(scheme: Scheme) -> dict[str, Any]:
     kind = "int" if isinstance(grid, IntGrid) else "float"
     strategy = "tensor" if static else "token"
     return {"num_bits": grid.bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": not static}
+
+
+class PackQuantized(Layout):
+    """The `pack-quantized` layout; of 8-bit weights, for those that `int_quantized` does not suit."""
+
+    name = "pack-quantized"
+
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        return refuses_integers(scheme, shape)
+
+    def adapt(self, packed: PackedCodes) -> PackedCodes:
+        """The same weight in groups that the layout can hold."""
+        width, size = packed.shape[1], packed.group_size
+        if not isinstance(size, int) or width % size == 0:
+            return packed
+        stored = stored_group_size(width, size)
+        group = torch.arange(width // stored, device=packed.scale.device) * stored // size
+        zero = None if packed.zero is None else packed.zero[:, group]
+        return replace(packed, scale=packed.scale[:, group], zero=zero, group_size=stored)
+
+    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
+        scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
+        shape = torch.tensor(packed.shape, dtype=torch.int64)
+        found = {"weight_packed": packed.words, "weight_scale": scale, "weight_shape": shape}
+        if packed.zero is not None:
+            assert isinstance(packed.grid, IntGrid)
+            unsigned = packed.zero.to(torch.int16) - packed.grid.lowest
+            found["weight_zero_point"] = pack(unsigned.T, packed.grid.bits).T
+        return found
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+        rows, width = tensors["weight_packed"].shape[0], int(tensors["weight_shape"][1])
+        scale = tensors["weight_scale"]
+        scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
+        zero = None
+        if "weight_zero_point" in tensors:
+            assert isinstance(scheme.grid, IntGrid)
+            unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
+            zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
+        return PackedCodes(tensors["weight_packed"], scale, zero, scheme.grid, scheme.group_size, (rows, width))

@@ -122,6 +122,11 @@ class SymmetricGrid(Grid):
         return self.scaling.round(torch.maximum(-low, high).clamp(min=0), self.span, dtype, shared), None
 
 
+def _borders_below(values: Tensor, borders: Tensor) -> Tensor:
+    """How many of the sorted borders are below each value; those of a transposed tensor are copied in order first."""
+    return torch.bucketize(values.contiguous(), borders)
+
+
 @dataclass(frozen=True)
 class LevelGrid(SymmetricGrid):
     """A sorted table of levels times a scale; the code is the index into the table."""
@@ -135,7 +140,7 @@ class LevelGrid(SymmetricGrid):
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         levels = torch.tensor(self.levels, dtype=values.dtype, device=values.device)
         # The nearest level: count the midpoints below the value.
-        return torch.bucketize(values / scale, (levels[1:] + levels[:-1]) / 2).to(values.dtype)
+        return _borders_below(values / scale, (levels[1:] + levels[:-1]) / 2).to(values.dtype)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         levels = torch.tensor(self.levels, dtype=scale.dtype, device=scale.device)
@@ -157,7 +162,7 @@ class Float4Grid(SymmetricGrid):
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         scaled = (values / scale).float()
         borders = torch.tensor(E2M1_BORDERS, device=values.device)
-        return (torch.bucketize(scaled.abs(), borders) + 8 * torch.signbit(scaled)).to(values.dtype)
+        return (_borders_below(scaled.abs(), borders) + 8 * torch.signbit(scaled)).to(values.dtype)
 
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         levels = torch.tensor(E2M1_LEVELS, dtype=scale.dtype, device=scale.device)

@@ -3,77 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, spread, store
+from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, share, spread, store
 from compress.numerics.grids import Grid
+from compress.numerics.obs import sweep
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a weight is rounded to: options of `codes.quantize`, under the same names."""
+
+    grid: Grid
+    group_size: GroupSize
+    symmetric: bool
+    search: ScaleSearch
+    dtype: torch.dtype
+    peak: float | None = None
+
+
+def round_columns(
+    weight: Float[Tensor, "out in"],
+    factor: Float[Tensor, "in in"],
+    scheme: Scheme,
+    mask: Bool[Tensor, "out in"] | None = None,
+    order: Int[Tensor, " in"] | None = None,
+    regroup: bool = False,
+    keep_wanted: bool = False,
+) -> Rounding:
+    """Round column by column and let the later ones make up for it (GPTQ, algorithm 1); read `codes` of the result.
+
+    factor: U of `linalg.inverse_factor`, in the order of the sweep. mask: True where a weight is kept. order: columns
+    as the sweep takes them, None: as they stand. Groups and their scales are fixed before columns are reordered, or,
+    with `regroup`, formed in the new order. keep_wanted: for `Rounding.wanted`.
+    """
+    rule = Rounding(weight, scheme, mask, order, regroup, keep_wanted)
+    sweep(_ordered(weight, order), factor, rule)
+    return rule
+
+
+def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, "out in"]:
+    return matrix if order is None else matrix[:, order]
 
 
 class Rounding:
     """The column rule of GPTQ: round each column to its group's scale, fitted when the group is reached.
 
-    keep_wanted: remember what each column was when its turn came, for those who round it again.
+    Options as of `round_columns`. keep_wanted: remember what each column was when its turn came, for those who round
+    it again.
     """
 
     def __init__(
         self,
-        grid: Grid,
-        group_size: GroupSize,
-        symmetric: bool,
-        search: ScaleSearch,
-        storage: torch.dtype,
+        weight: Float[Tensor, "out in"],
+        scheme: Scheme,
         mask: Bool[Tensor, "out in"] | None,
-        scale: Float[Tensor, "out groups"] | None,
-        zero: Float[Tensor, "out groups"] | None,
-        shared: Float[Tensor, " n"] | None,
-        keep_wanted: bool = False,
+        order: Int[Tensor, " in"] | None,
+        regroup: bool,
+        keep_wanted: bool,
     ) -> None:
-        self.grid, self.symmetric, self.storage = grid, symmetric, storage
-        self.group_size: GroupSize = group_size
-        self.search: ScaleSearch = search
-        self.keep = None if mask is None else mask.T.contiguous()
-        self.scale, self.zero, self.shared = scale, zero, shared
-        self._fixed = scale is not None
+        self.scheme, self.grid, self.order, self.regroup = scheme, scheme.grid, order, regroup
+        self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
+        self.shared = share(_ordered(weight, order) if regroup else weight, self.grid, scheme.group_size, scheme.peak)
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
         self._codes: list[Tensor] = []
         self._wanted: list[Tensor] | None = [] if keep_wanted else None
+        self._fixed: tuple[Tensor, Tensor | None] | None = None
         self._per_column: tuple[Tensor, Tensor | None] | None = None
+        static = order is not None and not regroup
+        if static or not isinstance(scheme.group_size, int):
+            kept = weight if mask is None else weight * mask
+            self._fixed = scale, zero = self._fit(kept, scheme.group_size, self.shared)
+            if static:  # every column keeps the scale of its original group, whatever the order
+                width = weight.shape[1]
+                self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
 
-    def fix(self, order: Tensor | None, width: int) -> None:
-        """Static groups: every column keeps the scale of its original group, whatever the order."""
-        assert self.scale is not None and order is not None
-        scale = spread(self.scale, width, self.group_size).expand(-1, width)[:, order].T.contiguous()
-        zero = None
-        if self.zero is not None:
-            zero = spread(self.zero, width, self.group_size).expand(-1, width)[:, order].T.contiguous()
-        self._per_column = scale, zero
+    def _fit(self, weight: Tensor, group_size: GroupSize, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return fit(weight, self.grid, group_size, self.scheme.symmetric, self.scheme.search, self.scheme.dtype, shared)
+
+    def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
+        """Values per group, for every column in the order of the sweep."""
+        every = spread(per_group, width, self.scheme.group_size).expand(-1, width)
+        return _ordered(every, self.order).T.contiguous()
 
     def starts(self, width: int) -> Sequence[int]:
-        if self._fixed or not isinstance(self.group_size, int):
-            return [0]
-        return range(0, width, self.group_size)
+        size = self.scheme.group_size
+        return [0] if self._fixed is not None or not isinstance(size, int) else range(0, width, size)
 
     def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
-        if not self._fixed:
-            assert isinstance(self.group_size, int)
-            columns = slice(column, column + self.group_size)
-            part = rest[: self.group_size].T
+        if self._fixed is None:
+            size = self.scheme.group_size
+            assert isinstance(size, int)
+            part = rest[:size].T
             if self.keep is not None:
-                part = part * self.keep[columns].T
-            rows, groups = rest.shape[1], groups_in(column + rest.shape[0], self.group_size)
-            shared = self.grid.scaling.part(self.shared, rows, groups, column // self.group_size)
-            scale, zero = fit(part, self.grid, "channel", self.symmetric, self.search, self.storage, shared)
+                part = part * self.keep[column : column + size].T
+            rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
+            scale, zero = self._fit(part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size))
             self._scales.append(scale)
             self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:
                 self._zeros.append(zero)
         elif self._per_column is None:
-            assert self.scale is not None
-            self._now = self.scale[:, 0], None if self.zero is None else self.zero[:, 0]
+            scale, zero = self._fixed
+            self._now = scale[:, 0], None if zero is None else zero[:, 0]
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
         if self._per_column is None:
@@ -89,23 +126,25 @@ class Rounding:
         self._codes.append(codes)
         return self.grid.decode(codes, scale, zero)
 
-    def result(self, order: Tensor | None, indexed: bool) -> Codes:
-        """All columns in their original order."""
-        codes = torch.stack(self._codes, dim=1)
-        width = codes.shape[1]
-        scale = torch.cat(self._scales, dim=1) if self.scale is None else self.scale
-        zero = self.zero if self._fixed else (torch.cat(self._zeros, dim=1) if self._zeros else None)
-        index = None
-        if order is not None:
-            back = order.argsort()
-            codes = codes[:, back]
-            if indexed:
-                assert isinstance(self.group_size, int)
-                assert groups_in(width, self.group_size) == scale.shape[1]
-                index = (torch.arange(width, device=codes.device) // self.group_size)[back].to(torch.int32)
-        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size, index, self.shared)
+    @property
+    def codes(self) -> Codes:
+        """What the columns were rounded to, in their original order."""
+        if self._fixed is None:
+            scale, zero = torch.cat(self._scales, dim=1), torch.cat(self._zeros, dim=1) if self._zeros else None
+        else:
+            scale, zero = self._fixed
+        size, index = self.scheme.group_size, None
+        if self.order is not None and self.regroup:
+            assert isinstance(size, int)
+            index = (torch.arange(len(self.order), device=scale.device) // size)[self.order.argsort()].to(torch.int32)
+        codes = store(self._stacked(self._codes), self.grid)
+        return Codes(codes, scale, zero, self.grid, size, index, self.shared)
 
-    def wanted(self, order: Int[Tensor, " in"]) -> Float[Tensor, "out in"]:
+    @property
+    def wanted(self) -> Float[Tensor, "out in"]:
         """What was rounded, with the errors of earlier columns made up for, in the original order of the columns."""
         assert self._wanted is not None, "keep_wanted was not asked for"
-        return torch.stack(self._wanted, dim=1)[:, order.argsort()]
+        return self._stacked(self._wanted)
+
+    def _stacked(self, columns: list[Tensor]) -> Float[Tensor, "out in"]:
+        return _ordered(torch.stack(columns, dim=1), None if self.order is None else self.order.argsort())

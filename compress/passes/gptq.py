@@ -10,13 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.contract import Layer
-from compress.numerics.codes import Codes, fit, share
-from compress.numerics.obs import sweep
-from compress.numerics.rounding import Rounding
+from compress.numerics.codes import Codes
+from compress.numerics.linalg import DAMPING
+from compress.numerics.rounding import Scheme, round_columns
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import CrossGram, Gram, Observer
 
-DAMPING = 0.01  # GPTQ, section 3.3, step 3: 1% of the mean diagonal
 ALPHA = 1.0
 
 
@@ -67,23 +66,9 @@ class GPTQ(QuantizingPass):
         if self.act_order != "none":
             order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, self.damping, order)
-        weight, mask = weight.float(), layer.mask
+        weight = weight.float()
         if isinstance(seen, CrossGram):
             # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
             weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
-        shared = share(weight, self.grid, self.group_size, layer.peak)
-        scale = zero = None
-        if self.act_order == "static" or not isinstance(self.group_size, int):
-            masked = weight if mask is None else weight * mask
-            scale, zero = fit(masked, self.grid, self.group_size, self.symmetric, self.scale, layer.storage, shared)
-        if order is not None:
-            weight, mask = weight[:, order], None if mask is None else mask[:, order]
-        if self.indexed:  # the groups are those of the new order
-            shared = share(weight, self.grid, self.group_size, layer.peak)
-        rule = Rounding(
-            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, mask, scale, zero, shared
-        )
-        if self.act_order == "static":
-            rule.fix(order, weight.shape[1])
-        sweep(weight, factor, rule)
-        return rule.result(order, indexed=self.indexed)
+        scheme = Scheme(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.peak)
+        return round_columns(weight, factor, scheme, layer.mask, order, regroup=self.indexed).codes

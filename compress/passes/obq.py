@@ -13,11 +13,11 @@ from compress.contract import Layer
 from compress.errors import TargetError
 from compress.numerics.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.grids import Grid
+from compress.numerics.linalg import DAMPING
 from compress.numerics.obs import greedy
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import Gram, Observer
 
-DAMPING = 0.01  # as GPTQ, section 3.3; OBQ's own code uses the same share of the mean diagonal
 NUMBERS_PER_SECOND = 1e8  # what one core works off, to say how long a layer will take
 FAR = 1e6  # scales beyond the ends of every grid
 HOURS = 2.0  # default of `limit`

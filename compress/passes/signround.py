@@ -12,16 +12,15 @@ from torch import Tensor, nn
 
 from compress.contract import BlockInputs, BlockPass, Layer, Solution
 from compress.model.packed import CompressedLinear, replace_linear
-from compress.numerics.codes import fit, quantize, share
+from compress.numerics.codes import quantize
 from compress.numerics.inputs import InputRounding
 from compress.numerics.learned import LearnedRounding
-from compress.numerics.obs import sweep
-from compress.numerics.rounding import Rounding
+from compress.numerics.linalg import DAMPING
+from compress.numerics.rounding import Scheme, round_columns
 from compress.quantizing import Quantizing
 from compress.stream.observers import Gram
 from compress.types import Note
 
-DAMPING = 0.01  # GPTQ, section 3.3
 RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
 
@@ -102,20 +101,15 @@ class SignRound(Quantizing, BlockPass):
 
     def begin(self, weight: Tensor, seen: Gram | None, layer: Layer, peak: float | None = None) -> LearnedRounding:
         """A weight rounded for a start: to nearest, or, with its inputs' Gram matrix, by GPTQ with static order."""
-        options = (self.grid, self.group_size, self.symmetric, self.scale)
+        mask, dtype = layer.mask, layer.storage
         if seen is None:
-            start = quantize(weight, *options, layer.mask, layer.storage, peak)
-            return LearnedRounding(weight, start, layer.mask)
-        mask = layer.mask
+            start = quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, mask, dtype, peak)
+            return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
-        shared = share(weight, self.grid, self.group_size, peak)
-        scale, zero = fit(weight if mask is None else weight * mask, *options, layer.storage, shared)
-        kept = None if mask is None else mask[:, order]
-        rule = Rounding(*options, layer.storage, kept, scale, zero, shared, keep_wanted=True)
-        rule.fix(order, weight.shape[1])
-        sweep(weight[:, order], factor, rule)
-        return LearnedRounding(rule.wanted(order), rule.result(order, indexed=False), mask)
+        scheme = Scheme(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
+        found = round_columns(weight, factor, scheme, mask, order, keep_wanted=True)
+        return LearnedRounding(found.wanted, found.codes, mask)
 
     def _learn(
         self, block: nn.Module, inputs: BlockInputs, targets: list[Tensor], learned: list[LearnedRounding]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from compress.errors import ModelError
-from compress.formats import FORMATS, pack_quantized
+from compress.formats import FORMATS
 from compress.formats.base import Scheme
+from compress.formats.pack_quantized import PackQuantized
 from compress.numerics.grids import GRIDS
 
 FORMAT = FORMATS["compressed-tensors"]
@@ -176,7 +177,7 @@ def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():
 
 def test_others_may_have_stored_bytes_for_byte_inputs_in_words(make, same):
     packed = make("int8", (6, 64), "channel")
-    same(FORMAT.decode(pack_quantized.encode(packed), SCHEMES["W8A8"]), packed)
+    same(FORMAT.decode(PackQuantized().encode(packed), SCHEMES["W8A8"]), packed)
 
 
 def test_their_layer_has_a_place_for_the_static_scale():

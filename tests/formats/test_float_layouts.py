@@ -5,11 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.formats import float_quantized, mxfp4_pack_quantized, nvfp4_pack_quantized
 from compress.formats.base import Scheme
+from compress.formats.float_quantized import FloatQuantized
+from compress.formats.fp4_pack import as_bytes, as_words
+from compress.formats.mxfp4_pack_quantized import MXFP4PackQuantized
+from compress.formats.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.kernels.reference import dense_weight
 
-FP4 = {"mxfp4": (mxfp4_pack_quantized, 32), "nvfp4": (nvfp4_pack_quantized, 16)}
+FLOAT8 = FloatQuantized()
+FP4 = {"mxfp4": (MXFP4PackQuantized(), 32), "nvfp4": (NVFP4PackQuantized(), 16)}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 quick = settings(deadline=None, max_examples=40)
 
@@ -17,12 +21,12 @@ quick = settings(deadline=None, max_examples=40)
 def their_scheme(layout, packed):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     arguments = quantization.QuantizationArgs(**layout.weight_arguments(Scheme.of(packed, None)))
-    return quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format=layout.NAME)
+    return quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format=layout.name)
 
 
 def read_by_them(layout, packed):
     base = pytest.importorskip("compressed_tensors.compressors.base")
-    compressor = base.BaseCompressor.get_value_from_registry(layout.NAME)
+    compressor = base.BaseCompressor.get_value_from_registry(layout.name)
     return compressor.decompress(layout.encode(packed), their_scheme(layout, packed))["weight"]
 
 
@@ -35,14 +39,14 @@ def read_by_them(layout, packed):
 )
 def test_8_bit_floats(make, same, shape, group_size, seed, dtype):
     packed = make("fp8_e4m3", shape, group_size, seed=seed, dtype=dtype)
-    tensors = float_quantized.encode(packed)
+    tensors = FLOAT8.encode(packed)
     rows = (1,) if group_size == "tensor" else (shape[0], 1)
     assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
         "weight": (torch.float8_e4m3fn, shape),
         "weight_scale": (dtype, rows),
     }
-    same(float_quantized.decode(tensors, Scheme.of(packed, None)), packed)
-    assert torch.equal(read_by_them(float_quantized, packed), dense_weight(packed, dtype))
+    same(FLOAT8.decode(tensors, Scheme.of(packed, None)), packed)
+    assert torch.equal(read_by_them(FLOAT8, packed), dense_weight(packed, dtype))
 
 
 @pytest.mark.parametrize("name", FP4)
@@ -71,5 +75,5 @@ def test_mxfp4_loses_nothing_in_bfloat16(make):
 def test_two_codes_in_a_byte_by_hand():
     # 0.5, -6, 1.5, -0: the even column in the low half
     words = torch.tensor([[0x83F1]], dtype=torch.int32)
-    assert mxfp4_pack_quantized.fp4_pack.as_bytes(words)[0, :2].tolist() == [0xF1, 0x83]
-    assert torch.equal(mxfp4_pack_quantized.fp4_pack.as_words(words.view(torch.uint8)), words)
+    assert as_bytes(words)[0, :2].tolist() == [0xF1, 0x83]
+    assert torch.equal(as_words(words.view(torch.uint8)), words)

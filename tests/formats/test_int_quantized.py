@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.formats.base import Scheme
-from compress.formats.int_quantized import decode, encode, suits
-from compress.formats.pack_quantized import weight_arguments
+from compress.formats.int_quantized import IntQuantized
 from compress.kernels.reference import dense_weight
 from compress.numerics.grids import GRIDS
 
 INT8 = GRIDS["int8"]
+LAYOUT = IntQuantized()
 LAYERS = st.fixed_dictionaries(
     {
         "grid": st.just("int8"),
@@ -29,14 +29,14 @@ quick = settings(deadline=None, max_examples=50)
 @given(layer=LAYERS)
 def test_what_is_stored_reads_back_as_it_was(make, same, layer):
     packed = make(**layer)
-    same(decode(encode(packed), Scheme.of(packed, INT8)), packed)
+    same(LAYOUT.decode(LAYOUT.encode(packed), Scheme.of(packed, INT8)), packed)
 
 
 @quick
 @given(layer=LAYERS)
 def test_shapes_and_dtypes_are_those_of_the_specification(make, layer):
     packed = make(**layer)
-    tensors = encode(packed)
+    tensors = LAYOUT.encode(packed)
     assert tensors["weight"].dtype == torch.int8
     assert torch.equal(tensors["weight"], packed.codes().codes)
     shape = (1,) if packed.group_size == "tensor" else (packed.shape[0], 1)
@@ -54,9 +54,9 @@ def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     compressor = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base").IntQuantizationCompressor
     packed = make(**layer)
-    arguments = quantization.QuantizationArgs(**weight_arguments(Scheme.of(packed, INT8)))
+    arguments = quantization.QuantizationArgs(**LAYOUT.weight_arguments(Scheme.of(packed, INT8)))
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format="int-quantized")
-    found = compressor.decompress(encode(packed), scheme)
+    found = compressor.decompress(LAYOUT.encode(packed), scheme)
     assert torch.equal(found["weight"], dense_weight(packed, layer["dtype"]))
 
 
@@ -74,4 +74,4 @@ def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
     ],
 )
 def test_it_suits_whole_rows_of_bytes_with_inputs_in_bytes(scheme, wanted):
-    assert suits(scheme) is wanted
+    assert LAYOUT.suits(scheme) is wanted

@@ -8,27 +8,19 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compress.formats import pack_quantized
 from compress.formats.base import Scheme
-from compress.formats.pack_quantized import (
-    adapt,
-    decode,
-    encode,
-    input_arguments,
-    refuses,
-    sizes_that_work,
-    weight_arguments,
-)
+from compress.formats.pack_quantized import PackQuantized, input_arguments, sizes_that_work, stored_group_size
 from compress.kernels.reference import dense_weight
 from compress.numerics.grids import GRIDS
 
+LAYOUT = PackQuantized()
 INTEGERS = [name for name in GRIDS if name.startswith("int")]
 quick = settings(deadline=None, max_examples=60)
 
 
 def their_scheme(scheme):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    arguments = quantization.QuantizationArgs(**weight_arguments(scheme))
+    arguments = quantization.QuantizationArgs(**LAYOUT.weight_arguments(scheme))
     return quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format="pack-quantized")
 
 
@@ -57,15 +49,15 @@ def layers(draw):
 @given(layer=layers())
 def test_what_is_stored_reads_back_as_it_was(make, same, layer):
     packed = make(**layer)
-    tensors = {name: tensor.contiguous() for name, tensor in encode(packed).items()}
-    same(decode(tensors, Scheme.of(packed, None)), packed)
+    tensors = {name: tensor.contiguous() for name, tensor in LAYOUT.encode(packed).items()}
+    same(LAYOUT.decode(tensors, Scheme.of(packed, None)), packed)
 
 
 @quick
 @given(layer=layers())
 def test_shapes_and_dtypes_are_those_of_the_specification(make, layer):
     packed = make(**layer)
-    tensors, (rows, width), bits = encode(packed), packed.shape, packed.grid.bits
+    tensors, (rows, width), bits = LAYOUT.encode(packed), packed.shape, packed.grid.bits
     groups = {"channel": 1, "tensor": 1}.get(packed.group_size) or width // packed.group_size
     assert tensors["weight_packed"].dtype == torch.int32
     assert tensors["weight_packed"].shape == (rows, math.ceil(width * bits / 32))
@@ -83,7 +75,7 @@ def test_shapes_and_dtypes_are_those_of_the_specification(make, layer):
 @given(layer=layers())
 def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
     packed = make(**layer)
-    state = {name: tensor.contiguous() for name, tensor in encode(packed).items()}
+    state = {name: tensor.contiguous() for name, tensor in LAYOUT.encode(packed).items()}
     found = their_compressor().decompress(state, their_scheme(Scheme.of(packed, None)))
     assert found["weight"].dtype == layer["dtype"]
     assert torch.equal(found["weight"], dense_weight(packed, layer["dtype"]))
@@ -95,10 +87,10 @@ def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
 @given(layer=layers())
 def test_compressed_tensors_packs_the_same_bits(make, layer):
     packed = make(**{**layer, "dtype": torch.float32})
-    state = {"weight": dense_weight(packed, torch.float32), "weight_scale": encode(packed)["weight_scale"]}
+    state = {"weight": dense_weight(packed, torch.float32), "weight_scale": LAYOUT.encode(packed)["weight_scale"]}
     if packed.zero is not None:
         state["weight_zero_point"] = packed.zero
-    theirs, ours = their_compressor().compress(state, their_scheme(Scheme.of(packed, None))), encode(packed)
+    theirs, ours = their_compressor().compress(state, their_scheme(Scheme.of(packed, None))), LAYOUT.encode(packed)
     assert set(theirs) == set(ours)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
@@ -111,7 +103,7 @@ def test_codes_and_zero_points_by_hand(make):
         codes=torch.arange(-8, 8, dtype=torch.int8).reshape(2, 8).repeat(4, 1),
         zero=torch.arange(-8.0, 0)[:, None],
     )
-    tensors = encode(type(packed).of(codes))
+    tensors = LAYOUT.encode(type(packed).of(codes))
     assert [word & 0xFFFFFFFF for word in tensors["weight_packed"][:2, 0].tolist()] == [0x76543210, 0xFEDCBA98]
     assert [word & 0xFFFFFFFF for word in tensors["weight_zero_point"].flatten().tolist()] == [0x76543210]
 
@@ -126,13 +118,13 @@ def test_a_short_last_group_is_stored_in_smaller_groups_of_the_same_weight(
     make, same, width, group_size, stored, symmetric, dtype
 ):
     packed = make("int4", (5, width), group_size, symmetric, dtype=dtype)
-    adapted = adapt(packed)
+    adapted = LAYOUT.adapt(packed)
     assert adapted.group_size == stored == math.gcd(width, group_size)
     assert adapted.scale.shape == (5, width // stored)
     assert torch.equal(adapted.words, packed.words)
     assert torch.equal(dense_weight(adapted, dtype), dense_weight(packed, dtype))
-    tensors = encode(adapted)
-    same(decode(tensors, Scheme.of(adapted, None)), adapted)
+    tensors = LAYOUT.encode(adapted)
+    same(LAYOUT.decode(tensors, Scheme.of(adapted, None)), adapted)
     found = their_compressor().decompress(tensors, their_scheme(Scheme.of(adapted, None)))
     assert torch.equal(found["weight"], dense_weight(packed, dtype))
 
@@ -140,7 +132,7 @@ def test_a_short_last_group_is_stored_in_smaller_groups_of_the_same_weight(
 @pytest.mark.parametrize("group_size", [32, 64, "channel", "tensor"])
 def test_whole_groups_are_stored_as_they_are(make, group_size):
     packed = make("int4", (4, 64), group_size)
-    assert adapt(packed) is packed
+    assert LAYOUT.adapt(packed) is packed
 
 
 def scheme(grid="int4", group_size=32, symmetric=True, indexed=False, **inputs):
@@ -159,7 +151,7 @@ def scheme(grid="int4", group_size=32, symmetric=True, indexed=False, **inputs):
     ],
 )
 def test_what_cannot_be_held_is_refused_with_what_can(wanted, width, message):
-    assert message in refuses(wanted, (8, width))
+    assert message in LAYOUT.refuses(wanted, (8, width))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +167,7 @@ def test_what_cannot_be_held_is_refused_with_what_can(wanted, width, message):
     ],
 )
 def test_what_can_be_held_is_not_refused(wanted, width):
-    assert refuses(wanted, (8, width)) is None
+    assert LAYOUT.refuses(wanted, (8, width)) is None
 
 
 @quick
@@ -183,24 +175,24 @@ def test_what_can_be_held_is_not_refused(wanted, width):
 def test_the_sizes_that_a_refusal_names_are_not_refused(width):
     words = sizes_that_work(width).removeprefix("use ").removesuffix(", or format: native").split(", ")
     for word in words:
-        assert refuses(scheme(group_size=int(word) if word.isdigit() else word), (8, width)) is None
+        assert LAYOUT.refuses(scheme(group_size=int(word) if word.isdigit() else word), (8, width)) is None
 
 
 @quick
 @given(width=st.integers(1, 2000), group_size=st.integers(1, 300))
 def test_a_refusal_depends_on_the_size_it_would_be_stored_in(width, group_size):
     assume(width % group_size)
-    stored = pack_quantized.stored_group_size(width, group_size)
+    stored = stored_group_size(width, group_size)
     assert width % stored == 0 == group_size % stored
-    assert (refuses(scheme(group_size=group_size), (8, width)) is None) == (stored >= min(16, group_size))
+    assert (LAYOUT.refuses(scheme(group_size=group_size), (8, width)) is None) == (stored >= min(16, group_size))
 
 
 def test_the_arguments_of_the_config():
-    assert weight_arguments(scheme("int3", 32, False)) == {
+    assert LAYOUT.weight_arguments(scheme("int3", 32, False)) == {
         "num_bits": 3, "type": "int", "symmetric": False, "group_size": 32, "strategy": "group", "dynamic": False,
     }  # fmt: skip
-    assert weight_arguments(scheme(group_size="tensor"))["strategy"] == "tensor"
-    assert weight_arguments(scheme(group_size="channel"))["group_size"] is None
+    assert LAYOUT.weight_arguments(scheme(group_size="tensor"))["strategy"] == "tensor"
+    assert LAYOUT.weight_arguments(scheme(group_size="channel"))["group_size"] is None
     assert input_arguments(scheme(activations=GRIDS["int8"])) == {
         "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
     }  # fmt: skip

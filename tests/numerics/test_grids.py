@@ -270,3 +270,15 @@ def test_nf4_codes_are_indexes_into_the_ordered_table():
     assert grid.encode(levels, torch.tensor(1.0), None).tolist() == list(range(16))
     assert list(NF4_LEVELS) == sorted(NF4_LEVELS)
     assert NF4_LEVELS[7] == 0
+
+
+@pytest.mark.parametrize("grid", OTHERS, ids=by_name)
+def test_a_transposed_tensor_has_the_same_codes_and_no_warning(grid, recwarn):
+    values, scale = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).T, torch.tensor(0.5)
+    torch.set_warn_always(True)  # otherwise one warning per program
+    try:
+        found = grid.encode(values, scale, None)
+    finally:
+        torch.set_warn_always(False)
+    assert torch.equal(found, grid.encode(values.contiguous(), scale, None))
+    assert [str(warning.message) for warning in recwarn] == []

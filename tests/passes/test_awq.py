@@ -5,13 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from gated import Gated, Inputs, TwoReaders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
 import compress
-from compress.model.links import Link, find_groups, find_links
+from compress.model.links import Link
 from compress.model.packed import CompressedLinear
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
@@ -32,56 +33,12 @@ def fed_by(rows):
     return Fed(moments)
 
 
-class Block(nn.Module):
-    """norm -> two linears of one input -> a third one, linked to b alone; with a ReLU for tanh to a as well."""
-
-    def __init__(self, act=torch.tanh):
-        super().__init__()
-        torch.manual_seed(0)
-        self.act, self.norm = act, nn.LayerNorm(WIDTH)
-        self.a, self.b = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.out = nn.Linear(HIDDEN, WIDTH)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter)
-        self.norm.weight.data[[3, 7]] = torch.tensor([30.0, 8.0])  # salient channels
-        self.requires_grad_(False)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.out(self.act(self.a(h)) * self.b(h))
-
-
-class TwoReaders(Block):
-    """Something that is no linear reads the norm's output, too."""
-
-    def forward(self, x):
-        h = self.norm(x)
-        return h + self.out(self.act(self.a(h)) * self.b(h))
-
-
-class Inputs:
-    """BlockInputs of a block and its batches, without a sweep."""
-
-    def __init__(self, block, batches, names):
-        self.block, self.batches, self.names = block, batches, names
-        self.groups = [group for group in find_groups(block, self.probe) if set(names) & set(group.linears)]
-        self.links = [link for link in find_links(block, self.probe) if set(names) & set(link.readers)]
-
-    def observe(self, observer):
-        seen, handles = {}, []
-        for group in self.groups:
-            first = self.block.get_submodule(group.linears[0])
-            seen[group] = observer(CompressedLinear.of(first).shape[1], CPU)
-            hook = lambda module, args, s=seen[group]: s.update(args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
-            handles.append(first.register_forward_pre_hook(hook))
-        for batch in self.batches:
-            self.block(batch)
-        for handle in handles:
-            handle.remove()
-        return seen
-
-    def probe(self, block):
-        return block(random(2, 9, WIDTH, seed=9))
+def build(act=torch.tanh, kind=Gated):
+    """A block whose norm has two salient channels."""
+    torch.manual_seed(0)
+    block = kind(nn.LayerNorm(WIDTH), WIDTH, HIDDEN, act)
+    block.norm.weight[[3, 7]] = torch.tensor([30.0, 8.0])
+    return block
 
 
 @pytest.fixture
@@ -193,7 +150,7 @@ def test_moments_are_those_of_all_rows_and_follow_the_scale():
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("duo", [True, False])
 def test_the_scale_is_the_best_of_all_that_were_tried(batches, notes, symmetric, duo):
-    block = Block()
+    block = build()
     before, rows = copy.deepcopy(block), rows_into(block, "a", batches)
     step = AWQ(weights="int3", group_size=8, symmetric=symmetric, duo=duo, clip=False)
     step.solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
@@ -214,7 +171,7 @@ def test_the_scale_is_the_best_of_all_that_were_tried(batches, notes, symmetric,
 @pytest.mark.parametrize("options", [{}, {"symmetric": False}, {"weights": "nf4"}, {"weights": "int3", "duo": False}])
 def test_the_error_is_less_than_that_of_plain_rounding(batches, notes, act, name, options):
     """With a ReLU the last linear is linked to both before it, and the second scale reckons with the first."""
-    block = Block(act)
+    block = build(act)
     before = copy.deepcopy(block)
     step, inputs = AWQ(group_size=8, **options), Inputs(block, batches, [name])
     assert len(inputs.links) == (2 if name == "out" and act is torch.relu else 1)
@@ -260,7 +217,7 @@ def test_a_row_whose_clipped_groups_harm_each_other_stays(notes):
 
 @pytest.mark.parametrize("act", [torch.tanh, torch.relu])
 def test_scaling_alone_leaves_the_function_as_it_was(batches, notes, act):
-    block = Block(act)
+    block = build(act)
     before = copy.deepcopy(block)
     AWQ(group_size=8, clip=False).solve_block(block, Inputs(block, batches, ["a", "b", "out"]), notes)
     assert {kind for kind, _, _ in notes} == {"note"}
@@ -280,7 +237,7 @@ def test_columns_of_one_channel_share_their_scale():
 
 
 def test_linears_that_nothing_is_linked_to_are_left_alone_and_noted(batches, notes):
-    block = TwoReaders()
+    block = build(kind=TwoReaders)
     before = copy.deepcopy(block)
     AWQ(group_size=8, clip=False).solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
     assert notes == [("note", "a, b: nothing that writes their input can take a scale, so none is searched", {})]
@@ -288,7 +245,7 @@ def test_linears_that_nothing_is_linked_to_are_left_alone_and_noted(batches, not
 
 
 def test_linears_that_nothing_is_linked_to_divide_their_inputs_on_request(batches, notes):
-    block = TwoReaders()
+    block = build(kind=TwoReaders)
     before = copy.deepcopy(block)
     step = AWQ(group_size=8, unlinked="scale", clip=False)
     step.solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
@@ -304,7 +261,7 @@ def test_linears_that_nothing_is_linked_to_divide_their_inputs_on_request(batche
 
 
 def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
-    block = TwoReaders()
+    block = build(kind=TwoReaders)
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     inputs = Inputs(block, batches, ["a", "b"])
     inputs.links = [Link("norm", ("a", "b"), torch.arange(WIDTH), "norm")]  # which find_links would not give
@@ -316,7 +273,7 @@ def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes)
 
 
 def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
-    block = Block()
+    block = build()
     before = copy.deepcopy(block)
     AWQ(group_size=8).solve_block(block, Inputs(block, [], ["a", "b"]), notes)
     assert notes == [
@@ -327,7 +284,7 @@ def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
 
 
 def test_only_the_chosen_linears_are_clipped_and_count(batches, notes):
-    block, both = Block(), Block()
+    block, both = build(), build()
     before = copy.deepcopy(block)
     step = AWQ(weights="int2", group_size=8)
     step.solve_block(block, Inputs(block, batches, ["a"]), notes)
@@ -340,7 +297,7 @@ def test_only_the_chosen_linears_are_clipped_and_count(batches, notes):
 
 
 def test_masks_stay(batches, notes):
-    block = Block()
+    block = build()
     mask = random(HIDDEN, WIDTH, seed=4) > 0
     block.a = CompressedLinear.of(block.a)
     block.a.put(block.a.weight * mask, mask)
@@ -360,13 +317,13 @@ def test_channels_that_were_always_zero_count_as_the_quietest():
 def test_no_more_than_a_chunk_of_rows_is_rounded_at_once(batches, notes, monkeypatch):
     """And the result is that of whole weights."""
     step = AWQ(group_size=8, symmetric=False)
-    whole = Block()
+    whole = build()
     step.solve_block(whole, Inputs(whole, batches, ["a", "b", "out"]), notes)
     sizes = []
     original = awq.quantize
     monkeypatch.setattr(awq, "quantize", lambda w, *rest: sizes.append(w.numel()) or original(w, *rest))
     monkeypatch.setattr(awq, "CHUNK", 5 * HIDDEN)
-    chunked = Block()
+    chunked = build()
     step.solve_block(chunked, Inputs(chunked, batches, ["a", "b", "out"]), notes)
     assert set(sizes) == {7 * WIDTH, 3 * WIDTH, 5 * HIDDEN, HIDDEN}  # of 24 rows: 7, 7, 7, 3; of 16: 5, 5, 5, 1
     for name in ("a", "b", "out"):
@@ -392,14 +349,13 @@ def test_a_few_rows_choose_the_finalists_and_all_rows_decide(monkeypatch):
 
 
 @torch.no_grad()
-def test_rounding_after_it_is_closer_to_the_model(pico_model, texts):
-    ids = torch.from_numpy(np.load(texts["calibration"]).astype(np.int64))[:4]
+def test_rounding_after_it_is_closer_to_the_model(pico_model, pico_ids, texts):
     held_out = torch.from_numpy(np.load(texts["test"]).astype(np.int64))
     wanted = pico_model(held_out).logits.log_softmax(-1)
     rounding = compress.PASSES["rtn"](weights="int3", group_size=32)
 
     def divergence(*before):
-        model = compress.apply(copy.deepcopy(pico_model), [*before, rounding], ids)
+        model = compress.apply(copy.deepcopy(pico_model), [*before, rounding], pico_ids[:4])
         found = model(held_out).logits.log_softmax(-1)
         return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 

@@ -7,11 +7,11 @@ import torch
 from pydantic import ValidationError
 
 from compress.errors import NumericError
+from compress.numerics import rounding
 from compress.numerics.codes import fit, quantize, spread
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.obs import sweep
 from compress.numerics.packed import PackedCodes
-from compress.passes import gptq
 from compress.passes.gptq import GPTQ
 from compress.stream.observers import CrossGram, Gram
 
@@ -48,8 +48,8 @@ def error(found, weight, rows):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_codes_decode_to_what_the_sweep_made(monkeypatch, layer_of, notes, order, group_size, symmetric):
     made = []
-    original = gptq.sweep
-    monkeypatch.setattr(gptq, "sweep", lambda *args: made.append(original(*args)) or made[-1])
+    original = rounding.sweep
+    monkeypatch.setattr(rounding, "sweep", lambda *args: made.append(original(*args)) or made[-1])
     rows, weight = correlated(), random(7, WIDTH, seed=3)
     found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
         weight, seen_of(rows), layer_of()
@@ -77,8 +77,8 @@ def test_the_output_error_is_less_than_that_of_rounding(layer_of, order, group_s
 @pytest.mark.parametrize("weights", [name for name, grid in GRIDS.items() if grid.scaling.stored is not None])
 def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, layer_of, order, weights):
     made = []
-    original = gptq.sweep
-    monkeypatch.setattr(gptq, "sweep", lambda *args: made.append(original(*args)) or made[-1])
+    original = rounding.sweep
+    monkeypatch.setattr(rounding, "sweep", lambda *args: made.append(original(*args)) or made[-1])
     rows, weight = correlated(seed=5), random(16, WIDTH, seed=4)
     size = GRIDS[weights].group_size or 8
     found = GPTQ(weights=weights, group_size=size, act_order=order).codes(weight, seen_of(rows), layer_of())
@@ -299,7 +299,7 @@ def compared(rows, reference):
 def test_without_rounding_asymmetric_calibration_is_the_least_squares_fit(monkeypatch, layer_of, order):
     monkeypatch.setitem(GRIDS, "everything", Everything("everything", 8))
     swept = []
-    monkeypatch.setattr(gptq, "sweep", lambda *args: swept.append(sweep(*args)) or swept[-1])
+    monkeypatch.setattr(rounding, "sweep", lambda *args: swept.append(sweep(*args)) or swept[-1])
     reference, weight = correlated(), random(7, WIDTH, seed=3)
     rows = reference + 0.3 * random(*reference.shape, seed=8)
     pass_ = GPTQ(weights="everything", group_size="channel", act_order=order, error="asymmetric", damping=1e-7)

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
+from gated import Gated, Inputs, TwoReaders
 from pydantic import ValidationError
 from torch import nn
 
-from compress.model.links import Link, find_groups, find_links
+from compress.model.links import Link, find_links
 from compress.model.packed import CompressedLinear, linears
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
 
@@ -17,27 +18,6 @@ OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])
 
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-class Block(nn.Module):
-    """norm -> two linears of one input; their product goes through a third one, which no norm feeds."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm, self.a, self.b = norm, nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8, bias=False)
-        self.out = nn.Linear(8, WIDTH)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.out(torch.tanh(self.a(h)) * self.b(h))
-
-
-class TwoReaders(Block):
-    """Something that is no linear reads the norm's output, too."""
-
-    def forward(self, x):
-        h = self.norm(x)
-        return h + self.out(torch.tanh(self.a(h)) * self.b(h))
 
 
 class OnePlus(nn.Module):
@@ -51,43 +31,12 @@ class OnePlus(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
 
 
-class Inputs:
-    """BlockInputs of a block and its batches, without a sweep."""
-
-    def __init__(self, block, batches, names=None):
-        self.block, self.batches = block, batches
-        found = find_groups(block, lambda module: module(random(2, 5, WIDTH, seed=9)))
-        self.groups = [group for group in found if names is None or set(names) & set(group.linears)]
-        links = find_links(block, self.probe)
-        self.links = [link for link in links if names is None or set(names) & set(link.readers)]
-
-    def observe(self, observer):
-        seen, handles = {}, []
-        for group in self.groups:
-            first = self.block.get_submodule(group.linears[0])
-            seen[group] = observer(CompressedLinear.of(first).shape[1], torch.device("cpu"))
-            hook = lambda module, args, s=seen[group]: s.update(args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
-            handles.append(first.register_forward_pre_hook(hook))
-        for batch in self.batches:
-            self.block(batch)
-        for handle in handles:
-            handle.remove()
-        return seen
-
-    def probe(self, block):
-        dtype = next(block.parameters()).dtype
-        return block(random(2, 5, WIDTH, seed=9).to(dtype))
-
-
-def build(norm, kind=Block):
+def build(norm, kind=Gated):
     """A block of random weights whose norm writes outliers."""
     torch.manual_seed(0)
-    block = kind(norm)
-    for parameter in block.parameters():
-        nn.init.normal_(parameter)
-    weight = block.norm.weight
-    weight.data = OUTLIERS.clone() if not isinstance(norm, OnePlus) else OUTLIERS - 1
-    return block.requires_grad_(False)
+    block = kind(norm, WIDTH, 8)
+    block.norm.weight.data = OUTLIERS.clone() if not isinstance(norm, OnePlus) else OUTLIERS - 1
+    return block
 
 
 @pytest.fixture

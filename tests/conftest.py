@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from compress import Calibration, Evaluate, Recipe, Save
+from compress import Calibration, Evaluate, Recipe, Save, corpus
 from compress.corpus import token_ids
 from compress.model.blocks import find_blocks
 from compress.model.open import InMemory, OpenModel
@@ -80,6 +81,30 @@ FAMILIES = {
 def one_thread():
     """Tiny matrices gain nothing from threads, and sums in one order are what makes bytes comparable."""
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage looks through it again, of which every run makes two."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tokenization():
+    """The embedded text is cut into pico's tokens once: that would be a third of every small run."""
+    tokenize, done = corpus.token_stream, {}
+
+    def token_stream(documents, tokenizer):
+        if Path(tokenizer.name_or_path) != PICO:
+            return tokenize(documents, tokenizer)
+        key = (tokenizer.eos_token_id, *documents)
+        if key not in done:
+            done[key] = tokenize(documents, tokenizer)
+        return done[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "token_stream", token_stream)
+        yield
 
 
 @pytest.fixture(scope="session")

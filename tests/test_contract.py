@@ -192,9 +192,11 @@ def test_run_ships_the_weights_that_apply_makes(key, applied, recipe, tmp_path):
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()} == files
 
 
-def part_for(step: Pass) -> str:
-    """A layer pass is held to one linear; the others, which work on what belongs together, to one block."""
-    return "model.layers.1.mlp.up_proj" if isinstance(step, LayerPass) else "model.layers.1.*"
+def parts_for(step: Pass) -> tuple[str, str]:
+    """A layer pass is held to one linear, the others, which work on what belongs together, to one block; and some more."""
+    if isinstance(step, LayerPass):
+        return "model.layers.1.self_attn.k_proj", "model.layers.1.self_attn.*"
+    return "model.layers.1.*", "model.layers.[12].*"
 
 
 def with_outliers():
@@ -217,12 +219,12 @@ def with_outliers():
 @every_pass
 def test_what_is_not_targeted_stays_as_it_is(key, ids):
     *before, step = chain_of(key)
-    part = part_for(step)
+    part, more = parts_for(step)
     untouched = weights_of(compress.apply(with_outliers(), before, ids) if before else with_outliers())
     found = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[part])], ids))
     moved = differing(found, untouched)
     assert moved and all(name.startswith(part.removesuffix("*")) for name in moved)
-    rest = weights_of(compress.apply(with_outliers(), [*before, changed(step, ignore=[part])], ids))
+    rest = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[more], ignore=[part])], ids))
     assert all(torch.equal(rest[n], untouched[n]) for n in rest if n.startswith(part.removesuffix("*")))
 
 
@@ -239,9 +241,14 @@ class Masking(LayerPass):
 
 @every_pass
 def test_what_was_pruned_before_stays_pruned(key, ids):
-    """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning."""
+    """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning.
+
+    In one block or its attention, since the others are the same to it.
+    """
+    one, more = parts_for(chain_of(key)[-1])
+    part = more if isinstance(chain_of(key)[-1], LayerPass) else one
     for step in _with_zero_points(chain_of(key)[-1]):
-        chain = [Masking(), *chain_of(key)[:-1], step]
+        chain = [Masking(), *chain_of(key)[:-1], changed(step, targets=[part])]
         if any("masked" in s.never_after for s in chain):
             with pytest.raises(RecipeError, match="the model is pruned"):
                 check_order(chain)
@@ -343,10 +350,8 @@ class Negated(BlockPass):
 
 ONLY = ("model.layers.0.mlp.down_proj", "model.layers.2.mlp.down_proj")
 OWN = {
-    "layer": ([Shifted(targets=ONLY)], lambda w: w + 0.25),
     "model": ([Doubled()], lambda w: 2 * w),
     "model, layer": ([Doubled(), Shifted(targets=ONLY)], lambda w: 2 * w + 0.25),
-    "layer, model": ([Shifted(targets=ONLY), Doubled()], lambda w: 2 * (w + 0.25)),
     "layer, model, layer": ([Shifted(targets=ONLY), Doubled(), Shifted(targets=ONLY)], lambda w: 2 * (w + 0.25) + 0.25),
 }
 

@@ -297,14 +297,14 @@ def test_stored_ids_that_are_not_there(tmp_path):
 
 def test_self_sampled(model, tokenizer):
     before = torch.random.get_rng_state()
-    ids = corpus.self_sampled(model, tokenizer, sequences=5, length=40, seed=3, batch=2)
+    ids = corpus.self_sampled(model, tokenizer, sequences=3, length=20, seed=3, batch=2)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert ids.shape == (5, 40)
+    assert ids.shape == (3, 20)
     assert ids.dtype == torch.int64
     assert not torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).any()
-    assert len({tuple(row) for row in ids.tolist()}) == 5
-    assert torch.equal(ids, corpus.self_sampled(model, tokenizer, 5, 40, seed=3, batch=2))
-    assert not torch.equal(ids, corpus.self_sampled(model, tokenizer, 5, 40, seed=4, batch=2))
+    assert len({tuple(row) for row in ids.tolist()}) == 3
+    assert torch.equal(ids, corpus.self_sampled(model, tokenizer, 3, 20, seed=3, batch=2))
+    assert not torch.equal(ids, corpus.self_sampled(model, tokenizer, 3, 20, seed=4, batch=2))
 
 
 def test_self_sampled_begins_with_the_most_likely_tokens(model, tokenizer):

@@ -24,8 +24,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("format_", ["compressed-tensors", "native"])
-@pytest.mark.parametrize("name", FAMILIES)
+NATIVE = ["gpt2", "qwen3-tied"]  # a format is handed packed weights, whatever the family; these two are odd
+
+
+@pytest.mark.parametrize(
+    ("name", "format_"), [*((name, "compressed-tensors") for name in FAMILIES), *((name, "native") for name in NATIVE)]
+)
 def test_the_chain_is_reloaded_as_it_was_computed(name, format_, tiny, recipe, texts, ids, tmp_path):
     family, changes = FAMILIES[name]
     model = tiny(family, **changes)

@@ -72,7 +72,7 @@ recipes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(recipe=recipes)
 def test_yaml_spells_every_recipe(recipe):
     assert Recipe.from_text(recipe.to_yaml()) == recipe

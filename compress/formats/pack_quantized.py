@@ -99,7 +99,7 @@ def decode(tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
         assert isinstance(scheme.grid, IntGrid)
         unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
         zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
-    return PackedCodes(tensors["weight_packed"], scale, zero, scheme.grid, scheme.group_size, (rows, width))
+    return PackedCodes(tensors["weight_packed"], scale, zero, scheme.coded, scheme.group_size, (rows, width))
 
 
 def weight_arguments(scheme: Scheme) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
     else:
         strategy, group_size = scheme.group_size, None
     return {
-        "num_bits": scheme.grid.bits,
+        "num_bits": scheme.coded.bits,
         "type": "int",
         "symmetric": scheme.symmetric,
         "group_size": group_size,

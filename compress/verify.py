@@ -35,8 +35,8 @@ ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are c
 
 @dataclass(frozen=True)
 class Verified:
-    """layers: compressed layers whose codes were read back bit for bit. own, transformers: largest absolute difference
-    of logits to the model as it was computed, None where not checked, and then `skipped` says why.
+    """layers: compressed layers whose codes or kept weights were read back bit for bit. own, transformers: largest
+    absolute difference of logits to the model as it was computed, None where not checked; then `skipped` says why.
     """
 
     layers: int

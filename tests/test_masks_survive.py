@@ -18,6 +18,7 @@ from compress import AWQ, GPTQ, HQQ, RTN, SignRound, SmoothQuant, Wanda
 from compress.formats import FORMATS
 from compress.model.packed import CompressedLinear, linears
 from compress.numerics.grids import GRIDS, IntGrid
+from compress.numerics.scales import FloatScale
 from compress.runner import Job
 from compress.stream.sweep import Sweep
 
@@ -44,7 +45,10 @@ def preparing(draw):
 def quantizing(draw, integers):
     """Any rounding to any grid, groups of any kind."""
     kind = draw(st.sampled_from([RTN, GPTQ, HQQ, SignRound]))
-    grid = GRIDS[draw(st.sampled_from([name for name in GRIDS if not integers or isinstance(GRIDS[name], IntGrid)]))]
+    known = [name for name, grid in GRIDS.items() if not integers or isinstance(grid, IntGrid)]
+    if kind is HQQ:  # it finds scales among plain floats
+        known = [name for name in known if isinstance(GRIDS[name].scaling, FloatScale)]
+    grid = GRIDS[draw(st.sampled_from(known))]
     group = grid.group_size or draw(st.sampled_from(["channel", 16] if integers else ["channel", 5, 16]))
     symmetric = grid.symmetric_only or draw(st.booleans())
     options = {"iterations": 2} if kind is SignRound else {}

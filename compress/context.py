@@ -14,6 +14,7 @@ from compress.formats.base import Format
 from compress.formats.native import Native
 from compress.journal import Journal
 from compress.memory import PeakMemory
+from compress.numerics.sparse import SparsePolicy
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 """What can be written as `device`."""
@@ -46,13 +47,15 @@ class Run:
 
     device: where blocks are computed. storage: the dtype in which scales and dense tensors will be stored; computed
     values are rounded to it before anything is calibrated on them. format: how layers will be stored; they take the
-    form that it can hold as soon as they are solved. costs: seconds and peak memory per phase.
+    form that it can hold as soon as they are solved. sparse: when kept weights are stored alone, if the format can.
+    costs: seconds and peak memory per phase.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     storage: torch.dtype = torch.float32
     seed: int = 0
     format: Format = field(default_factory=Native)
+    sparse: SparsePolicy = "auto"
     journal: Journal = field(default_factory=Journal)
     costs: dict[str, Cost] = field(default_factory=dict)
 

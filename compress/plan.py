@@ -18,7 +18,9 @@ from compress.model.packed import CompressedLinear, linears
 from compress.model.save import outside_tensors
 from compress.model.select import select
 from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
+from compress.pruning import PruningPass
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
@@ -141,10 +143,34 @@ def _scheme(step: Quantizing, width: int) -> Scheme:
     )  # fmt: skip
 
 
-def planned_scheme(steps: Sequence[tuple[str, Pass]], name: str, width: int) -> Scheme | None:
-    """How the layer ends, as far as can be said before anything is computed; None: dense."""
+def planned_scheme(
+    steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
+) -> Scheme | None:
+    """How the layer ends, as far as can be said before anything is computed; None: dense. policy: of sparse layers."""
     quantizing = [own for _, step in steps if isinstance(step, Quantizing) and (own := step.for_layer(name))]
-    return _scheme(quantizing[-1], width) if quantizing else None
+    scheme = _scheme(quantizing[-1], shape[1]) if quantizing else None
+    pruning = [own for _, step in steps if isinstance(step, PruningPass) and (own := step.for_layer(name))]
+    if not pruning:
+        return scheme
+    value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
+    sparsity = choose(_sparsities(pruning[-1], shape), shape, value, policy)
+    if sparsity is None:
+        return scheme
+    return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
+
+
+def _sparsities(step: PruningPass, shape: tuple[int, int]) -> list[Sparsity]:
+    """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
+    rows, width = shape
+    if step.pattern.n_of_m is not None:
+        n, m = step.pattern.n_of_m
+        regular = Sparsity.regular(shape, n, m)
+        return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
+    if step.pattern.text != "row":
+        return [Sparsity(round(step.density * rows * width))]
+    kept = round(step.density * width)
+    one_group = [Sparsity.regular(shape, kept, width)] if 0 < kept < width <= LARGEST_M else []
+    return [*one_group, Sparsity(rows * kept)]
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
@@ -171,7 +197,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     layers, notes = [], list(opened.notes)
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in steps if name in set(names)]
-        scheme = planned_scheme(mine, name, shape[1])
+        policy = recipe.save.sparse if format_.sparse else "off"
+        scheme = planned_scheme(mine, name, shape, storage, policy)
         size = layer_bytes(scheme, shape, format_, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
@@ -189,6 +216,9 @@ def settle(planned: Plan, schemes: Mapping[str, Scheme], format_: Format, storag
     layers = []
     for layer in planned.layers:
         scheme = schemes.get(layer.name)
+        if scheme is None and layer.scheme is not None and layer.scheme.grid is None:  # not sparse after all
+            size = layer_bytes(None, layer.shape, format_, storage)
+            layer = replace(layer, scheme=None, size_bytes=size)
         if scheme is not None:  # a width is known, and groups are as they are stored, whatever was asked for
             size = layer_bytes(replace(scheme, width=layer.shape[1]), layer.shape, format_, storage)
             layer = replace(layer, scheme=scheme, size_bytes=size)
@@ -202,12 +232,21 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
     rows, width = shape
     if scheme is None:
         return rows * width * storage.itemsize
-    packed = PackedCodes.empty(scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage)
+    beside = sum(length * (dtype or storage).itemsize for length, dtype in scheme.input_tensors.values())
+    if scheme.grid is None:
+        assert scheme.sparsity is not None
+        return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
+    packed = PackedCodes.empty(
+        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity
+    )
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize
-    beside = sum(length * (dtype or storage).itemsize for length, dtype in scheme.input_tensors.values())
-    return beside + sum(t.numel() * t.element_size() for t in format_.encode(adapted, scheme.activations).values())
+    return beside + _all_bytes(format_.encode(adapted, scheme.activations))
+
+
+def _all_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _bytes(tensor: Tensor, storage: torch.dtype) -> int:

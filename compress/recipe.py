@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     SerializeAsAny,
     ValidationError,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -24,6 +25,7 @@ from compress.context import DEVICES
 from compress.contract import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
+from compress.numerics.sparse import SparsePolicy
 from compress.options import Place, mistake, spoken
 from compress.passes import PASSES
 from compress.types import Fact
@@ -56,6 +58,11 @@ class Save(_Part):
         default="full",
         description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
     )
+    sparse: SparsePolicy = Field(
+        default="auto",
+        description="pruned layers by their kept weights alone (format native): 'auto': where that is no larger, "
+        "'always': even if it is, so that every mask can be read back, 'off': with zeros in place",
+    )
 
     @field_validator("format")
     @classmethod
@@ -63,6 +70,14 @@ class Save(_Part):
         if name not in FORMATS:
             raise ValueError(f"format {name!r} is not known{did_you_mean(name, FORMATS)}")
         return name
+
+    @field_validator("sparse")
+    @classmethod
+    def _possible(cls, policy: str, info: ValidationInfo) -> str:
+        name = info.data.get("format")
+        if policy == "always" and name is not None and not FORMATS[name].sparse:
+            raise ValueError(f"'always' cannot be had: format {name} stores zeros in place; use format: native")
+        return policy
 
 
 class Evaluate(_Part):

@@ -34,6 +34,7 @@ from compress.model.save import (
     block_tensors,
     dense_linear_names,
     file_sha256,
+    hold_as_stored,
     outside_tensors,
     shard_name,
     write_description,
@@ -173,7 +174,7 @@ class Job:
         for note in opened.notes:
             journal.add("note", "model", note)
         format_ = FORMATS[recipe.save.format]
-        context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, journal)
+        context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
         planned = plan_of(recipe, opened)
         steps = resolve(recipe.passes, opened, format_)
         texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
@@ -243,6 +244,8 @@ class Job:
 
     def _write_block(self, block: Block, results: list[LayerResult]) -> None:
         with self.context.phase("save"):
+            if self.context.format.sparse:
+                hold_as_stored(block.name, block.module, self.context.storage, self.context.sparse)
             tensors = block_tensors(block.name, block.module, self.context.format, self.context.storage)
             path = self.manifest.folder / shard_name(block.index + 2, self.shards)
             entry = _entry(path, tensors)
@@ -271,7 +274,8 @@ class Job:
             if f"{block.name}.{name}" in targets:
                 replace_linear(block.module, name)
         schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
-        fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, self.context.format)
+        tensors = mapped.read_raw(entry.names)
+        fill(block.module, block.name + ".", tensors, schemes, self.context.format, self.opened.dtype)
         self._assign_dense(block, mapped, schemes)
         self.context.journal.entries += [Entry(**values) for values in entry.journal]
         self._noted = len(self.context.journal.entries)

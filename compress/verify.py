@@ -24,6 +24,7 @@ from compress.model.load import load
 from compress.model.packed import CompressedLinear
 from compress.numerics.grids import IntGrid
 from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import SparseWeight
 from compress.recipe import Recipe
 from compress.types import dtype_name
 
@@ -34,8 +35,8 @@ ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are c
 
 @dataclass(frozen=True)
 class Verified:
-    """layers: compressed layers whose codes were read back bit for bit. own, transformers: largest absolute difference
-    of logits to the model as it was computed, None where not checked, and then `skipped` says why.
+    """layers: compressed layers whose codes or kept weights were read back bit for bit. own, transformers: largest
+    absolute difference of logits to the model as it was computed, None where not checked; then `skipped` says why.
     """
 
     layers: int
@@ -150,6 +151,11 @@ def _packed_layers(model: nn.Module) -> list[CompressedLinear]:
     return [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
 
 
+def _sparse_layers(model: nn.Module) -> list[CompressedLinear]:
+    """Layers in floats whose kept weights alone are stored."""
+    return [m for m in model.modules() if isinstance(m, CompressedLinear) and isinstance(m.held, SparseWeight)]
+
+
 def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
     """The dtype that transformers rounds a weight to; scales in a byte (4-bit floats) are read in bfloat16."""
     return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
@@ -157,13 +163,13 @@ def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
 
 def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | None:
     """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
-    packed = _packed_layers(model)
+    packed, sparse = _packed_layers(model), _sparse_layers(model)
     if recipe.save.verify == "own":
         return "the recipe says verify: own"
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
         return "transformers has no names for this model's experts one by one"
-    if not packed:
+    if not packed and not sparse:
         return None
     if recipe.save.format == "native":
         return "format native is read by compress.load alone"

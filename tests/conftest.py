@@ -153,6 +153,21 @@ def tiny_folder(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def one_block(tiny, tmp_path_factory):
+    """one_block(family) -> as tiny_folder, of a model with a single block, for tests that run many recipes."""
+    made: dict[str, str] = {}
+
+    def save(family: str) -> str:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("models") / f"{family}-one-block"
+            tiny(family, num_hidden_layers=1).save_pretrained(folder)
+            made[family] = str(folder)
+        return made[family]
+
+    return save
+
+
+@pytest.fixture(scope="session")
 def in_memory():
     """in_memory(model) -> the OpenModel of a model that is in memory."""
 

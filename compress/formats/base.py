@@ -14,9 +14,10 @@ from torch import Tensor
 from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import SparseWeight, Sparsity
 
 ABOUT_INPUTS = ("activation_scale", "outlier_threshold", "outlier_columns", "input_scaled")
-"""Fields of a scheme that its JSON leaves out where they have their defaults."""
+"""Fields of a scheme that its JSON leaves out where they have their defaults, as it does `sparsity`."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,11 @@ class Scheme:
 
     indexed: columns have a group index. activations: the grid of the inputs, with one scale per token found when the
     layer runs, or one 'static' scale found before. width: the layer's inputs. outlier_threshold, outlier_columns: see
-    `numerics.inputs`. input_scaled: inputs are divided by a scale per channel.
+    `numerics.inputs`. input_scaled: inputs are divided by a scale per channel. sparsity: kept weights alone are stored,
+    and where they stand; grid: None where they are floats.
     """
 
-    grid: Grid
+    grid: Grid | None
     group_size: GroupSize
     symmetric: bool
     indexed: bool = False
@@ -38,12 +40,16 @@ class Scheme:
     outlier_threshold: float | None = None
     outlier_columns: bool = False
     input_scaled: bool = False
+    sparsity: Sparsity | None = None
 
     @classmethod
-    def of(cls, packed: PackedCodes, activations: Grid | None) -> Scheme:
-        """The scheme of a packed layer."""
-        indexed = packed.group_index is not None
-        return cls(packed.grid, packed.group_size, packed.zero is None, indexed, activations, packed.shape[1])
+    def of(cls, weight: PackedCodes | SparseWeight, activations: Grid | None) -> Scheme:
+        """The scheme of a packed or sparse layer."""
+        sparsity = None if weight.kept is None else weight.kept.sparsity
+        facts = {"activations": activations, "width": weight.shape[1], "sparsity": sparsity}
+        if isinstance(weight, SparseWeight):
+            return cls(None, "channel", True, **facts)
+        return cls(weight.grid, weight.group_size, weight.zero is None, weight.group_index is not None, **facts)
 
     @property
     def input_tensors(self) -> dict[str, tuple[int, torch.dtype | None]]:
@@ -56,19 +62,40 @@ class Scheme:
         }
         return {name: kind for name, (present, kind) in there.items() if present}
 
+    @property
+    def coded(self) -> Grid:
+        """The grid, of a layer that has one."""
+        assert self.grid is not None, "the layer is stored in floats"
+        return self.grid
+
+    @property
+    def text(self) -> str:
+        """'int4, group 64, 2:4'."""
+        codes = [] if self.grid is None else [self.grid.name, f"group {self.group_size}"]
+        return ", ".join(codes + ([] if self.sparsity is None else [self.sparsity.text]))
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values, grids by name; what is said of inputs only where it is not the usual."""
+        """Plain values, grids by name; what is said of inputs and of kept weights only where it is not the usual."""
         usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in ABOUT_INPUTS}
-        values = dataclasses.asdict(self) | {"grid": self.grid.name}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values = {name: value for name, value in values.items() if name not in usual or value != usual[name]}
-        return values | {"activations": None if self.activations is None else self.activations.name}
+        sparsity = values.pop("sparsity")
+        if sparsity is not None:
+            values["sparse"] = {"pattern": sparsity.text, "kept": sparsity.kept}
+        return values | {name: _name(values[name]) for name in ("grid", "activations")}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Scheme:
         """The inverse of to_json."""
-        inputs = values["activations"]
-        named = {"grid": GRIDS[values["grid"]], "activations": None if inputs is None else GRIDS[inputs]}
-        return cls(**{**values, **named})
+        grids = {name: None if values[name] is None else GRIDS[values[name]] for name in ("grid", "activations")}
+        sparse = values.get("sparse")
+        sparsity = None if sparse is None else Sparsity.named(sparse["pattern"], sparse["kept"])
+        given = {name: value for name, value in values.items() if name != "sparse"}
+        return cls(**{**given, **grids, "sparsity": sparsity})
+
+
+def _name(grid: Grid | None) -> str | None:
+    return None if grid is None else grid.name
 
 
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
@@ -84,9 +111,10 @@ def refuses_inputs(scheme: Scheme, here: str) -> str | None:
 
 
 class Format(ABC):
-    """A way to store compressed layers. name: its key in a recipe."""
+    """A way to store compressed layers. name: its key in a recipe. sparse: whether it can store kept weights alone."""
 
     name: str
+    sparse: bool = False
     input_names: Mapping[str, str] = {}
     """Where the tensors of `Scheme.input_tensors` are stored: name in the layer -> name in the file."""
 
@@ -104,7 +132,18 @@ class Format(ABC):
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        """The inverse of `encode`, exact."""
+        """The inverse of `encode`, exact.
+
+        Raises KeyError for a tensor that is missing, ValueError for one that cannot be right, named as in the module.
+        """
+
+    def encode_floats(self, weight: SparseWeight) -> dict[str, Tensor]:
+        """As `encode`, of a pruned layer in floats; only where `sparse`."""
+        raise AssertionError("this format stores pruned layers with their zeros")
+
+    def decode_floats(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> SparseWeight:
+        """The inverse of `encode_floats`, exact; raises as `decode` does."""
+        raise AssertionError("this format stores pruned layers with their zeros")
 
     @abstractmethod
     def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ class CompressedTensors(Format):
             return reason
         layout = layout_of(scheme)
         if layout is None:
-            name = scheme.grid.name
+            name = scheme.coded.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
         if scheme.activation_scale == "static" and not IN_BYTES.suits(scheme):
             return (

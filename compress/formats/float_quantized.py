@@ -37,7 +37,7 @@ class FloatQuantized(Layout):
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         if scheme.grid is not GRID:
-            return f"weights {scheme.grid.name} have no reader; use {GRID.name}, or format: native"
+            return f"weights {scheme.coded.name} have no reader; use {GRID.name}, or format: native"
         if isinstance(scheme.group_size, int):
             return f"{GRID.name} has no layout for groups; use group_size: channel or tensor, or format: native"
         if scheme.activations not in (None, GRID):

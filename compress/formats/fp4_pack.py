@@ -37,7 +37,7 @@ class Float4Layout(Layout):
     scale_dtype: ClassVar[str]
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        name, size = scheme.grid.name, scheme.grid.group_size
+        name, size = scheme.coded.name, scheme.coded.group_size
         assert size is not None
         if scheme.activations is not None:
             return f"{name} weights are read with activations none only; leave activations out, or use format: native"

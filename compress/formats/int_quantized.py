@@ -29,7 +29,7 @@ class IntQuantized(Layout):
 
     def suits(self, scheme: Scheme) -> bool:
         """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
-        integers = scheme.grid.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
+        integers = scheme.coded.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
         return integers and scheme.group_size in ("channel", "tensor") and not scheme.indexed
 
     def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
@@ -51,4 +51,4 @@ class IntQuantized(Layout):
         if flat:
             scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
         codes = tensors["weight"].to(torch.int8)
-        return PackedCodes.of(Codes(codes, scale, zero, scheme.grid, scheme.group_size))
+        return PackedCodes.of(Codes(codes, scale, zero, scheme.coded, scheme.group_size))

@@ -46,7 +46,7 @@ class Layout(ABC):
         """The `weights` part of a config group (QuantizationArgs)."""
         size = scheme.group_size
         return {
-            "num_bits": scheme.grid.bits,
+            "num_bits": scheme.coded.bits,
             "type": "int" if isinstance(scheme.grid, IntGrid) else "float",
             "symmetric": scheme.symmetric,
             "group_size": size if isinstance(size, int) else None,

@@ -32,4 +32,4 @@ class MXFP4PackQuantized(Float4Layout):
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
         rows, half = tensors["weight_packed"].shape
         words = as_words(tensors["weight_packed"])
-        return PackedCodes(words, tensors["weight_scale"], None, scheme.grid, scheme.group_size, (rows, 2 * half))
+        return PackedCodes(words, tensors["weight_scale"], None, scheme.coded, scheme.group_size, (rows, 2 * half))

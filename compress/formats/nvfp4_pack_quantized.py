@@ -41,4 +41,4 @@ class NVFP4PackQuantized(Float4Layout):
         rows, half = tensors["weight_packed"].shape
         words, scale = as_words(tensors["weight_packed"]), tensors["weight_scale"].view(torch.uint8)
         shared = tensors["weight_global_scale"]
-        return PackedCodes(words, scale, None, scheme.grid, scheme.group_size, (rows, 2 * half), shared=shared)
+        return PackedCodes(words, scale, None, scheme.coded, scheme.group_size, (rows, 2 * half), shared=shared)

@@ -107,4 +107,4 @@ class PackQuantized(Layout):
             assert isinstance(scheme.grid, IntGrid)
             unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
             zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
-        return PackedCodes(tensors["weight_packed"], scale, zero, scheme.grid, scheme.group_size, (rows, width))
+        return PackedCodes(tensors["weight_packed"], scale, zero, scheme.coded, scheme.group_size, (rows, width))

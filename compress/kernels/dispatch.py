@@ -1,4 +1,7 @@
-"""Which kernel computes a packed linear: the first registered one that supports the call, the reference otherwise."""
+"""Which kernel computes a layer that is held packed or sparse: the first registered one that supports the call.
+
+The reference computes what none of them supports.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from torch import Tensor
 
 from compress.kernels import reference
 from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import SparseWeight
 
 
 class Kernel(Protocol):
-    """A faster way to compute x W^T + bias from packed codes."""
+    """A faster way to compute x W^T + bias from packed codes of all weights (`kept` is None)."""
 
     def supports(self, x: Tensor, packed: PackedCodes) -> bool:
         """Whether this kernel can compute this call (device, dtype, bits, group size)."""
@@ -22,13 +26,33 @@ class Kernel(Protocol):
         ...
 
 
+class SparseKernel(Protocol):
+    """A faster way to compute x W^T + bias from kept weights alone, in floats or in codes."""
+
+    def supports(self, x: Tensor, weight: PackedCodes | SparseWeight) -> bool:
+        """Whether this kernel can compute this call (device, dtype, sparsity, bits, group size)."""
+        ...
+
+    def linear(self, x: Tensor, weight: PackedCodes | SparseWeight, bias: Tensor | None) -> Tensor:
+        """x W^T + bias, equal to the reference up to float rounding."""
+        ...
+
+
 KERNELS: list[Kernel] = []
 """Registered kernels, fastest first; empty until a backend adds its own."""
 
+SPARSE_KERNELS: list[SparseKernel] = []
+"""Those for sparse weights. They are a list of their own: a kernel that expects all codes would misread kept ones."""
 
-def linear(x: Tensor, packed: PackedCodes, bias: Tensor | None) -> Tensor:
+
+def linear(x: Tensor, weight: PackedCodes | SparseWeight, bias: Tensor | None) -> Tensor:
     """x W^T + bias by the fastest kernel that supports the call."""
+    if isinstance(weight, SparseWeight) or weight.kept is not None:
+        for kernel in SPARSE_KERNELS:
+            if kernel.supports(x, weight):
+                return kernel.linear(x, weight, bias)
+        return reference.linear(x, weight, bias)
     for kernel in KERNELS:
-        if kernel.supports(x, packed):
-            return kernel.linear(x, packed, bias)
-    return reference.linear(x, packed, bias)
+        if kernel.supports(x, weight):
+            return kernel.linear(x, weight, bias)
+    return reference.linear(x, weight, bias)

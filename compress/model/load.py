@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from compress.formats.base import Format, Scheme
 from compress.model import open as opening
 from compress.model.experts import open_experts
 from compress.model.packed import linears, replace_linear
+from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import SparseWeight
 
 METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
 """quant_method of a config -> our format."""
@@ -55,7 +58,7 @@ def load(
     else:
         mapped = opening.Mapped({name: (path, key) for name, (path, key) in stored.items()}, compute, device)
         if format_ is not None:
-            fill(model, "", mapped.read_raw(list(stored)), schemes, format_)
+            fill(model, "", mapped.read_raw(list(stored)), schemes, format_, compute)
         packed = {f"{name}.weight" for name in schemes}  # some layouts store codes under this name
         renamed = opening.Mapped(files, compute, device)
         opening.assign(model, renamed.read([name for name in files if name not in packed]))
@@ -81,16 +84,38 @@ def fill(
     tensors: Mapping[str, Tensor],
     schemes: Mapping[str, Scheme],
     format_: Format,
+    dtype: torch.dtype,
 ) -> None:
-    """Put the compressed linears below `root` in place; `prefix` + name is a tensor's name, schemes by full name."""
+    """Put the compressed linears below `root` in place; `prefix` + name is a tensor's name, schemes by full name.
+
+    dtype: what is computed in, which weights that are stored as floats get.
+
+    Raises ModelError for tensors that are missing, or that cannot be right, named in full.
+    """
     for full, scheme in schemes.items():
         if not full.startswith(prefix):
             continue
         start = full + "."
         inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        layer = replace_linear(root, full.removeprefix(prefix))
         try:
-            packed = format_.decode(inside, scheme)
+            weight = _decoded(inside, scheme, format_, dtype)
             beside = {here: inside[format_.input_names[here]] for here in scheme.input_tensors}
         except KeyError as error:
             raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
-        replace_linear(root, full.removeprefix(prefix)).read(packed, scheme, beside)
+        except ValueError as error:
+            raise ModelError(f"model: {start}{error}; write the checkpoint again") from error
+        if weight.shape != layer.shape:
+            here, there = list(layer.shape), list(weight.shape)
+            raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
+        layer.read(weight, scheme, beside)
+
+
+def _decoded(
+    tensors: Mapping[str, Tensor], scheme: Scheme, format_: Format, dtype: torch.dtype
+) -> PackedCodes | SparseWeight:
+    """The weight of a layer, its kept floats in `dtype`."""
+    if scheme.grid is not None:
+        return format_.decode(tensors, scheme)
+    found = format_.decode_floats(tensors, scheme)
+    return replace(found, values=found.values.to(dtype))

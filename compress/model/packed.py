@@ -12,12 +12,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from compress.errors import NumericError
 from compress.formats.base import Scheme
 from compress.kernels import dispatch, reference
 from compress.numerics.codes import Codes
 from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
 from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import Kept, SparseWeight, Sparsity
 
 LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
@@ -30,15 +32,21 @@ INPUT_TENSORS = ("input_scale", "activation_scale", "outliers")
 """Tensors that say how inputs are treated, by the names that layers and schemes know them under."""
 
 
+Held = Tensor | PackedCodes | SparseWeight
+"""A weight as a layer holds it: dense, in codes (of all weights or of kept ones), or by its kept weights alone."""
+
+
 class CompressedLinear(nn.Module):
-    """y = W q(x / s) + bias: a scale s per input channel, a rounding q of the inputs, and W dense or in packed codes.
+    """y = W q(x / s) + bias: a scale s per input channel, a rounding q of the inputs, W dense, in codes, or sparse.
 
     Weights are always seen as [out, in]. `transposed` remembers that the dense original stores [in, out]. `weight` is
-    what x / s is multiplied by. activations: the grid of q, None where inputs are not rounded.
+    what x / s is multiplied by. activations: the grid of q, None where inputs are not rounded. A mask says which
+    weights pruning has kept, however the weight is held; it is packed.
     """
 
-    mask: Tensor | None
+    kept: Tensor | None
     dense: Tensor | None
+    values: Tensor | None
     words: Tensor | None
     scale: Tensor | None
     zero: Tensor | None
@@ -54,9 +62,9 @@ class CompressedLinear(nn.Module):
         self.activations: Grid | None = None
         self.outlier_threshold: float | None = None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        for name in ("mask", "dense", *PACKED, *INPUT_TENSORS):
+        for name in ("kept", "dense", "values", *PACKED, *INPUT_TENSORS):
             self.register_buffer(name, None)
-        self._packed_facts: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
         self.put(weight)
 
     @classmethod
@@ -70,34 +78,74 @@ class CompressedLinear(nn.Module):
         bias = None if module.bias is None else module.bias.detach()
         return cls(weight.T if transposed else weight, bias, transposed)
 
-    def put(self, weight: Tensor | Codes | PackedCodes, mask: Bool[Tensor, "out in"] | None = None) -> None:
-        """Replace the weight: dense [out, in] or codes. A mask once set stays unless another is given."""
-        if mask is not None:
-            self.mask = mask
-        packed = PackedCodes.of(weight) if isinstance(weight, Codes) else weight
-        self.dense = packed if isinstance(packed, Tensor) else None
+    def put(self, weight: Held | Codes, mask: Bool[Tensor, "out in"] | None = None) -> None:
+        """Replace the weight [out, in]. A mask once set stays unless another is given, or kept weights bring theirs."""
+        held = PackedCodes.of(weight) if isinstance(weight, Codes) else weight
+        own = None if isinstance(held, Tensor) else held.kept
+        kept = own
+        if own is None:
+            kept = self.positions if mask is None else Kept.of(mask)
+        shape = held.shape[0], held.shape[1]
+        assert kept is None or kept.shape == shape, "the mask is that of another weight"
+        self._facts = {"shape": shape, "alone": own is not None, "sparsity": None if kept is None else kept.sparsity}
+        self.kept = None if kept is None else kept.words
+        self.dense = held if isinstance(held, Tensor) else None
+        self.values = held.values if isinstance(held, SparseWeight) else None
         for name in PACKED:
-            setattr(self, name, None if isinstance(packed, Tensor) else getattr(packed, name))
-        if isinstance(packed, Tensor):
-            self._packed_facts = {}
-        else:
-            self._packed_facts = {"grid": packed.grid, "group_size": packed.group_size, "shape": packed.shape}
+            setattr(self, name, getattr(held, name) if isinstance(held, PackedCodes) else None)
+        if isinstance(held, PackedCodes):
+            self._facts |= {"grid": held.grid, "group_size": held.group_size}
+
+    @property
+    def held(self) -> Held:
+        """The weight as it is held."""
+        if self.dense is not None:
+            return self.dense
+        kept = self.positions if self._facts["alone"] else None
+        if self.values is not None:
+            assert kept is not None
+            return SparseWeight(self.values, kept)
+        facts = {name: self._facts[name] for name in ("grid", "group_size", "shape")}
+        return PackedCodes(**{name: getattr(self, name) for name in PACKED}, **facts, kept=kept)
 
     @property
     def packed(self) -> PackedCodes | None:
-        """The packed codes, or None while the weight is dense."""
-        if self.words is None or self.scale is None:
-            return None
-        return PackedCodes(**{name: getattr(self, name) for name in PACKED}, **self._packed_facts)
+        """The packed codes, or None while the weight is in floats."""
+        return held if isinstance(held := self.held, PackedCodes) else None
+
+    @property
+    def positions(self) -> Kept | None:
+        """The mask as it is held."""
+        return None if self.kept is None else Kept(self.kept, self._facts["sparsity"], self.shape)
+
+    @property
+    def mask(self) -> Bool[Tensor, "out in"] | None:
+        """True where pruning has kept a weight, zero or not; None where nothing was pruned."""
+        positions = self.positions
+        return None if positions is None else positions.mask()
+
+    def hold_kept(self, sparsity: Sparsity) -> None:
+        """Hold the kept weights alone from now on; sparsity: one of those that the mask has (`sparsities`).
+
+        Raises NumericError when a weight outside of the mask is not zero.
+        """
+        mask, held, before = self.mask, self.held, int(self.weight.count_nonzero())
+        assert mask is not None
+        assert not self._facts["alone"]
+        kept = Kept.of(mask, sparsity.n_of_m)
+        self.put(held.only(kept) if isinstance(held, PackedCodes) else SparseWeight.of(self.weight, kept))
+        if int(self.weight.count_nonzero()) != before:
+            raise NumericError("weights that were pruned are no longer zero")
 
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
         """Multiply the columns of the dense weight by `scale` and divide the inputs by it: the same function.
 
         For scales that cannot be folded into what writes the input. Kept in float32; factors of several calls multiply.
         """
-        assert self.dense is not None, "codes cannot be rescaled; passes that do so come before quantizing ones"
-        scale = scale.detach().to(self.dense.device, torch.float32)
-        self.dense = (self.dense.float() * scale).to(self.dense.dtype)
+        assert self.packed is None, "codes cannot be rescaled; passes that do so come before quantizing ones"
+        weight = self.weight
+        scale = scale.detach().to(weight.device, torch.float32)
+        self.put((weight.float() * scale).to(weight.dtype))
         self.input_scale = scale if self.input_scale is None else self.input_scale * scale
 
     def absorb_input_scale(self) -> None:
@@ -128,55 +176,48 @@ class CompressedLinear(nn.Module):
     @property
     def scheme(self) -> Scheme | None:
         """How the layer is stored, or None while the weight is dense."""
-        packed = self.packed
-        if packed is None:
+        held = self.held
+        if isinstance(held, Tensor):
             return None
         return replace(
-            Scheme.of(packed, self.activations),
+            Scheme.of(held, self.activations),
             activation_scale="token" if self.activation_scale is None else "static",
             outlier_threshold=self.outlier_threshold,
             outlier_columns=self.outliers is not None,
             input_scaled=self.input_scale is not None,
         )
 
-    def read(self, packed: PackedCodes, scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
+    def read(self, weight: PackedCodes | SparseWeight, scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
         """Become the layer that was stored; tensors: `input_tensors` of the scheme by name."""
-        self.put(packed)
+        self.put(weight)
         self.activations, self.outlier_threshold = scheme.activations, scheme.outlier_threshold
         for name in INPUT_TENSORS:
             setattr(self, name, tensors.get(name))
 
     def sha256(self) -> str | None:
-        """A digest of codes, scales and all that is done to inputs; None while the weight is dense."""
-        packed = self.packed
-        if packed is None:
+        """A digest of the weight (codes, scales, mask) and all that is done to inputs; None while it is dense."""
+        held = self.held
+        if isinstance(held, Tensor):
             return None
-        digest = hashlib.sha256(f"{packed.sha256()} {self.outlier_threshold}".encode())
+        digest = hashlib.sha256(f"{held.sha256()} {self.outlier_threshold}".encode())
         for name, tensor in self.input_tensors().items():
             digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """The weight that the layer multiplies by, dense, in the dtype of the dense weight or of the scales."""
-        held = self.packed if self.dense is None else self.dense
-        assert held is not None
-        return self.weight_as(held.dtype)
+        """The weight that the layer multiplies by, dense, in the dtype of the weights or of the scales."""
+        return self.weight_as(self.held.dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight computed in `dtype`."""
-        if self.dense is not None:
-            return self.dense.to(dtype)
-        packed = self.packed
-        assert packed is not None
-        return reference.dense_weight(packed, dtype)
+        held = self.held
+        return held.to(dtype) if isinstance(held, Tensor) else reference.dense_weight(held, dtype)
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
-        if self.dense is None:
-            return self._packed_facts["shape"]
-        return self.dense.shape[0], self.dense.shape[1]
+        return self._facts["shape"]
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         """The inputs as the weight sees them: divided by their scale, in their own dtype."""
@@ -186,16 +227,16 @@ class CompressedLinear(nn.Module):
         x, rounding = self.transform(x), self.rounding
         if rounding is not None:
             x = rounding(x)
-        if self.dense is not None:
-            return nn.functional.linear(x, self.dense, self.bias)
-        packed = self.packed
-        assert packed is not None
-        return dispatch.linear(x, packed, self.bias)
+        held = self.held
+        if isinstance(held, Tensor):
+            return nn.functional.linear(x, held, self.bias)
+        return dispatch.linear(x, held, self.bias)
 
     def extra_repr(self) -> str:
         rows, width = self.shape
-        kind = "dense" if self.dense is not None else f"{self._packed_facts['grid'].name}"
-        return f"in={width}, out={rows}, {kind}" + (", masked" if self.mask is not None else "")
+        kind = self._facts["grid"].name if "grid" in self._facts else "floats" if self._facts["alone"] else "dense"
+        stored = f", {self._facts['sparsity'].text}" if self._facts["alone"] else ""
+        return f"in={width}, out={rows}, {kind}{stored}" + (", masked" if self.kept is not None else "")
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:

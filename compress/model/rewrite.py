@@ -15,14 +15,14 @@ Rewrite = Callable[[Tensor], Tensor]
 def remember(*modules: nn.Module) -> Callable[[], None]:
     """A function that puts weights, masks and biases of these modules back as they are now; nothing is copied."""
     held = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
-    facts = [(m, m._packed_facts) for m in modules if isinstance(m, CompressedLinear)]
+    facts = [(m, m._facts) for m in modules if isinstance(m, CompressedLinear)]
 
     def undo() -> None:
         for module, parameters, buffers in held:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        for module, packed in facts:
-            module._packed_facts = packed
+        for module, known in facts:
+            module._facts = known
 
     return undo
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.errors import SaveError
+from compress.errors import NumericError, SaveError
 from compress.formats.base import Format
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, linears
+from compress.numerics.sparse import SparsePolicy, SparseWeight, choose, sparsities
 from compress.types import dtype_name
 
 OUTSIDE = "outside"
@@ -87,6 +89,24 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def hold_as_stored(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
+    """Let every pruned linear of the block `name` hold its kept weights alone where they will be stored so.
+
+    Raises NumericError when a weight that was pruned is no longer zero.
+    """
+    for child_name, layer in linears(module).items():
+        mask = layer.mask if isinstance(layer, CompressedLinear) and policy != "off" else None
+        if mask is None or not isinstance(layer, CompressedLinear):
+            continue
+        value = storage if layer.packed is None else layer.packed.grid.bits
+        sparsity = choose(sparsities(mask), layer.shape, value, policy)
+        try:
+            if sparsity is not None:
+                layer.hold_kept(sparsity)
+        except NumericError as error:
+            raise NumericError(f"{name}.{child_name}: {error}") from error
+
+
 def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
     """All tensors of a block by their full names, compressed linears as the format stores them."""
     found: dict[str, Tensor] = {}
@@ -104,12 +124,14 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
 
 def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one compressed linear by their names inside the module."""
-    packed = layer.packed
-    if packed is None:
-        weight = layer.weight.T if layer.transposed else layer.weight
-        found = {"weight": _stored(weight, storage)}
+    held = layer.held
+    if isinstance(held, Tensor):
+        found = {"weight": _stored(held.T if layer.transposed else held, storage)}
     else:
-        found = format_.encode(packed.in_storage(storage), layer.activations)
+        if isinstance(held, SparseWeight):
+            found = format_.encode_floats(replace(held, values=_stored(held.values, storage)))
+        else:
+            found = format_.encode(held.in_storage(storage), layer.activations)
         found |= {format_.input_names[name]: tensor for name, tensor in layer.input_tensors().items()}
     if layer.bias is not None:
         found["bias"] = _stored(layer.bias, storage)

@@ -40,7 +40,8 @@ def settle(
 ) -> LayerResult:
     """Solve for a layer of the block and put the solution in place; rows: sampled inputs, to measure what it does.
 
-    Raises NumericError with the pass and the layer, and TargetError when the format cannot hold the solution.
+    Raises NumericError with the pass and the layer, also when a weight outside of the mask is no longer zero, and
+    TargetError when the format cannot hold the solution.
     """
     full = site.full(name)
     before = None if rows is None else layer(rows)
@@ -54,6 +55,8 @@ def settle(
         site.noter(full)("fallback", message, groups=gone)
     _put(site, layer, solution, full)
     round_to_storage(layer, site.run)
+    if (mask := layer.mask) is not None and bool(layer.weight.masked_fill(mask, 0).any()):
+        raise NumericError(f"{site.label} {full}: weights that were pruned are no longer zero")
     error = None if before is None else relative_error(layer(rows), before)
     return LayerResult(full, site.label, error, float((layer.weight == 0).float().mean()))
 

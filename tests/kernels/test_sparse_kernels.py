@@ -1,0 +1,82 @@
+"""Sparse layers: the reference is the product with the dense masked weight, made in parts; kernels of their own."""
+
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from masks import random_mask, regular_mask
+
+from compress.kernels import dispatch, reference
+from compress.numerics import sparse
+from compress.numerics.codes import quantize
+from compress.numerics.grids import GRIDS
+from compress.numerics.packed import PackedCodes
+from compress.numerics.sparse import Kept
+
+
+def pruned(mask, grid, group_size, symmetric, seed=0):
+    weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
+    return PackedCodes.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 30), st.integers(1, 90), st.sampled_from([1, 64, 1 << 20]), st.integers(0, 99))
+def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, seed):
+    mask = random_mask(rows, width, 0.4, seed)
+    x = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(seed))
+    bias = torch.arange(float(rows))
+    weight = torch.randn(rows, width) * mask
+    whole = pruned(mask, "int3", 7, False, seed)
+    with patch.object(sparse, "PART", part):
+        floats = sparse.SparseWeight.of(weight, Kept.of(mask))
+        assert torch.equal(dispatch.linear(x, floats, bias), torch.nn.functional.linear(x, weight, bias))
+        only = whole.only(Kept.of(mask))
+        assert torch.equal(dispatch.linear(x, only, bias), dispatch.linear(x, whole, bias))
+
+
+def test_temporaries_are_those_of_a_part(monkeypatch):
+    """Beside the dense weight, nothing that is made has more elements than a part and the kept weights of it."""
+    mask = regular_mask(512, 256, 2, 4)
+    only = pruned(mask, "int3", 32, False).only(Kept.of(mask))
+    monkeypatch.setattr(sparse, "PART", 1024)
+    wanted = reference.dense_weight(only, torch.float32)
+
+    class Sizes(torch.overrides.TorchFunctionMode):
+        largest = 0
+
+        def __torch_function__(self, function, types, arguments=(), options=None):
+            found = function(*arguments, **(options or {}))
+            name = getattr(function, "__name__", "")
+            if isinstance(found, torch.Tensor) and not found._is_view() and name not in ("empty", "__get__"):
+                self.largest = max(self.largest, found.numel())
+            return found
+
+    with Sizes() as sizes:
+        found = reference.dense_weight(only, torch.float32)
+    assert torch.equal(found, wanted)
+    assert 0 < sizes.largest <= 512 * 8  # the scales are that many; the weight has 131072
+
+
+class Fake:
+    def __init__(self, takes):
+        self.takes = takes
+
+    def supports(self, x, weight):
+        return self.takes
+
+    def linear(self, x, weight, bias):
+        return torch.full((x.shape[0], weight.shape[0]), 7.0)
+
+
+def test_kernels_for_whole_codes_never_see_kept_ones(monkeypatch):
+    mask = regular_mask(3, 8, 2, 4)
+    whole = pruned(mask, "int4", 4, True)
+    only, x = whole.only(Kept.of(mask, (2, 4))), torch.ones(2, 8)
+    monkeypatch.setattr(dispatch, "KERNELS", [Fake(True)])
+    assert bool((dispatch.linear(x, whole, None) == 7).all())
+    assert torch.equal(dispatch.linear(x, only, None), reference.linear(x, whole, None))
+    monkeypatch.setattr(dispatch, "SPARSE_KERNELS", [Fake(False), Fake(True)])
+    assert bool((dispatch.linear(x, only, None) == 7).all())
+    monkeypatch.setattr(dispatch, "SPARSE_KERNELS", [Fake(False)])
+    assert torch.equal(dispatch.linear(x, only, None), reference.linear(x, whole, None))

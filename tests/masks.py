@@ -1,0 +1,17 @@
+"""Masks to prune with, shared by the tests."""
+
+import torch
+
+
+def regular_mask(rows, width, n, m, seed=0):
+    """Exactly n of every m columns, drawn at random; the tail is kept."""
+    score = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed))
+    mask, whole = torch.ones(rows, width, dtype=torch.bool), width // m * m
+    rank = score[:, :whole].reshape(rows, -1, m).argsort(2).argsort(2)
+    mask[:, :whole] = (rank < n).reshape(rows, whole)
+    return mask
+
+
+def random_mask(rows, width, density, seed=0):
+    """Each weight kept by chance."""
+    return torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < density

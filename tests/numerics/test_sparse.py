@@ -1,0 +1,229 @@
+"""Kept weights alone: positions and values come back bit for bit, sizes are those of the tensors, damage is seen."""
+
+import math
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from masks import random_mask, regular_mask
+
+from compress.numerics import sparse
+from compress.numerics.bits import unpack
+from compress.numerics.sparse import Kept, SparseWeight, Sparsity, choose, index_bits, is_regular, sparsities
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def weight_of(mask, dtype=torch.float32, seed=0):
+    """Random where kept, with zeros of both signs among them, and zero elsewhere."""
+    weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    weight[:, ::5] = 0.0
+    weight[:, 1::7] = -0.0
+    return torch.where(mask, weight, torch.zeros((), dtype=dtype))
+
+
+def same_bits(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def size_of(weight):
+    tensors = (weight.values, weight.kept.words)
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+shapes = st.tuples(st.integers(1, 20), st.integers(1, 150))
+parts = st.sampled_from([1, 40, 1 << 20])
+
+
+# ---- by hand ----
+
+
+def test_two_of_four_by_hand():
+    mask = torch.tensor([[0, 1, 0, 1, 1, 1, 0, 0, 1]]).bool()
+    kept = Kept.of(mask, (2, 4))
+    assert kept.sparsity == Sparsity(5, (2, 4)) and kept.sparsity.text == "2:4"
+    assert kept.words.tolist() == [
+        [0b01_00_11_01]
+    ]  # columns 1, 3 of the first group, 0, 1 of the second, low bits first
+    found = SparseWeight.of(torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 9]]), kept)
+    assert found.values.tolist() == [[5, 6, 7, 8, 9]]
+    assert found.dense().tolist() == [[0, 5, 0, 6, 7, 8, 0, 0, 9]]
+
+
+def test_a_bitmask_by_hand():
+    mask = torch.tensor([[0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 0, 0]]).bool()
+    kept = Kept.of(mask)
+    assert (kept.sparsity, kept.sparsity.text) == (Sparsity(4), "bitmask")
+    assert kept.words.tolist() == [[0b1010], [0], [0b0011]]
+    found = SparseWeight.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]]), kept)
+    assert found.values.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
+
+
+@pytest.mark.parametrize(("m", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (16, 4), (17, 5), (256, 8)])
+def test_the_bits_of_an_index(m, bits):
+    assert index_bits(m) == bits == math.ceil(math.log2(m))
+
+
+def test_what_a_weight_costs():
+    shape = (64, 512)
+    assert Sparsity.regular(shape, 2, 4).size_bytes(shape, torch.bfloat16) * 8 / (64 * 512) == 9  # 8 + 1
+    assert Sparsity.regular(shape, 2, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 3  # 2 + 1
+    assert Sparsity.regular(shape, 1, 4).size_bytes(shape, 4) * 8 / (64 * 512) == 1.5  # 1 + 1/2
+    assert Sparsity(64 * 512 // 4).size_bytes(shape, 8) * 8 / (64 * 512) == 3  # 2 + 1
+
+
+# ---- round trips ----
+
+
+@settings(deadline=None, max_examples=150)
+@given(shapes, st.integers(2, 256), st.integers(1, 255), st.sampled_from(FLOATS), parts, st.integers(0, 99))
+def test_n_of_m_comes_back_bit_for_bit(shape, m, n, dtype, part, seed):
+    assume(n < m <= shape[1])
+    mask = regular_mask(*shape, n, m, seed)
+    with patch.object(sparse, "PART", part):
+        assert is_regular(mask, n, m)
+        kept = Kept.of(mask, (n, m))
+        assert kept.sparsity == Sparsity.regular(shape, n, m)
+        assert torch.equal(kept.mask(), mask)
+        weight = weight_of(mask, dtype, seed)
+        found = SparseWeight.of(weight, kept)
+        assert same_bits(found.dense(), weight)
+        kept.check("weight_kept")
+    assert found.values.shape == (shape[0], shape[1] // m * n + shape[1] % m)
+    assert kept.words.shape[1] == math.ceil(shape[1] // m * n * index_bits(m) / 32)
+    assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
+
+
+@settings(deadline=None, max_examples=150)
+@given(shapes, st.floats(0, 1), st.sampled_from(FLOATS), parts, st.booleans(), st.integers(0, 99))
+def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row, seed):
+    mask = random_mask(*shape, density, seed)
+    mask[0] &= not empty_row
+    with patch.object(sparse, "PART", part):
+        kept = Kept.of(mask)
+        assert torch.equal(kept.mask(), mask)
+        weight = weight_of(mask, dtype, seed)
+        found = SparseWeight.of(weight, kept)
+        assert same_bits(found.dense(), weight)
+        kept.check("weight_kept")
+    assert found.values.shape == (int(mask.sum()),)
+    assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
+
+
+@settings(deadline=None, max_examples=60)
+@given(shapes, st.floats(0, 1), st.sampled_from(FLOATS), st.integers(0, 99))
+def test_empty_weights_have_the_shapes_and_dtypes_of_real_ones(shape, density, dtype, seed):
+    mask = random_mask(*shape, density, seed)
+    for sparsity in sparsities(mask):
+        found, empty = (
+            SparseWeight.of(weight_of(mask, dtype), Kept.of(mask, sparsity.n_of_m)),
+            SparseWeight.empty(sparsity, shape, dtype),
+        )
+        assert (found.values.shape, found.dtype) == (empty.values.shape, empty.dtype)
+        assert (found.kept.words.shape, found.kept.words.dtype) == (empty.kept.words.shape, empty.kept.words.dtype)
+
+
+def test_the_dense_weight_in_another_dtype():
+    mask = regular_mask(3, 8, 2, 4)
+    found = SparseWeight.of(weight_of(mask, torch.bfloat16), Kept.of(mask, (2, 4)))
+    assert torch.equal(found.dense(torch.float32), weight_of(mask, torch.bfloat16).float())
+    assert found.dense().dtype == torch.bfloat16
+
+
+# ---- which way to store a mask ----
+
+
+@settings(deadline=None, max_examples=100)
+@given(shapes, st.integers(2, 40), st.integers(1, 39), st.integers(0, 99))
+def test_a_regular_mask_is_found_out(shape, m, n, seed):
+    assume(n < m <= shape[1])
+    found = sparsities(regular_mask(*shape, n, m, seed))
+    regular, bitmask = Sparsity.regular(shape, n, m), Sparsity.regular(shape, n, m).kept
+    assert found[-1] == Sparsity(bitmask)
+    if regular.words(shape[1]) <= found[-1].words(shape[1]):
+        assert regular in found
+    for value in (torch.bfloat16, 4):  # the one that is left out would not have been chosen
+        best = choose(found, shape, value, "always")
+        assert best.size_bytes(shape, value) <= regular.size_bytes(shape, value)
+
+
+def test_one_weight_more_or_less_in_any_group_is_no_pattern():
+    mask = regular_mask(6, 32, 2, 4)
+    for at in ((0, 0), (5, 31), (3, 17)):
+        other = mask.clone()
+        other[at] ^= True
+        assert not is_regular(other, 2, 4)
+        assert [s.text for s in sparsities(other) if s.n_of_m == (2, 4)] == []
+
+
+def test_a_tail_that_is_not_kept_is_no_pattern():
+    mask = regular_mask(6, 34, 2, 4)
+    assert is_regular(mask, 2, 4)
+    mask[2, 33] = False
+    assert not is_regular(mask, 2, 4)
+
+
+def test_n_of_m_is_preferred_where_both_cost_the_same():
+    mask = regular_mask(4, 64, 2, 4)
+    assert choose(sparsities(mask), (4, 64), torch.float32, "auto") == Sparsity(128, (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("density", "value", "policy", "stored"),
+    [
+        (0.5, 4, "auto", True),  # 2 + 1 bits instead of 4
+        (0.5, 2, "auto", True),  # 1 + 1 bits instead of 2: no larger, and the mask is kept
+        (0.75, 2, "auto", False),
+        (0.75, 2, "always", True),
+        (0.9, 4, "auto", False),
+        (0.9, torch.bfloat16, "auto", True),
+        (0.97, torch.bfloat16, "auto", False),
+        (0.5, 4, "off", False),
+    ],
+)
+def test_positions_must_pay(density, value, policy, stored):
+    shape = (100, 320)
+    found = choose([Sparsity(round(density * 32000))], shape, value, policy)
+    assert (found is not None) == stored
+
+
+# ---- digests and damage ----
+
+
+def test_the_digest_sees_values_and_positions_but_not_the_dtype():
+    mask = regular_mask(4, 16, 2, 4)
+    one = SparseWeight.of(weight_of(mask, torch.bfloat16), Kept.of(mask, (2, 4)))
+    assert one.sha256() == replace(one, values=one.values.float()).sha256()
+    values, words = one.values.clone(), one.kept.words.clone()
+    values[1, 2], words[0, 0] = 9, words[0, 0] ^ 1
+    others = [
+        replace(one, values=values),
+        replace(one, kept=replace(one.kept, words=words)),
+        SparseWeight.of(one.dense(), Kept.of(mask)),
+    ]
+    assert len({one.sha256(), *(other.sha256() for other in others)}) == 4
+
+
+def test_positions_that_cannot_be_are_named():
+    mask = regular_mask(4, 40, 2, 4)
+    two = Kept.of(mask, (2, 4))
+    assert unpack(two.words, 2, 20)[0, 0] < unpack(two.words, 2, 20)[0, 1]
+    same = two.words.clone()
+    same[3, 0] = 0  # the same column twice
+    with pytest.raises(ValueError, match="weight_kept holds indexes that are not 2 different ones below 4, ascending"):
+        replace(two, words=same).check("weight_kept")
+    three = Kept.of(regular_mask(4, 40, 1, 3), (1, 3))
+    with pytest.raises(ValueError, match="not 1 different ones below 3"):
+        replace(three, words=torch.full_like(three.words, -1)).check("weight_kept")  # column 3 of 3
+    bits = Kept.of(mask)
+    fewer = bits.words.clone()
+    fewer[2, 0] = 0
+    with pytest.raises(ValueError, match=r"weight_kept marks \d\d weights as kept, but there are 80"):
+        replace(bits, words=fewer).check("weight_kept")
+    behind = bits.words.clone()
+    behind[0, 1] |= 1 << 20  # column 52 of 40
+    with pytest.raises(ValueError, match="weight_kept marks columns after the last of 40"):
+        replace(bits, words=behind).check("weight_kept")

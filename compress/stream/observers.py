@@ -44,6 +44,11 @@ class Nothing(Observer):
         return
 
 
+def without_data(seen: Observer) -> None:
+    """Where no token came by, inputs are taken to be alike and uncorrelated: one token along each axis."""
+    seen.update(torch.eye(seen.width, device=seen.device))
+
+
 class InputNorm(Observer):
     """norm: the L2 norm of every input channel over all tokens, [in]."""
 

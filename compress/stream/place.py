@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.context import Run
-from compress.contract import Solution
-from compress.errors import NumericError, TargetError
+from compress.contract import Solution, Zeros
+from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.packed import CompressedLinear
 from compress.model.probing import relative_error
 from compress.numerics.codes import Codes, vanished
@@ -23,12 +23,15 @@ class LayerResult:
     """What one pass did to one layer.
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
+    asked, due: of a pruning pass, the sparsity asked of the layer, and what it comes to in whole units of the pattern.
     """
 
     layer: str
     by: str
     error: float | None
     sparsity: float
+    asked: float | None = None
+    due: float | None = None
 
 
 def settle(
@@ -52,10 +55,31 @@ def settle(
     if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
         message = "groups of weights became zero: the scales they need are too small to store"
         site.noter(full)("fallback", message, groups=gone)
+    before_mask = layer.mask
     _put(site, layer, solution, full)
+    if solution.zeros is not None:
+        _check_mask(site, layer.mask, before_mask, solution.zeros, full)
     round_to_storage(layer, site.run)
     error = None if before is None else relative_error(layer(rows), before)
-    return LayerResult(full, site.label, error, float((layer.weight == 0).float().mean()))
+    zeros = solution.zeros
+    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    return LayerResult(full, site.label, error, zero_share(layer), *owed)
+
+
+def zero_share(layer: CompressedLinear) -> float:
+    """The share of the layer's weights that are exactly zero."""
+    weight = layer.weight
+    return int((weight == 0).sum()) / weight.numel()
+
+
+def _check_mask(site: Site, mask: Tensor | None, before: Tensor | None, zeros: Zeros, full: str) -> None:
+    """Raise VerificationError when a mask removes less than is due, or, where there was none before, more."""
+    removed = 0 if mask is None else int((~mask).sum())
+    due = round(zeros.due * (1 if mask is None else mask.numel()))
+    if removed < due or (before is None and removed > due):
+        raise VerificationError(
+            f"{site.label}: {full}: sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
+        )
 
 
 def _put(site: Site, layer: CompressedLinear, solution: Solution, full: str) -> None:

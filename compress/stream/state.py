@@ -59,6 +59,11 @@ class Site:
         for i, forward in enumerate(self.forwards(self.block.module, hidden)):
             hidden[i] = self.checked(forward())
 
+    def go_on(self) -> None:
+        """The activations of all batches and of the probe become the block's outputs."""
+        self.propagate()
+        self.state.probe = self.state.probe_calls[self.block.index].run(self.block.module, self.state.probe)
+
     def checked(self, hidden: Tensor) -> Tensor:
         """An output of the block. Raises NumericError when it holds NaN or infinity."""
         check_hidden(hidden, self.block)

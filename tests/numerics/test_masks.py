@@ -83,7 +83,7 @@ def test_n_of_m_is_read_from_the_text():
 
 @pytest.mark.parametrize("text", ["rows", "", "2:", ":4", "2:4:8", "a:b", "-1:4", "2 of 4", "2:4 "])
 def test_an_unknown_pattern_says_what_to_write(text):
-    with pytest.raises(ValueError, match="is not known; write row, layer, or N:M such as 2:4"):
+    with pytest.raises(ValueError, match="is not known; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
         Pattern(text)
 
 
@@ -112,7 +112,7 @@ def test_a_number_from_yaml_is_answered_with_the_pattern_that_was_meant(number, 
 
 @pytest.mark.parametrize("value", [True, None, 2.4, ["2:4"]])
 def test_what_is_not_text_is_no_pattern(value):
-    with pytest.raises(ValidationError, match="is not text; write row, layer, or N:M such as 2:4"):
+    with pytest.raises(ValidationError, match="is not text; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
         FIELD.validate_python(value)
 
 

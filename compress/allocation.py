@@ -86,8 +86,10 @@ class Global(Allocation):
 
 
 class OWL(Allocation):
-    """Blocks with more outliers keep more (Yin 2023, arXiv 2310.05175): outliers are the entries of |W_ij| ||X_j||_2 that
-    are M times the mean of their block or more. The sparsities of blocks lie within an interval of 2 lambda.
+    """Blocks with more outliers keep more (Yin 2023, arXiv 2310.05175).
+
+    Outliers are the entries of |W_ij| ||X_j||_2 above M times the mean of their block. The sparsities of blocks lie
+    within an interval of 2 lambda.
     """
 
     key: ClassVar[str] = "owl"
@@ -165,10 +167,12 @@ class _Outliers:
         mean = sum(float(_metric(one).sum(dtype=torch.float64)) for one in block) / total
         # D = share of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
         outliers = sum(int((_metric(one) > self.options.M * mean).sum()) for one in block)
-        return {name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)}
+        return {
+            name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)
+        }
 
     def decide(self, found: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
-        ratios, sizes = ({name: pair[i] for name, pair in found.items()} for i in (0, 1))
+        ratios, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
         try:
             return outlier_weighed(ratios, sizes, self.step.share, self.options.lambda_)
         except ValueError as error:
@@ -183,7 +187,9 @@ class _Errors:
         self.sparsities = ladder(step.share, within, POINTS)
 
     def look(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[list[tuple[float, float]], int]]:
-        return {name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)}
+        return {
+            name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)
+        }
 
     def _curve(self, one: Surveyed) -> list[tuple[float, float]]:
         weight = one.weight

@@ -124,7 +124,7 @@ def _own(step: Pass, name: str) -> Pass:
 
 
 def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
-    """Raise TargetError where a layer is too small for what is asked of it, or the format cannot hold what it becomes."""
+    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes."""
     shapes = layer_shapes(opened)
     for name in names:
         own, width = _own(step, name), shapes[name][1]

@@ -37,6 +37,12 @@ class PruningPass(LayerPass):
         "options as {owl: {M: 5, lambda: 0.08}}",
     )
 
+    true_sequential: bool = Field(
+        default=False,
+        description="calibrate each layer on the output of the compressed layers before it in the block; without it "
+        "scores are those of the block as it came, as in the papers",
+    )
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.pattern.n_of_m is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +30,9 @@ def outlier_weighed(
     found = {name: sparsity - (density - mean) for name, density in densities.items()}
     worst = max(found.values(), key=lambda share: abs(share - 0.5))
     if not 0 < worst < 1:
-        raise ValueError(f"a layer would get a sparsity of {worst:.3g}, as sparsity is {sparsity:g} and lambda {most:g}")
+        raise ValueError(
+            f"a layer would get a sparsity of {worst:.3g}, as sparsity is {sparsity:g} and lambda {most:g}"
+        )
     return found
 
 
@@ -100,7 +103,7 @@ def least_error(curves: Mapping[str, Curve], sizes: Mapping[str, int], sparsity:
     steps = [
         ((right[1] - left[1]) / ((right[0] - left[0]) * sizes[name]), name, left[0], right[0])
         for name, hull in hulls.items()
-        for left, right in zip(hull, hull[1:], strict=False)
+        for left, right in pairwise(hull)
     ]
     left = sparsity * sum(sizes.values()) - sum(found[name] * size for name, size in sizes.items())
     for _, name, start, stop in sorted(steps):

@@ -12,15 +12,16 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 from torch import Tensor
 
-
 WAYS = "row, layer, N:M such as 2:4, or RxC such as 4x1"
 """What can be written as a pattern."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Where zeros may stand: 'row' (each row alone), 'layer' (anywhere in the matrix), 'N:M' (N kept of each M columns),
-    or 'RxC' (whole blocks of R rows and C columns, anywhere in the matrix).
+    """Where zeros may stand.
+
+    'row': in each row alone. 'layer': anywhere in the matrix. 'N:M': N are kept of each M columns. 'RxC': whole blocks
+    of R rows and C columns, anywhere in the matrix.
     """
 
     text: str = "row"

@@ -51,8 +51,8 @@ def sweep(
 ) -> Float[Tensor, "out in"]:
     """Compress all columns in order by `rule`; returns the compressed weight, and `weight` is left alone.
 
-    factor: U of `linalg.inverse_factor`, in the order of the columns. look: called before every `span` columns, fewer at
-    the end, beside what the rule is told; the rule may open only where such columns begin.
+    factor: U of `linalg.inverse_factor`, in the order of the columns. look: called before every `span` columns, fewer
+    at the end, beside what the rule is told; the rule may open only where such columns begin.
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
     columns, width = work.unbind(0), work.shape[0]

@@ -20,9 +20,7 @@ class Magnitude(PruningPass):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
 
-    pattern: Pattern = Field(
-        default=Pattern("layer"), description=PruningPass.model_fields["pattern"].description
-    )
+    pattern: Pattern = Field(default=Pattern("layer"), description=PruningPass.model_fields["pattern"].description)
 
     def score(self, weight: Float[Tensor, "out in"], seen: Nothing) -> Float[Tensor, "out in"]:
         return weight.abs()

@@ -32,8 +32,8 @@ class SparseGPT(PruningPass):
     With `weights` what stays is rounded to that grid in the same sweep, so that later columns make up for both errors
     (section 3.5); a group's scale is fitted to the weights that are kept of it.
 
-    act_order: static sweeps columns of large input first, those of an N:M group or block together; groups of a scale stay
-    those of the original order.
+    act_order: static sweeps columns of large input first, those of an N:M group or block together; groups of a scale
+    stay those of the original order.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2301.00774"
@@ -70,7 +70,9 @@ class SparseGPT(PruningPass):
     def _check_columns(self) -> None:
         span, groups = self.pattern.span, self.groups
         if self.prune_block is not None and self.pattern.n_of_m is not None:
-            raise ValueError(f"prune_block has no meaning with pattern {self.pattern.text}, whose zeros are chosen by {span}")
+            raise ValueError(
+                f"prune_block has no meaning with pattern {self.pattern.text}, whose zeros are chosen by {span}"
+            )
         if self.block % span and self.pattern.n_of_m is None:
             raise ValueError(f"prune_block {self.block} is no multiple of the {span} columns of {self.pattern.text}")
         if self.weights is not None and isinstance(groups, int) and groups % span:
@@ -90,7 +92,9 @@ class SparseGPT(PruningPass):
 
     @property
     def spec(self) -> WeightSpec | None:
-        return None if self.weights is None else WeightSpec(GRIDS[self.weights], self.groups, self.symmetric, False, None)
+        return (
+            None if self.weights is None else WeightSpec(GRIDS[self.weights], self.groups, self.symmetric, False, None)
+        )
 
     def facts(self) -> frozenset[Fact]:
         rounded: frozenset[Fact] = frozenset({"quantized"})

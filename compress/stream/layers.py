@@ -22,7 +22,8 @@ from compress.stream.store import ActivationStore
 class LayerWork:
     """One layer pass on one block.
 
-    decided: what the pass's survey decided, by full name. behind: afterwards, the uncompressed model's activations behind the block, where the pass compares with them.
+    decided: what the pass's survey decided, by full name.
+    behind: afterwards, the uncompressed model's activations behind the block, where the pass compares with them.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def settle(
     before_mask = layer.mask
     _put(site, layer, solution, full)
     if solution.zeros is not None:
-        _check_mask(site, layer.mask, before_mask, solution.zeros, full)
+        _check_mask(f"{site.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, site.run)
     error = None if before is None else relative_error(layer(rows), before)
     zeros = solution.zeros
@@ -72,14 +72,13 @@ def zero_share(layer: CompressedLinear) -> float:
     return int((weight == 0).sum()) / weight.numel()
 
 
-def _check_mask(site: Site, mask: Tensor | None, before: Tensor | None, zeros: Zeros, full: str) -> None:
-    """Raise VerificationError when a mask removes less than is due, or, where there was none before, more."""
-    removed = 0 if mask is None else int((~mask).sum())
-    due = round(zeros.due * (1 if mask is None else mask.numel()))
+def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
+    """Raise VerificationError when the mask removes less than is due, or, where there was none before, more."""
+    removed = 0 if layer.mask is None else int((~layer.mask).sum())
+    due = round(zeros.due * layer.shape[0] * layer.shape[1])
     if removed < due or (before is None and removed > due):
-        raise VerificationError(
-            f"{site.label}: {full}: sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
-        )
+        message = f"sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
+        raise VerificationError(f"{where}: {message}")
 
 
 def _put(site: Site, layer: CompressedLinear, solution: Solution, full: str) -> None:

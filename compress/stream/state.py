@@ -59,9 +59,8 @@ class Site:
         for i, forward in enumerate(self.forwards(self.block.module, hidden)):
             hidden[i] = self.checked(forward())
 
-    def go_on(self) -> None:
-        """The activations of all batches and of the probe become the block's outputs."""
-        self.propagate()
+    def propagate_probe(self) -> None:
+        """The probe's activations become the block's output."""
         self.state.probe = self.state.probe_calls[self.block.index].run(self.block.module, self.state.probe)
 
     def checked(self, hidden: Tensor) -> Tensor:

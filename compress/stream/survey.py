@@ -19,7 +19,7 @@ from compress.stream.state import Site
 
 @dataclass
 class Asked:
-    """A survey that a pass asked for. names: full names of its layers. found: what it remembers of those seen so far."""
+    """A survey that a pass asked for. names: full names of its layers. found: what it remembers of those seen."""
 
     label: str
     survey: Survey
@@ -32,24 +32,29 @@ class Asked:
         return [name.removeprefix(start) for name in self.names if name.startswith(start)]
 
 
-def look_over(blocks: Sequence[Block], asked: Sequence[Asked], bring: Callable[[Block], nn.Module],
-              release: Callable[[Block], None], site_of: Callable[[Block, str], Site]) -> dict[str, dict[str, Any]]:
+def look_over(
+    blocks: Sequence[Block],
+    asked: Sequence[Asked],
+    bring: Callable[[Block], nn.Module],
+    release: Callable[[Block], None],
+    site_of: Callable[[Block, str], Site],
+) -> dict[str, dict[str, Any]]:
     """What every survey decides for every layer, by label and full name.
 
     bring, release: a block's weights. site_of(block, label): the block, in a state of which the walk may dispose.
-    """  # fmt: skip
+    """
     runs = any(one.survey.observer is not Nothing for one in asked)
     for block in blocks:
         bring(block)
+        site = site_of(block, asked[0].label)
+        watched = [(one, Inputs(site, names)) for one in asked if (names := one.inside(block))]
         with ExitStack() as stack:
-            seen: list[tuple[Asked, Inputs, Any]] = []
-            for one in asked:
-                if names := one.inside(block):
-                    inputs = Inputs(site_of(block, one.label), names)
-                    seen.append((one, inputs, stack.enter_context(inputs.watching(one.survey.observer))))
+            seen = [stack.enter_context(inputs.watching(one.survey.observer)) for one, inputs in watched]
             if runs:
-                site_of(block, asked[0].label).go_on()
-        for one, inputs, gathered in seen:
+                site.propagate()
+        if runs:
+            site.propagate_probe()
+        for (one, inputs), gathered in zip(watched, seen, strict=True):
             one.found |= one.survey.look([_surveyed(inputs, name, gathered) for name in inputs.names])
         release(block)
     return {one.label: dict(one.survey.decide(one.found)) for one in asked}
@@ -59,7 +64,7 @@ def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surve
     """A layer and what reached it; notes are left to the pass, when it solves."""
     module = CompressedLinear.of(inputs.site.block.module.get_submodule(name))
     seen = next(found for group, found in gathered.items() if name in group.linears)
-    if seen.tokens == 0:
+    if seen.tokens == 0 and not isinstance(seen, Nothing):
         without_data(seen)
     layer = Layer(inputs.site.full(name), module.mask, inputs.site.run.storage, _silent)
     return Surveyed(layer, module, seen, inputs.rows(name))

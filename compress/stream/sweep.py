@@ -44,8 +44,8 @@ class Sweep:
 
     steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
     empty when no pass needs data. probe: ids [1, length] that go along for proofs and for the final comparison.
-    expert_tokens: experts calibrated on fewer are fallbacks in the journal. decided: what surveys decided for layers, by
-    label and full name.
+    expert_tokens: experts calibrated on fewer are fallbacks in the journal. decided: what surveys decided for layers,
+    by label and full name.
     """
 
     opened: OpenModel

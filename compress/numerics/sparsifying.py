@@ -82,7 +82,9 @@ class Sparsifying:
         self.choose(column, near)
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        return values * self._keep[column] if self.inner is None else self.inner.compress(column, values)
+        if self.inner is not None:
+            return self.inner.compress(column, values)
+        return values.masked_fill(~self._keep[column], 0)
 
 
 def order_by(diagonal: Float[Tensor, " in"], span: int) -> Int[Tensor, " in"]:

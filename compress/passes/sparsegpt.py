@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, Solution, WeightSpec, Zeros
+from compress.contract import Layer, LayerPass, Solution, WeightSpec, Zeros
 from compress.numerics.codes import GroupSize, fit, share
 from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.masks import Pattern
@@ -43,6 +43,7 @@ class SparseGPT(PruningPass):
         default=Pattern("layer"),
         description="where zeros may stand, in each block of columns: 'layer' (any), 'row', 'N:M', or blocks of 'RxC'",
     )
+    true_sequential: bool = Field(default=True, description=LayerPass.model_fields["true_sequential"].description)
     prune_block: int | None = Field(
         default=None, gt=0, description=f"columns whose zeros are chosen at once, else {PRUNE_BLOCK}; N:M: always M"
     )

@@ -85,7 +85,9 @@ class PruningPass(LayerPass):
         """The layer at a sparsity; what was pruned before stays so, and counts."""
         keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
         keep = keep if layer.mask is None else keep & layer.mask
-        return Solution(weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
+        return Solution(
+            weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
+        )
 
     def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
         """What is owed to a layer of this shape at a sparsity."""

@@ -103,8 +103,7 @@ class SparseGPT(PruningPass):
 
     def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight alone, the others making up for it (equation 2)
-        factor, _, _ = seen.factor(self.damping)
-        return weight.square() / factor.square().sum(0).masked_fill(seen.diagonal == 0, torch.inf)
+        return weight.square() / inverse_diagonal(seen, seen.factor(self.damping)[0], None)
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
         order = order_by(seen.diagonal, self.pattern.span) if self.act_order == "static" else None
@@ -112,7 +111,8 @@ class SparseGPT(PruningPass):
         weight, mask, idle = weight.float(), layer.mask, seen.diagonal == 0
         rounding = None
         if self.weights is not None:
-            rounding = partial(self._rounding, weight, self._foreseen(weight, seen, layer, sparsity), layer, order)
+            score = weight.square() / inverse_diagonal(seen, factor, order)
+            rounding = partial(self._rounding, weight, self._foreseen(score, mask, sparsity), layer, order)
         if order is not None:
             weight, idle = weight[:, order], idle[order]
             mask = None if mask is None else mask[:, order]
@@ -125,13 +125,14 @@ class SparseGPT(PruningPass):
         return Solution(solved, rule.kept(order), zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
 
     def _foreseen(
-        self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float
+        self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None, sparsity: float
     ) -> Bool[Tensor, "out in"] | None:
-        """About what will be kept, for scales that are fixed before the sweep; None where they are not."""
+        """About what will be kept, for scales that are fixed before the sweep; the mask where they are not."""
         if self.act_order == "none" and isinstance(self.groups, int):
-            return layer.mask
-        kept = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
-        return kept if layer.mask is None else kept & layer.mask
+            return mask
+        score = score if mask is None else score.masked_fill(~mask, -1)
+        kept = self.pattern.keep(score, 1 - sparsity)
+        return kept if mask is None else kept & mask
 
     def _rounding(
         self,
@@ -159,3 +160,13 @@ class SparseGPT(PruningPass):
         blocks = [min(self.block, width - start) for start in range(0, width, self.block)]
         removed = sum(self.pattern.removed((rows, block), 1 - sparsity) for block in blocks)
         return Zeros(sparsity, removed / (rows * width))
+
+
+def inverse_diagonal(seen: Gram, factor: Float[Tensor, "in in"], order: Tensor | None) -> Float[Tensor, " in"]:
+    """[inv(H)]_jj in the original order of the columns, infinite where the input was always zero.
+
+    factor: U in the order of the columns, for which inv(H) = U^T U.
+    """
+    diagonal = factor.square().sum(0)
+    diagonal = diagonal if order is None else diagonal[order.argsort()]
+    return diagonal.masked_fill(seen.diagonal == 0, torch.inf)

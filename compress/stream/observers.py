@@ -150,7 +150,7 @@ class Gram(Observer):
         if used != damping:
             note("fallback", "damping raised until the Hessian was positive definite", damping=used)
         if dead:
-            note("note", "input channels that were always zero are rounded to nearest", channels=dead)
+            note("note", "input channels were always zero; errors there are not made up for", channels=dead)
         return factor
 
 

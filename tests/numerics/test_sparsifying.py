@@ -154,7 +154,7 @@ def test_later_columns_make_up_for_rounding_too():
         weight = random(16, 64, seed=seed).float()
         inputs = random(200, 64, seed=seed + 50) + 2 * random(200, 1, seed=seed + 60)
         factor, _ = inverse_factor((inputs.T @ inputs).float(), 0.01)
-        rule, once = joint(weight, factor, "2:4", 16, 64, grid="int3")
+        _, once = joint(weight, factor, "2:4", 16, 64, grid="int3")
         pruned = Sparsifying(Pattern("2:4"), 0.5, 64, factor.diagonal(), 16)
         first = pruned(weight, factor)
         nearest = quantize(first, GRIDS["int3"], 16, mask=pruned.kept(None)).dense()

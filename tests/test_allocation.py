@@ -20,7 +20,7 @@ STEPS = [
     compress.Magnitude(sparsity=0.5),
     compress.Wanda(sparsity=0.5),
     compress.RIA(sparsity=0.5, pattern="layer"),
-    compress.SparseGPT(sparsity=0.5),
+    compress.SparseGPT(sparsity=0.5, pattern="layer"),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.key())
 

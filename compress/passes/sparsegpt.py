@@ -40,8 +40,8 @@ class SparseGPT(PruningPass):
     observes: ClassVar[type[Observer]] = Gram
 
     pattern: Pattern = Field(
-        default=Pattern("layer"),
-        description="where zeros may stand, in each block of columns: 'layer' (any), 'row', 'N:M', or blocks of 'RxC'",
+        default=Pattern("row"),
+        description="where zeros may stand, in each block of columns: 'row', 'layer' (any), 'N:M', or blocks of 'RxC'",
     )
     true_sequential: bool = Field(default=True, description=LayerPass.model_fields["true_sequential"].description)
     prune_block: int | None = Field(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.model.links import Group, Link
-from compress.numerics.codes import Codes
+from compress.model.packed import CompressedLinear
+from compress.numerics.codes import Codes, GroupSize
+from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
 from compress.options import patterns
 from compress.stream.observers import CrossGram, Nothing, Observer
@@ -22,6 +24,28 @@ from compress.types import Fact, Note
 
 if TYPE_CHECKING:
     from compress.context import Run
+
+
+ActivationScale = Literal["token", "static"]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """How a pass will store a weight in codes; what a format must be able to hold.
+
+    indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
+    scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
+    `numerics.inputs`.
+    """
+
+    grid: Grid
+    group_size: GroupSize
+    symmetric: bool
+    indexed: bool
+    activations: Grid | None
+    activation_scale: ActivationScale = "token"
+    outlier_threshold: float | None = None
+    outlier_columns: bool = False
 
 
 class Pass(BaseModel, ABC):
@@ -57,6 +81,11 @@ class Pass(BaseModel, ABC):
         return self.makes
 
     @property
+    def spec(self) -> WeightSpec | None:
+        """How it stores weights, what a format must hold; None: dense."""
+        return None
+
+    @property
     def left_out(self) -> tuple[str, ...]:
         """Patterns of the layers that it leaves alone although they match its targets."""
         return self.ignore
@@ -78,15 +107,63 @@ class Layer:
     note: Note
     inputs: Any = None
     peak: float | None = None
+    decided: Any = None
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """What a pruning pass owes a layer: the sparsity that was asked for it, and the share of zeros that this comes to.
+
+    due: what the pattern makes of `asked` in whole units; a tail that stays dense is not in it.
+    """
+
+    asked: float
+    due: float
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What becomes of a layer: a dense weight or codes, a mask (None: as before), a rounding of its inputs."""
+    """What becomes of a layer: a dense weight or codes, a mask (None: as before), a rounding of its inputs.
+
+    zeros: what of it must be zero, and is looked after in the checkpoint.
+    """
 
     weight: Float[Tensor, "out in"] | Codes
     mask: Bool[Tensor, "out in"] | None = None
     activations: InputRounding | None = None
+    zeros: Zeros | None = None
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One layer as a survey sees it. seen: what the survey's observer gathered. rows: sampled inputs, [rows, in]."""
+
+    layer: Layer
+    module: CompressedLinear
+    seen: Any
+    rows: Float[Tensor, "rows in"] | None
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        return self.module.weight.float()
+
+
+class Survey(Protocol):
+    """A look at all layers of a pass, block by block, before the sweep solves the first: the model is as it came."""
+
+    @property
+    def observer(self) -> type[Observer]:
+        """What is gathered from the inputs of every layer; Nothing: the blocks are not even run."""
+        ...
+
+    def look(self, block: Sequence[Surveyed]) -> Mapping[str, Any]:
+        """What is to be remembered of the layers of a block, by full name."""
+        ...
+
+    def decide(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What every layer is told as `Layer.decided`, from what was remembered of all."""
+        ...
 
 
 class LayerPass(Pass):
@@ -109,10 +186,15 @@ class LayerPass(Pass):
         """What to gather beside `observes`, for this layer alone: it becomes `layer.inputs`. None: nothing."""
         return None
 
+    def survey(self) -> Survey | None:
+        """What is to be known of all layers before the first is solved. None: nothing."""
+        return None
+
     @property
     def needs_data(self) -> bool:
         """Whether calibration inputs are looked at."""
-        return self.observer is not Nothing
+        survey = self.survey()
+        return self.observer is not Nothing or (survey is not None and survey.observer is not Nothing)
 
     @property
     def observer(self) -> type[Observer]:

@@ -51,7 +51,8 @@ def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]
         return (*place, *inner.place), inner.message
     if first["type"] == "extra_forbidden":
         owner = _owner(model, place[:-1])
-        return place, f"unknown option{did_you_mean(str(place[-1]), owner.model_fields)}"
+        known = [field.alias or name for name, field in owner.model_fields.items()]
+        return place, f"unknown option{did_you_mean(str(place[-1]), known)}"
     if first["type"] in PLAIN_WORDS:
         return place, PLAIN_WORDS[first["type"]]
     message = first["msg"].removeprefix("Value error, ")

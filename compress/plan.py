@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.context import device_of
-from compress.contract import BlockPass, LayerPass, ModelPass, Pass
+from compress.contract import BlockPass, LayerPass, ModelPass, Pass, WeightSpec
 from compress.errors import TargetError
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
@@ -74,11 +74,9 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[
         if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
         _check_facts(step, chosen, facts, where)
-        if isinstance(step, Quantizing):
-            _check_schemes(step, chosen, opened, format_, where)
+        _check_shapes(step, chosen, opened, format_, where)
         for name in chosen:
-            own = step.for_layer(name) if isinstance(step, LayerPass) else step
-            facts[name] |= dict.fromkeys((own or step).facts(), where)
+            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
         steps.append((where, step, chosen))
     return steps
 
@@ -120,23 +118,32 @@ def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[s
     return chosen
 
 
-def _check_schemes(step: Quantizing, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
+def _own(step: Pass, name: str) -> Pass:
+    """The pass with the options that it has for one of its layers."""
+    own = step.for_layer(name) if isinstance(step, LayerPass | Quantizing) else step
+    return step if own is None else own
+
+
+def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
+    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes."""
     shapes = layer_shapes(opened)
     for name in names:
-        width, own = shapes[name][1], step.for_layer(name)
-        assert own is not None
-        if isinstance(own.group_size, int) and own.group_size > width:
+        own, width = _own(step, name), shapes[name][1]
+        spec, reason = own.spec, None
+        if isinstance(own, PruningPass):
+            reason = own.pattern.refuses(shapes[name], own.density)
+        if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
             raise TargetError(
-                f"{where}: group_size {own.group_size} is larger than the {width} inputs of {name}; "
+                f"{where}: group_size {spec.group_size} is larger than the {width} inputs of {name}; "
                 "use a smaller one, or channel"
             )
-        reason = format_.refuses(_scheme(own, width), shapes[name])
+        if reason is None and spec is not None:
+            reason = format_.refuses(_scheme(spec, width), shapes[name])
         if reason is not None:
             raise TargetError(f"{where}: {name}: {reason}")
 
 
-def _scheme(step: Quantizing, width: int) -> Scheme:
-    spec = step.spec
+def _scheme(spec: WeightSpec, width: int) -> Scheme:
     return Scheme(
         spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
         spec.activation_scale, spec.outlier_threshold, spec.outlier_columns,
@@ -147,9 +154,10 @@ def planned_scheme(
     steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
 ) -> Scheme | None:
     """How the layer ends, as far as can be said before anything is computed; None: dense. policy: of sparse layers."""
-    quantizing = [own for _, step in steps if isinstance(step, Quantizing) and (own := step.for_layer(name))]
-    scheme = _scheme(quantizing[-1], shape[1]) if quantizing else None
-    pruning = [own for _, step in steps if isinstance(step, PruningPass) and (own := step.for_layer(name))]
+    own = [_own(step, name) for _, step in steps]
+    specs = [spec for step in own if (spec := step.spec) is not None]
+    scheme = _scheme(specs[-1], shape[1]) if specs else None
+    pruning = [step for step in own if isinstance(step, PruningPass)]
     if not pruning:
         return scheme
     value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
@@ -166,11 +174,9 @@ def _sparsities(step: PruningPass, shape: tuple[int, int]) -> list[Sparsity]:
         n, m = step.pattern.n_of_m
         regular = Sparsity.regular(shape, n, m)
         return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
-    if step.pattern.text != "row":
-        return [Sparsity(round(step.density * rows * width))]
-    kept = round(step.density * width)
-    one_group = [Sparsity.regular(shape, kept, width)] if 0 < kept < width <= LARGEST_M else []
-    return [*one_group, Sparsity(rows * kept)]
+    kept = rows * width - round(step.zeros(shape, step.share).due * rows * width)
+    one_group = step.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
+    return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from compress.contract import Layer, LayerPass, Solution
+from compress.allocation import Allocation, Uniform, read_allocation
+from compress.contract import Layer, LayerPass, Solution, Survey, Zeros
 from compress.numerics.masks import Pattern
 from compress.types import Fact
 
@@ -27,30 +28,78 @@ class PruningPass(LayerPass):
         description="share of weights to remove; 0.5 if not given; N:M patterns have their own",
     )
     pattern: Pattern = Field(
-        default=Pattern("row"), description="where zeros may stand: 'row', 'layer', or 'N:M' such as '2:4'"
+        default=Pattern("row"),
+        description="where zeros may stand: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
     )
-    allocate: Literal["uniform"] = Field(default="uniform", description="how sparsity is shared out over layers")
+    allocate: Annotated[Allocation, BeforeValidator(read_allocation)] = Field(
+        default=Uniform(),
+        description="how sparsity is shared out over layers: uniform, global (one threshold), owl, sensitivity; "
+        "options as {owl: {M: 5, lambda: 0.08}}",
+    )
+
+    true_sequential: bool = Field(
+        default=False,
+        description="calibrate each layer on the output of the compressed layers before it in the block; without it "
+        "scores are those of the block as it came, as in the papers",
+    )
 
     def model_post_init(self, context: Any) -> None:
-        if self.pattern.n_of_m is not None and self.sparsity is not None:
-            n, m = self.pattern.n_of_m
-            if abs(self.sparsity - (1 - n / m)) > 1e-9:
-                raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
+        super().model_post_init(context)
+        if self.pattern.n_of_m is None:
+            return
+        n, m = self.pattern.n_of_m
+        if self.sparsity is not None and abs(self.sparsity - (1 - n / m)) > 1e-9:
+            raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
+        if not isinstance(self.allocate, Uniform):
+            raise ValueError(
+                f"allocate: {self.allocate.key} needs sparsities that can differ, and that of pattern "
+                f"{self.pattern.text} is fixed; use pattern: row or layer, or leave allocate out"
+            )
 
     @property
     def density(self) -> float:
         """The share of weights that is kept."""
+        return 1 - self.share
+
+    @property
+    def share(self) -> float:
+        """The share of weights that is removed, over all layers."""
         if self.pattern.n_of_m is not None:
-            return self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
-        return 1 - (0.5 if self.sparsity is None else self.sparsity)
+            return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
+        return 0.5 if self.sparsity is None else self.sparsity
+
+    def survey(self) -> Survey | None:
+        return self.allocate.survey(self)
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        score = self.score(weight, seen)
-        if layer.mask is not None:
-            score = score.masked_fill(~layer.mask, -1)  # what is pruned already goes first
-        keep = self.pattern.keep(score, self.density)
+        rows, width = self.pattern.whole((weight.shape[0], weight.shape[1]))
+        if (rows, width) != weight.shape:
+            message = f"pattern {self.pattern.text} fits the first {rows} rows of {width}; what is beyond stays dense"
+            layer.note("note", message, dense=weight.numel() - rows * width)
+        sparsity = self.share if layer.decided is None else float(layer.decided)
+        if sparsity >= 1:
+            layer.note("fallback", "the allocation leaves no weight of this layer")
+        return self.prune(weight, seen, layer, sparsity)
+
+    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+        """The layer at a sparsity; what was pruned before stays so, and counts."""
+        keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
         keep = keep if layer.mask is None else keep & layer.mask
-        return Solution(weight * keep, keep)
+        return Solution(
+            weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
+        )
+
+    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
+        """What is owed to a layer of this shape at a sparsity."""
+        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
+
+    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """The scores, -1 where a weight is gone already; magnitudes, with a note, where all scores are zero."""
+        score = self.score(weight, seen)
+        if not bool(score.any()):
+            layer.note("fallback", "all scores are zero; the smallest weights are removed, from the last column on")
+            score = weight.abs()
+        return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
 
     @abstractmethod
     def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -13,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.contract import Layer, LayerPass, Pass, Solution
+from compress.contract import ActivationScale, Layer, LayerPass, Pass, Solution, WeightSpec
 from compress.errors import NumericError
 from compress.numerics.codes import Codes, GroupSize, Percentile, ScaleSearch
 from compress.numerics.grids import GRIDS, Grid
@@ -53,28 +52,21 @@ def _search(value: Any) -> Any:
     return value
 
 
-ActivationScale = Literal["token", "static"]
 GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
+ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
 InputGrid = Literal["none", "int8", "fp8_e4m3"]
 
 
-@dataclass(frozen=True)
-class WeightSpec:
-    """How a quantizing pass will store a weight; what a format must be able to hold.
-
-    indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
-    scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
-    `numerics.inputs`.
-    """
-
-    grid: Grid
-    group_size: GroupSize
-    symmetric: bool
-    indexed: bool
-    activations: Grid | None
-    activation_scale: ActivationScale = "token"
-    outlier_threshold: float | None = None
-    outlier_columns: bool = False
+def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
+    """Raise ValueError where a grid cannot have these options."""
+    own = GRIDS[name].group_size
+    if not symmetric and GRIDS[name].symmetric_only:
+        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
+    if own is not None and group_size != own:
+        raise ValueError(
+            f"group_size {group_size}: the scales of {name} are those of {own} columns; "
+            f"write {own}, or leave group_size out"
+        )
 
 
 class WeightGrid(Pass):
@@ -104,14 +96,8 @@ class WeightGrid(Pass):
         return GRIDS[self.weights]
 
     def model_post_init(self, context: Any) -> None:
-        if not self.symmetric and self.grid.symmetric_only:
-            raise ValueError(f"symmetric: false needs an integer grid; {self.weights} has no zero point")
-        own = self.grid.group_size
-        if own is not None and self.group_size != own:
-            raise ValueError(
-                f"group_size {self.group_size}: the scales of {self.weights} are those of {own} columns; "
-                f"write {own}, or leave group_size out"
-            )
+        super().model_post_init(context)
+        check_grid(self.weights, self.group_size, self.symmetric)
 
 
 class Quantizing(WeightGrid):
@@ -120,7 +106,7 @@ class Quantizing(WeightGrid):
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
-    scale: Annotated[ScaleSearch, BeforeValidator(_search)] = Field(
+    scale: ScaleOption = Field(
         default="absmax",
         description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
         "covers that share of the weights",
@@ -165,7 +151,6 @@ class Quantizing(WeightGrid):
 
     @property
     def spec(self) -> WeightSpec:
-        """What a format must hold."""
         return WeightSpec(
             self.grid, self.group_size, self.symmetric, self.indexed, self.input_grid, self.activation_scale
         )

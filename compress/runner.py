@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -44,6 +44,7 @@ from compress.model.save import (
 from compress.plan import Plan, Step, is_sweep, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
+from compress.report.sparsity import check_sparsity
 from compress.report.write import write_report
 from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
 from compress.stream.place import LayerResult, round_to_storage
@@ -166,6 +167,7 @@ class Job:
     texts: dict[str, Tensor]
     manifest: Manifest
     _noted: int = 0
+    _earlier: dict[str, list[LayerResult]] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
@@ -212,7 +214,7 @@ class Job:
             last = index == len(segments) - 1
             if swept:
                 sweep = Sweep(self.opened, segment, batches, self.probe, self.context)
-                hidden = sweep(self._write_block if last else _keep, self._restore if resumable else _never)
+                hidden = sweep(self._write_block if last else self._keep, self._restore if resumable else _never)
                 if last:
                     self._write_reference(sweep.surroundings.logits(self.probe, hidden))
             else:
@@ -242,7 +244,12 @@ class Job:
             self.opened.weights.bring(block)
         self.opened.weights = InMemory()
 
+    def _keep(self, block: Block, results: list[LayerResult]) -> None:
+        """A block that stays in memory for the next pass; what was done to it is told when it is written."""
+        self._earlier.setdefault(block.name, []).extend(results)
+
     def _write_block(self, block: Block, results: list[LayerResult]) -> None:
+        results = self._earlier.pop(block.name, []) + results
         with self.context.phase("save"):
             if self.context.format.sparse:
                 hold_as_stored(block.name, block.module, self.context.storage, self.context.sparse)
@@ -328,6 +335,8 @@ class Job:
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(folder / WORK / PROBE_FILE)
             verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context)
+            results = [result for entry in self.manifest.shards.values() for result in entry.results]
+            sparsity = check_sparsity(self.steps, results, model)
         compressed = self._measure("compressed", model)
         del model
         gc.collect()  # models hold cycles
@@ -339,7 +348,16 @@ class Job:
         hashed = corpus.corpus_sha256(self.ids)
         ended = settle(self.planned, self.schemes(), self.context.format, self.context.storage)
         report = build_report(
-            self.recipe, self.opened, self.context, self.manifest, self.planned, ended, verified, quality, hashed
+            self.recipe,
+            self.opened,
+            self.context,
+            self.manifest,
+            self.planned,
+            ended,
+            verified,
+            quality,
+            hashed,
+            sparsity,
         )
         write_report(report, folder)
         return Result(folder, report, self.context.journal)
@@ -355,10 +373,6 @@ class Job:
         ids = self.texts[name]
         facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus.corpus_sha256(ids)}
         return facts | {which: asdict(m) | {"perplexity": m.perplexity} for which, m in measured.items()}
-
-
-def _keep(block: Block, results: list[LayerResult]) -> None:
-    """A block that stays in memory for the next pass."""
 
 
 def _never(block: Block) -> bool:

@@ -38,10 +38,21 @@ class ColumnRule(Protocol):
         ...
 
 
-def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule: ColumnRule) -> Float[Tensor, "out in"]:
+Look = Callable[[int, Float[Tensor, "span out"]], None]
+"""look(column, near): the columns from `column` on that are decided together, with all earlier ones made up for."""
+
+
+def sweep(
+    weight: Float[Tensor, "out in"],
+    factor: Float[Tensor, "in in"],
+    rule: ColumnRule,
+    look: Look | None = None,
+    span: int = 1,
+) -> Float[Tensor, "out in"]:
     """Compress all columns in order by `rule`; returns the compressed weight, and `weight` is left alone.
 
-    factor: U of `linalg.inverse_factor`, in the order of the columns.
+    factor: U of `linalg.inverse_factor`, in the order of the columns. look: called before every `span` columns, fewer
+    at the end, beside what the rule is told; the rule may open only where such columns begin.
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
     columns, width = work.unbind(0), work.shape[0]
@@ -49,13 +60,16 @@ def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule:
     ratios = factor / factor.diagonal()[:, None]
     opens = set(rule.starts(width))
     new: list[Tensor] = []
-    for start, stop in _parts(sorted(opens), width):
+    leaf = max(LEAF // span, 1) * span
+    for start, stop in _parts(sorted(opens), width, span):
         if start in opens:
             rule.open(start, work[start:])
         errors = torch.empty(stop - start, work.shape[1], dtype=work.dtype, device=work.device)
-        for low in range(start, stop, LEAF):
-            high = min(low + LEAF, stop)
+        for low in range(start, stop, leaf):
+            high = min(low + leaf, stop)
             for i in range(low, high):
+                if look is not None and i % span == 0:
+                    look(i, work[i : min(i + span, high)])
                 new.append(rule.compress(i, columns[i]))
                 error = torch.sub(columns[i], new[i], out=errors[i - start])
                 if i + 1 < high:
@@ -68,10 +82,10 @@ def sweep(weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rule:
     return torch.stack(new, dim=1)
 
 
-def _parts(opens: Sequence[int], width: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges of at most PART columns that begin anew at every opened column."""
-    ends = [*opens[1:], width]
-    edges = [cut for start, end in zip(opens, ends, strict=True) for cut in range(start, end, PART)]
+def _parts(opens: Sequence[int], width: int, span: int) -> list[tuple[int, int]]:
+    """[start, stop) ranges of about PART columns, whole spans, that begin anew at every opened column."""
+    ends, step = [*opens[1:], width], max(PART // span, 1) * span
+    edges = [cut for start, end in zip(opens, ends, strict=True) for cut in range(start, end, step)]
     return list(zip(edges, [*edges[1:], width], strict=True))
 
 

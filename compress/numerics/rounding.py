@@ -54,17 +54,17 @@ class Rounding:
     """The column rule of GPTQ: round each column to its group's scale, fitted when the group is reached.
 
     Options as of `round_columns`. keep_wanted: remember what each column was when its turn came, for those who round
-    it again.
+    it again. keep: the mask, [in, out] in the order of the sweep, or None; whoever chooses it on the way sets it.
     """
 
     def __init__(
         self,
         weight: Float[Tensor, "out in"],
         scheme: Scheme,
-        mask: Bool[Tensor, "out in"] | None,
-        order: Int[Tensor, " in"] | None,
-        regroup: bool,
-        keep_wanted: bool,
+        mask: Bool[Tensor, "out in"] | None = None,
+        order: Int[Tensor, " in"] | None = None,
+        regroup: bool = False,
+        keep_wanted: bool = False,
     ) -> None:
         self.scheme, self.grid, self.order, self.regroup = scheme, scheme.grid, order, regroup
         self.keep = None if mask is None else _ordered(mask, order).T.contiguous()

@@ -11,11 +11,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer
+from compress.contract import Layer, WeightSpec
 from compress.errors import NumericError
 from compress.numerics.codes import Codes, quantize
 from compress.numerics.inputs import InputRounding
-from compress.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass, WeightSpec
+from compress.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
 from compress.stream.observers import Observer, OutlierShare
 
 THRESHOLD = 6.0  # section 3.2: magnitudes from which a feature is an outlier; all of those of a 6.7B model are above

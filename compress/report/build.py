@@ -45,8 +45,11 @@ def build_report(
     verified: Verified,
     quality: list[dict[str, Any]],
     calibration_sha256: str,
+    sparsity: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """All sections of report.json; ended: the plan with what was known only after calibration (`plan.settle`).
+
+    sparsity: what `check_sparsity` found.
 
     Raises VerificationError when the checkpoint has another size than that.
     """
@@ -62,6 +65,7 @@ def build_report(
         "size": _sizes(manifest.folder, ended),
         "quality": quality,
         "layers": [r for block in opened.blocks for r in manifest.shards[block.name].results],
+        "sparsity": sparsity,
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
         "predicted": {"tensor_bytes": planned.checkpoint_bytes, "memory_bytes": planned.memory_bytes},
         "verified": asdict(verified),

@@ -31,6 +31,7 @@ def markdown(report: dict[str, Any]) -> str:
         "## Relative output error of layers\n\n"
         + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
         f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
+        *sparsity(report),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
         "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
         table(("", ""), reproduction(report)),
@@ -106,6 +107,18 @@ def by_pass(report: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
             )
         )
     return rows
+
+
+def sparsity(report: dict[str, Any]) -> list[str]:
+    """What was asked and what is in the checkpoint, over all pruned layers and where it is least and most."""
+    found = report["sparsity"]
+    if found is None:
+        return []
+    layers = sorted(found["layers"].items(), key=lambda item: item[1]["achieved"])
+    shown = {"all, by weight": found, f"least: {layers[0][0]}": layers[0][1], f"most: {layers[-1][0]}": layers[-1][1]}
+    rows = [(name, *(f"{one[key]:.4f}" for key in ("asked", "due", "achieved"))) for name, one in shown.items()]
+    told = "due: in whole units of the pattern, its dense tail apart; achieved: zeros counted in the checkpoint."
+    return [f"## Sparsity\n\nOf {len(layers)} layers; {told}\n\n" + table(("layers", "asked", "due", "achieved"), rows)]
 
 
 def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:

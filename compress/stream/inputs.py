@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.contract import BlockPass, Layer, Solution
@@ -66,6 +68,14 @@ class Inputs:
         return self._links
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        with self.watching(observer) as seen:
+            for forward in self.site.forwards(self.site.block.module, self.site.state.hidden):
+                forward()
+        return seen
+
+    @contextmanager
+    def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
+        """What an observer gathers at the input of each group, while the block is run inside."""
         seen: dict[Group, Observer] = {}
         handles = []
         for group in self.groups:
@@ -75,12 +85,18 @@ class Inputs:
             self._samples |= dict.fromkeys(group.linears, sample)
             handles.append(first.register_forward_pre_hook(_feeder(seen[group], sample)))
         try:
-            for forward in self.site.forwards(self.site.block.module, self.site.state.hidden):
-                forward()
+            yield seen
         finally:
             for handle in handles:
                 handle.remove()
-        return seen
+
+    def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
+        """A few inputs of a linear, as the weight sees them; None where none came by."""
+        sample = self._samples.get(name)
+        if sample is None or sample.rows is None:
+            return None
+        module = self.site.block.module.get_submodule(name)
+        return module.transform(sample.rows) if isinstance(module, CompressedLinear) else sample.rows
 
     def probe(self, block: nn.Module) -> Tensor:
         dtype = next(block.parameters()).dtype

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from compress.contract import Layer, LayerPass
 from compress.model.experts import in_experts
 from compress.model.packed import replace_linear
 from compress.stream.lockstep import lockstep
-from compress.stream.observers import CrossGram, Nothing, Observer, Sample
+from compress.stream.observers import CrossGram, Nothing, Observer, Sample, without_data
 from compress.stream.place import LayerResult, of_one_scale, settle
 from compress.stream.reference import Reference, twin
 from compress.stream.state import Site
@@ -21,10 +22,13 @@ from compress.stream.store import ActivationStore
 class LayerWork:
     """One layer pass on one block.
 
+    decided: what the pass's survey decided, by full name.
     behind: afterwards, the uncompressed model's activations behind the block, where the pass compares with them.
     """
 
-    def __init__(self, site: Site, step: LayerPass, names: Sequence[str]) -> None:
+    def __init__(
+        self, site: Site, step: LayerPass, names: Sequence[str], decided: Mapping[str, Any] | None = None
+    ) -> None:
         self.site, self.step = site, step
         module = site.block.module
         self.layers = {name: replace_linear(module, name) for name in names}
@@ -43,6 +47,7 @@ class LayerWork:
                 watch = self.steps[name].watches()
                 if watch is not None:
                     self.inputs[name] = watch(width, site.run.device)
+        self.decided = decided or {}
         self.results: list[LayerResult] = []
         self.reference: Reference | None = None
         self.behind: ActivationStore | None = None
@@ -104,11 +109,11 @@ class LayerWork:
         every pass does what it does without data: rounds to nearest, prunes by magnitude.
         """
         seen, wanted = self.seen[members[0]], self.site.expert_tokens
-        tokens, width = seen.tokens, seen.width
+        tokens = seen.tokens
         few = tokens < wanted and any(members[0].startswith(name + ".") for name in self.experts)
         if tokens == 0:
             message = "no calibration token reached this layer; it is solved as if all its inputs were alike"
-            seen.update(torch.eye(width, device=seen.device))
+            without_data(seen)
         elif few:
             message = "this expert saw few calibration tokens; more or longer sequences would show it more"
         else:
@@ -119,6 +124,7 @@ class LayerWork:
     def _solve(self, name: str, peak: float) -> None:
         layer, full = self.layers[name], self.site.full(name)
         facts = Layer(full, layer.mask, self.site.run.storage, self.site.noter(full), self.inputs.get(name), peak)
+        facts = replace(facts, decided=self.decided.get(full))
         step, seen = self.steps[name], self.seen[name]
         rows = self.samples[name].rows
         self.results.append(settle(self.site, name, layer, rows, lambda weight: step.solve(weight, seen, facts)))

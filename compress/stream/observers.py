@@ -44,6 +44,11 @@ class Nothing(Observer):
         return
 
 
+def without_data(seen: Observer) -> None:
+    """Where no token came by, inputs are taken to be alike and uncorrelated: one token along each axis."""
+    seen.update(torch.eye(seen.width, device=seen.device))
+
+
 class InputNorm(Observer):
     """norm: the L2 norm of every input channel over all tokens, [in]."""
 
@@ -145,7 +150,7 @@ class Gram(Observer):
         if used != damping:
             note("fallback", "damping raised until the Hessian was positive definite", damping=used)
         if dead:
-            note("note", "input channels that were always zero are rounded to nearest", channels=dead)
+            note("note", "input channels were always zero; errors there are not made up for", channels=dead)
         return factor
 
 

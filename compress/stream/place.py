@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.context import Run
-from compress.contract import Solution
-from compress.errors import NumericError, TargetError
+from compress.contract import Solution, Zeros
+from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.packed import CompressedLinear
 from compress.model.probing import relative_error
 from compress.numerics.codes import Codes, vanished
@@ -23,12 +23,15 @@ class LayerResult:
     """What one pass did to one layer.
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
+    asked, due: of a pruning pass, the sparsity asked of the layer, and what it comes to in whole units of the pattern.
     """
 
     layer: str
     by: str
     error: float | None
     sparsity: float
+    asked: float | None = None
+    due: float | None = None
 
 
 def settle(
@@ -53,12 +56,32 @@ def settle(
     if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
         message = "groups of weights became zero: the scales they need are too small to store"
         site.noter(full)("fallback", message, groups=gone)
+    before_mask = layer.mask
     _put(site, layer, solution, full)
+    if solution.zeros is not None:
+        _check_mask(f"{site.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, site.run)
     if (mask := layer.mask) is not None and bool(layer.weight.masked_fill(mask, 0).any()):
         raise NumericError(f"{site.label} {full}: weights that were pruned are no longer zero")
     error = None if before is None else relative_error(layer(rows), before)
-    return LayerResult(full, site.label, error, float((layer.weight == 0).float().mean()))
+    zeros = solution.zeros
+    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    return LayerResult(full, site.label, error, zero_share(layer), *owed)
+
+
+def zero_share(layer: CompressedLinear) -> float:
+    """The share of the layer's weights that are exactly zero."""
+    weight = layer.weight
+    return int((weight == 0).sum()) / weight.numel()
+
+
+def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
+    """Raise VerificationError when the mask removes less than is due, or, where there was none before, more."""
+    removed = 0 if layer.mask is None else int((~layer.mask).sum())
+    due = round(zeros.due * layer.shape[0] * layer.shape[1])
+    if removed < due or (before is None and removed > due):
+        message = f"sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
+        raise VerificationError(f"{where}: {message}")
 
 
 def _put(site: Site, layer: CompressedLinear, solution: Solution, full: str) -> None:

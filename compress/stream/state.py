@@ -61,6 +61,10 @@ class Site:
         for i, forward in enumerate(self.forwards(self.block.module, hidden)):
             hidden[i] = self.checked(forward())
 
+    def propagate_probe(self) -> None:
+        """The probe's activations become the block's output."""
+        self.state.probe = self.state.probe_calls[self.block.index].run(self.block.module, self.state.probe)
+
     def checked(self, hidden: Tensor) -> Tensor:
         """An output of the block. Raises NumericError when it holds NaN or infinity."""
         check_hidden(hidden, self.block)

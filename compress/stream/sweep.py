@@ -8,7 +8,7 @@ layers before it in the same block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from compress.stream.place import LayerResult, round_to_storage
 from compress.stream.reference import twin
 from compress.stream.state import Site, SweepState
 from compress.stream.store import ActivationStore
+from compress.stream.survey import Asked, look_over
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
 STORE_BYTES = 4 << 30  # activations kept in memory; beyond it they go to files
@@ -43,7 +44,8 @@ class Sweep:
 
     steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
     empty when no pass needs data. probe: ids [1, length] that go along for proofs and for the final comparison.
-    expert_tokens: experts calibrated on fewer are fallbacks in the journal.
+    expert_tokens: experts calibrated on fewer are fallbacks in the journal. decided: what surveys decided for layers,
+    by label and full name.
     """
 
     opened: OpenModel
@@ -54,6 +56,7 @@ class Sweep:
     store_bytes: int = STORE_BYTES
     expert_tokens: int = EXPERT_TOKENS
     surroundings: Surroundings = field(init=False)
+    decided: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.surroundings = Surroundings(self.opened)
@@ -63,6 +66,7 @@ class Sweep:
         with torch.no_grad():
             with self.run.phase("capture"):
                 state = self._capture()
+            self._survey(state)
             for block in self.opened.blocks:
                 original = None if state.reference is None else twin(self._bring(block))
                 if restore(block):
@@ -93,6 +97,21 @@ class Sweep:
             state.calls.append(captured.calls)
         return state
 
+    def _survey(self, state: SweepState) -> None:
+        """What passes must know of all layers before the first is solved; the model is left as it is."""
+        surveys = [(label, step.survey(), names) for label, step, names in self.steps if isinstance(step, LayerPass)]
+        asked = [Asked(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
+        if not asked:
+            return
+        apart = replace(state, hidden=ActivationStore(self.store_bytes))
+        for hidden in state.hidden:
+            apart.hidden.append(hidden)
+        with self.run.phase("survey"):
+            self.decided = look_over(
+                self.opened.blocks, asked, self._bring, self.opened.weights.release,
+                lambda block, label: self._site(block, apart, f"{label} survey"),
+            )  # fmt: skip
+
     def _bring(self, block: Block) -> nn.Module:
         """The block with its weights, as they would be stored."""
         self.opened.weights.bring(block)
@@ -117,7 +136,7 @@ class Sweep:
                 if isinstance(step, BlockPass):
                     results += self._block_pass(site, step, inside, behind)
                 else:
-                    work = LayerWork(site, step, inside)
+                    work = LayerWork(site, step, inside, self.decided.get(label))
                     results += work(is_last)
                     current = is_last
                     behind = work.behind if behind is None else behind

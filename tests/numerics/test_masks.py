@@ -83,7 +83,7 @@ def test_n_of_m_is_read_from_the_text():
 
 @pytest.mark.parametrize("text", ["rows", "", "2:", ":4", "2:4:8", "a:b", "-1:4", "2 of 4", "2:4 "])
 def test_an_unknown_pattern_says_what_to_write(text):
-    with pytest.raises(ValueError, match="is not known; write row, layer, or N:M such as 2:4"):
+    with pytest.raises(ValueError, match="is not known; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
         Pattern(text)
 
 
@@ -112,10 +112,82 @@ def test_a_number_from_yaml_is_answered_with_the_pattern_that_was_meant(number, 
 
 @pytest.mark.parametrize("value", [True, None, 2.4, ["2:4"]])
 def test_what_is_not_text_is_no_pattern(value):
-    with pytest.raises(ValidationError, match="is not text; write row, layer, or N:M such as 2:4"):
+    with pytest.raises(ValidationError, match="is not text; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
         FIELD.validate_python(value)
 
 
 def test_a_bad_text_in_a_recipe_is_a_validation_error():
     with pytest.raises(ValidationError, match="'5:4' keeps 5 of 4"):
         FIELD.validate_python("5:4")
+
+
+# Blocks
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    shape=st.tuples(st.integers(1, 14), st.integers(1, 20)),
+    block=st.sampled_from([(4, 1), (1, 4), (2, 3), (5, 2)]),
+    seed=st.integers(0, 10**6),
+    density=st.floats(0, 1),
+)
+def test_whole_blocks_are_kept_by_their_mean_and_the_edge_stays_dense(shape, block, seed, density):
+    score, (high, wide) = scores(shape, seed), block
+    pattern = Pattern(f"{high}x{wide}")
+    kept = pattern.keep(score, density)
+    found = []
+    for row in range(0, shape[0] // high * high, high):
+        for column in range(0, shape[1] // wide * wide, wide):
+            part = kept[row : row + high, column : column + wide]
+            assert part.all() or not part.any()
+            found.append((float(score[row : row + high, column : column + wide].mean()), bool(part.all())))
+    assert sum(keep for _, keep in found) == round(density * len(found))
+    lowest = min((mean for mean, keep in found if keep), default=99)
+    assert all(mean <= lowest + 1e-6 for mean, keep in found if not keep)
+    assert kept[shape[0] // high * high :].all() and kept[:, shape[1] // wide * wide :].all()
+
+
+def test_weights_that_are_gone_add_nothing_to_their_block():
+    score = torch.tensor([[-1.0, 5.0, 1.0, 1.0, -1.0, -1.0, 0.0, 0.0]])
+    assert Pattern("1x2").units(score).tolist() == [2.5, 1, -1, 0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 30)),
+    seed=st.integers(0, 10**6),
+    density=st.floats(0, 1),
+    text=st.sampled_from(["row", "layer", "2:4", "3:7", "4x1", "2x3"]),
+)
+def test_what_will_be_removed_is_known_from_the_shape(shape, seed, density, text):
+    pattern = Pattern(text)
+    assert int((~pattern.keep(scores(shape, seed), density)).sum()) == pattern.removed(shape, density)
+    rows, width = pattern.whole(shape)
+    assert rows <= shape[0] and width <= shape[1] and width % pattern.span == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "density", "message"),
+    [
+        ("2:4", (8, 3), 0.5, "pattern 2:4 has no whole unit in its 8 rows of 3"),
+        ("4x1", (3, 8), 0.5, "pattern 4x1 has no whole unit in its 3 rows of 8"),
+        ("row", (3, 8), 0.95, "sparsity 0.05 of its 3 rows of 8 is not one unit of pattern row; raise it"),
+        ("8x8", (8, 8), 0.6, "sparsity 0.4 of its 8 rows of 8 is not one unit of pattern 8x8"),
+        ("row", (3, 8), 0.5, None),
+        ("2:4", (3, 9), 0.5, None),
+    ],
+)
+def test_a_matrix_that_nothing_would_be_removed_from_is_refused(text, shape, density, message):
+    found = Pattern(text).refuses(shape, density)
+    assert found is None if message is None else found.startswith(message)
+
+
+@pytest.mark.parametrize("text", ["1x1", "0x4", "4x0"])
+def test_a_block_is_more_than_one_weight(text):
+    with pytest.raises(ValueError, match="blocks need at least one row and column; 1x1 is called layer"):
+        Pattern(text)
+
+
+def test_a_global_threshold_is_an_allocation():
+    with pytest.raises(ValueError, match="'allocate: global', with pattern: layer"):
+        Pattern("global")

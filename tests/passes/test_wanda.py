@@ -99,7 +99,7 @@ def test_the_density_of_a_pattern_is_its_own():
         ({"pattern": "4:2"}, "N must be at least 1 and smaller than M"),
         ({"sparsity": 0}, "greater than 0"),
         ({"sparsity": 1}, "less than 1"),
-        ({"allocate": "owl"}, "Input should be 'uniform'"),
+        ({"allocate": "orl"}, "there is no allocation 'orl'; did you mean 'owl'?"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

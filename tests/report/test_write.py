@@ -25,6 +25,7 @@ REPORT = {
         {"layer": "y", "by": "one", "error": 0.3, "sparsity": 0.0},
         {"layer": "z", "by": "two", "error": None, "sparsity": 0.25},
     ],
+    "sparsity": None,
     "costs": {"save": {"seconds": 1.26, "peak_bytes": 7 * MB}},
     "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},

@@ -19,7 +19,7 @@ FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
 
 
 def wanda(**options):
-    return compress.Wanda(sparsity=0.5, **options)
+    return compress.Wanda(**{"sparsity": 0.5, "true_sequential": True, **options})
 
 
 def gptq(**options):

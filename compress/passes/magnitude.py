@@ -1,0 +1,26 @@
+"""Magnitude: prune the smallest weights, no data needed. The baseline of all others (Han 2015)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.numerics.masks import Pattern
+from compress.pruning import PruningPass
+from compress.stream.observers import Nothing
+
+
+class Magnitude(PruningPass):
+    """Zero the weights with the smallest |W_ij|: in each layer ('layer'), in each row, in N:M, by blocks, or, with
+    allocate: global, those below one threshold for the whole model.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
+
+    pattern: Pattern = Field(default=Pattern("layer"), description=PruningPass.model_fields["pattern"].description)
+
+    def score(self, weight: Float[Tensor, "out in"], seen: Nothing) -> Float[Tensor, "out in"]:
+        return weight.abs()

@@ -1,0 +1,169 @@
+"""SparseGPT: prune column by column and let the columns to come make up for the error (Frantar 2023)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.contract import Layer, LayerPass, Solution, WeightSpec, Zeros
+from compress.numerics.codes import GroupSize
+from compress.numerics.grids import GRIDS
+from compress.numerics.masks import Pattern
+from compress.numerics.rounding import Rounding, Scheme
+from compress.numerics.sparsifying import Sparsifying, order_by
+from compress.pruning import PruningPass
+from compress.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
+from compress.stream.observers import Gram, Observer
+from compress.types import Fact
+
+DAMPING = 0.01  # SparseGPT, appendix A: 1% of the mean diagonal
+PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
+GROUP_SIZE = 64  # as the quantizing passes
+
+
+class SparseGPT(PruningPass):
+    """Minimize ||W X - Q X||^2 greedily over columns: those with the least w^2 / [U_jj]^2 go, later columns make up.
+
+    With `weights` what stays is rounded to that grid in the same sweep, so that later columns make up for both errors
+    (section 3.5); a group's scale is fitted to the weights that are kept of it.
+
+    act_order: static sweeps columns of large input first, those of an N:M group or block together; groups of a scale
+    stay those of the original order.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2301.00774"
+    observes: ClassVar[type[Observer]] = Gram
+
+    pattern: Pattern = Field(
+        default=Pattern("row"),
+        description="where zeros may stand, in each block of columns: 'row', 'layer' (any), 'N:M', or blocks of 'RxC'",
+    )
+    true_sequential: bool = Field(default=True, description=LayerPass.model_fields["true_sequential"].description)
+    prune_block: int | None = Field(
+        default=None, gt=0, description=f"columns whose zeros are chosen at once, else {PRUNE_BLOCK}; N:M: always M"
+    )
+    act_order: Literal["none", "static"] = Field(default="none", description="the order of columns in the sweep")
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    weights: GridName | None = Field(
+        default=None, description=f"grid that is rounded to in the same sweep: {', '.join(GRIDS)}; null: none"
+    )
+    group_size: GroupSizeOption | None = Field(
+        default=None, description=f"with weights: columns that share a scale, channel or tensor, else {GROUP_SIZE}"
+    )
+    symmetric: bool = Field(default=True, description="with weights: no zero point; false adds one per scale")
+    scale: ScaleOption = Field(default="absmax", description="with weights: how scales are found, as for gptq")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        self._check_columns()
+        if self.weights is not None:
+            check_grid(self.weights, self.groups, self.symmetric)
+            return
+        for name in ("group_size", "symmetric", "scale"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no meaning without rounding; add weights: int4, or leave it out")
+
+    def _check_columns(self) -> None:
+        span, groups = self.pattern.span, self.groups
+        if self.prune_block is not None and self.pattern.n_of_m is not None:
+            raise ValueError(
+                f"prune_block has no meaning with pattern {self.pattern.text}, whose zeros are chosen by {span}"
+            )
+        if self.block % span and self.pattern.n_of_m is None:
+            raise ValueError(f"prune_block {self.block} is no multiple of the {span} columns of {self.pattern.text}")
+        if self.weights is not None and isinstance(groups, int) and groups % span:
+            raise ValueError(f"group_size {groups} is no multiple of the {span} columns of pattern {self.pattern.text}")
+
+    @property
+    def block(self) -> int:
+        """Columns whose zeros are chosen at once."""
+        return PRUNE_BLOCK if self.prune_block is None else self.prune_block
+
+    @property
+    def groups(self) -> GroupSize:
+        """The group size in force."""
+        if self.group_size is not None:
+            return self.group_size
+        return (GRIDS[self.weights].group_size if self.weights is not None else None) or GROUP_SIZE
+
+    @property
+    def spec(self) -> WeightSpec | None:
+        return (
+            None if self.weights is None else WeightSpec(GRIDS[self.weights], self.groups, self.symmetric, False, None)
+        )
+
+    def facts(self) -> frozenset[Fact]:
+        rounded: frozenset[Fact] = frozenset({"quantized"})
+        return self.makes if self.weights is None else self.makes | rounded
+
+    def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
+        # w^2 / [inv(H)]_jj: the error of removing this weight alone, the others making up for it (equation 2)
+        return weight.square() / inverse_diagonal(seen, seen.factor(self.damping)[0], None)
+
+    def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
+        order = order_by(seen.diagonal, self.pattern.span) if self.act_order == "static" else None
+        factor = seen.factor_of(layer.name, layer.note, self.damping, order)
+        weight, mask, idle = weight.float(), layer.mask, seen.diagonal == 0
+        rounding = None
+        if self.weights is not None:
+            score = weight.square() / inverse_diagonal(seen, factor, order)
+            rounding = partial(self._rounding, weight, self._foreseen(score, mask, sparsity), layer, order)
+        if order is not None:
+            weight, idle = weight[:, order], idle[order]
+            mask = None if mask is None else mask[:, order]
+        pivots = factor.diagonal().masked_fill(idle, torch.inf)
+        rule = Sparsifying(self.pattern, 1 - sparsity, self.block, pivots, weight.shape[0], mask, rounding)
+        found = rule(weight, factor)
+        if order is not None:
+            found = found[:, order.argsort()]
+        solved = found if rule.inner is None else rule.inner.codes
+        return Solution(solved, rule.kept(order), zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
+
+    def _foreseen(
+        self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None, sparsity: float
+    ) -> Bool[Tensor, "out in"] | None:
+        """About what will be kept, for scales that are fixed before the sweep; the mask where they are not."""
+        if self.act_order == "none" and isinstance(self.groups, int):
+            return mask
+        score = score if mask is None else score.masked_fill(~mask, -1)
+        kept = self.pattern.keep(score, 1 - sparsity)
+        return kept if mask is None else kept & mask
+
+    def _rounding(
+        self,
+        weight: Float[Tensor, "out in"],
+        foreseen: Bool[Tensor, "out in"] | None,
+        layer: Layer,
+        order: Tensor | None,
+        keep: Bool[Tensor, "out in"],
+    ) -> Rounding:
+        """The rule that rounds what is kept, in the order of the sweep; weight and foreseen are in the original one."""
+        likely = weight if foreseen is None else weight * foreseen
+        grid = GRIDS[str(self.weights)]
+        scheme = Scheme(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.peak)
+        rule = Rounding(likely, scheme, order=order)
+        rule.keep = keep.T
+        return rule
+
+    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
+        rows, width = shape
+        if self.pattern.n_of_m is not None:
+            return super().zeros(shape, sparsity)
+        blocks = [min(self.block, width - start) for start in range(0, width, self.block)]
+        removed = sum(self.pattern.removed((rows, block), 1 - sparsity) for block in blocks)
+        return Zeros(sparsity, removed / (rows * width))
+
+
+def inverse_diagonal(seen: Gram, factor: Float[Tensor, "in in"], order: Tensor | None) -> Float[Tensor, " in"]:
+    """[inv(H)]_jj in the original order of the columns, infinite where the input was always zero.
+
+    factor: U in the order of the columns, for which inv(H) = U^T U.
+    """
+    diagonal = factor.square().sum(0)
+    diagonal = diagonal if order is None else diagonal[order.argsort()]
+    return diagonal.masked_fill(seen.diagonal == 0, torch.inf)

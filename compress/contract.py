@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.model.links import Group, Link
+from compress.model.select import matches
 from compress.numerics.codes import Codes
 from compress.numerics.inputs import InputRounding
 from compress.options import patterns
@@ -187,6 +188,15 @@ class BlockPass(Pass):
 
 class ModelPass(Pass):
     """The whole model: training and global decisions."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the uncompressed model is looked at, which `run.open_teacher` then gives."""
+        return False
+
+    def takes(self, name: str) -> bool:
+        """Whether a module is one to work on, by its full name."""
+        return any(matches(name, p) for p in self.targets) and not any(matches(name, p) for p in self.ignore)
 
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:

@@ -86,7 +86,7 @@ DIVERGENCES: dict[DivergenceName, Callable[[Tensor, Tensor], Tensor]] = {
     "js": _js,
     "tv": _tv,
 }
-"""(log p, log q), [tokens, cells] each -> [tokens]; the four of DistillSpec (Zhou 2023, arXiv 2310.08461, section 4)."""
+"""(log p, log q), [tokens, cells] each -> [tokens]; the four of DistillSpec (Zhou 2023, arXiv 2310.08461)."""
 
 
 def divergence(
@@ -144,4 +144,4 @@ def distillation_loss(
         share = each / count if weights is None else each * weights[at]
         return temperature**2 * share.sum()
 
-    return _Mean.apply(logits, loss, chunk)  # type: ignore[return-value]
+    return _Mean.apply(logits, loss, chunk)  # type: ignore[return-value,arg-type]

@@ -52,11 +52,10 @@ class Distill(Settings, ModelPass):
     def apply(self, model: nn.Module, run: Run) -> None:
         assert run.calibration is not None and run.open_teacher is not None
         where = Where(run.label or self.key(), run.journal, run.folder_of_pass(), str(run.storage))
-        with self._teacher(run, where.label) as teacher:
-            with trainable(model, self.train, self.takes, run.storage, where.label) as student:
-                self._note(student, run, where.label)
-                objective = _Objective(self, teacher)
-                run.training[where.label] = train(student, objective, run.calibration, self, where)
+        chosen = trainable(model, self.train, self.takes, run.storage, where.label)
+        with self._teacher(run, where.label) as teacher, chosen as student:
+            self._note(student, run, where.label)
+            run.training[where.label] = train(student, _Objective(self, teacher), run.calibration, self, where)
 
     def _note(self, student: Student, run: Run, label: str) -> None:
         if student.kept:

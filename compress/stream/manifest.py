@@ -46,8 +46,8 @@ class ShardEntry:
 class Manifest:
     """What an output folder holds; written atomically after every shard.
 
-    fingerprint: a digest of all that the bytes depend on. training: what the report says of passes that trained. complete:
-    the checkpoint is whole.
+    fingerprint: a digest of all that the bytes depend on. training: what the report says of passes that trained.
+    complete: the checkpoint is whole.
     """
 
     folder: Path

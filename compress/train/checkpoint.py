@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def write_state(
     told: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
     best: Mapping[str, Tensor],
-    moments: Mapping[nn.Parameter, Mapping[str, Tensor]],
+    moments: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> None:
     """Everything that the next step depends on. told: plain values. Raises SaveError; the file before stays whole."""
     tensors = {f"parameter/{name}": p.detach() for name, p in parameters.items()}
@@ -50,7 +50,7 @@ def read_state(
     path: Path,
     key: str,
     parameters: Mapping[str, nn.Parameter],
-    moments: dict[nn.Parameter, Any],
+    moments: MutableMapping[Tensor, Any],
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """(plain values, best state) of the same training, its parameters and moments put in place; None: there is none."""
     try:

@@ -74,9 +74,7 @@ def train(
 
 
 class _Trainer:
-    def __init__(
-        self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where
-    ) -> None:  # fmt: skip
+    def __init__(self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where) -> None:
         self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.parameters = student.named()
         self.device = next(iter(self.parameters.values())).device
@@ -137,10 +135,11 @@ class _Trainer:
                 part = self._loss(rows) / len(mine)
                 self.accelerator.backward(part)
             loss += part.detach()
-        norm = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
-        found = float(self.accelerator.reduce(loss, "mean"))
-        if not (math.isfinite(found) and math.isfinite(float(norm))):
-            self._fail(step + 1, found, float(norm))
+        clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
+        mean: Any = self.accelerator.reduce(loss, "mean")
+        found, norm = float(mean), float(clipped)
+        if not (math.isfinite(found) and math.isfinite(norm)):
+            self._fail(step + 1, found, norm)
         self.stepper.step()
         self.stepper.zero_grad()
         self.student.limit()
@@ -175,9 +174,8 @@ class _Trainer:
         file = self._file
         kept = f"; the state before is in {file.parent}" if file is not None and file.exists() else ""
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
-        raise NumericError(
-            f"{self.where.label}: {what} in step {step} of {len(self.order)}; use a smaller learning_rate, or clip{kept}"
-        )
+        hint = "use a smaller learning_rate, or clip"
+        raise NumericError(f"{self.where.label}: {what} in step {step} of {len(self.order)}; {hint}{kept}")
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
@@ -205,8 +203,8 @@ class _Trainer:
             write_state(self._file, self.key, told, self.parameters, self.good, self.optimizer.state)
 
     def _progress(self, loss: float) -> None:
-        done, of = self.state.step, len(self.order)
-        self.where.journal.add("progress", self.where.label, f"training, {self.where.label}", done=done, of=of, loss=loss)
+        label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
+        self.where.journal.add("progress", label, f"training, {label}", **figures)
 
     def _told(self) -> dict[str, Any]:
         """The report, and a word in the journal where nothing was gained."""

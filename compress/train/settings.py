@@ -31,7 +31,9 @@ class Settings(BaseModel):
         "that are not packed), biases; null: all of them that the layers have",
     )
     steps: int | None = Field(default=None, ge=1, description="how many steps; instead of epochs")
-    epochs: float | None = Field(default=None, gt=0, description=f"how often every sequence is seen; {EPOCHS} if not given")
+    epochs: float | None = Field(
+        default=None, gt=0, description=f"how often every sequence is seen; {EPOCHS} if not given"
+    )
     batch: int = Field(default=1, ge=1, description="sequences in one forward and backward pass")
     accumulate: int = Field(default=1, ge=1, description="such passes per step, in every process")
     learning_rate: float = Field(default=1e-3, gt=0, description="of norms, and of scales as a share of each")
@@ -93,5 +95,6 @@ class Settings(BaseModel):
         """The rate of every step as a share of the highest; no step is wasted on a rate of 0."""
         spare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
         name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
-        shape = get_scheduler(name, spare, num_warmup_steps=self.warmup, num_training_steps=steps + 1).lr_lambdas[0]
+        made: Any = get_scheduler(name, spare, num_warmup_steps=self.warmup, num_training_steps=steps + 1)
+        (shape,) = made.lr_lambdas
         return torch.tensor([shape(step + 1) for step in range(steps)], dtype=torch.float64)

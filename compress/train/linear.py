@@ -27,7 +27,7 @@ def sum_groups(
     return grouped(values, group_size).sum(-1)
 
 
-class PackedProduct(torch.autograd.Function):
+class _PackedProduct(torch.autograd.Function):
     """x W^T with W = (code - zero) * scale * factor, a factor per scale; W is computed where it is used, and not kept.
 
     dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * (code - zero) * scale.
@@ -62,6 +62,13 @@ def _weight(packed: PackedCodes, factor: Tensor | None, dtype: torch.dtype) -> F
     if factor is not None:
         packed = replace(packed, scale=packed.scale.float() * factor)
     return reference.dense_weight(packed, torch.float32).to(dtype)
+
+
+def packed_product(
+    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes
+) -> Float[Tensor, "*batch out"]:
+    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product."""
+    return _PackedProduct.apply(x, factor, packed)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
@@ -131,5 +138,5 @@ class TrainedLinear(nn.Module):
         assert packed is not None
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y: Tensor = PackedProduct.apply(x, self.factor, packed)  # type: ignore[assignment]
+        y = packed_product(x, self.factor, packed)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -23,6 +23,7 @@ from compress.train.settings import Settings
 from compress.train.student import Student
 
 STATE = "training.safetensors"
+RISEN = 2.0  # times the first loss: sequences differ by less
 
 
 class Objective(Protocol):
@@ -217,7 +218,7 @@ class _Trainer:
         if self.held and state.best_step == 0:
             message = "training gained nothing on the sequences held out; the model stays as it was"
             journal.add("fallback", self.where.label, message, held_out=state.best)
-        elif not self.held and len(losses) > 1 and last > first:
+        elif not self.held and len(losses) > 1 and last > min(first, RISEN * losses[0]):
             message = "the loss rose in training; use a smaller learning_rate"
             journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
         return {

@@ -77,13 +77,13 @@ def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool
     every = linears(model)
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
-        layer = CompressedLinear.of(module)
-        if not chosen and layer.packed is None:
-            continue
-        trained = student.layers[name] = TrainedLinear(layer)
-        _put(model, name, trained)
-        if chosen:
-            _choose_of(student, name, trained, train)
+        packed = isinstance(module, CompressedLinear) and module.packed is not None
+        some = "weights" in train or ("biases" in train and module.bias is not None)
+        if packed or (chosen and some):
+            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module))
+            _put(model, name, trained)
+            if chosen:
+                _choose_of(student, name, trained, train)
     held = tuple(f"{name}." for name in every)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not name.startswith(held) and takes(name.rpartition(".")[0]) and "norms" in train:

@@ -19,7 +19,7 @@ from compress.numerics.codes import Codes
 from compress.numerics.inputs import InputRounding
 from compress.options import patterns
 from compress.stream.observers import CrossGram, Nothing, Observer
-from compress.types import Fact, Note
+from compress.types import Extent, Fact, Note
 
 if TYPE_CHECKING:
     from compress.context import Run
@@ -193,6 +193,10 @@ class ModelPass(Pass):
     def needs_teacher(self) -> bool:
         """Whether the uncompressed model is looked at, which `run.open_teacher` then gives."""
         return False
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """About what it needs beside the model itself."""
+        return 0
 
     def takes(self, name: str) -> bool:
         """Whether a module is one to work on, by its full name."""

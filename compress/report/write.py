@@ -31,6 +31,7 @@ def markdown(report: dict[str, Any]) -> str:
         "## Relative output error of layers\n\n"
         + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
         f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
+        *training(report),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
         "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
         table(("", ""), reproduction(report)),
@@ -106,6 +107,20 @@ def by_pass(report: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
             )
         )
     return rows
+
+
+def training(report: dict[str, Any]) -> list[str]:
+    """A section on the passes that trained; none where there were none."""
+    rows = []
+    for label, told in report["training"].items():
+        losses = [point["loss"] for point in told["curve"] if "loss" in point]
+        tenth = max(1, len(losses) // 10)
+        best = told["best"]
+        held = "none" if best is None else f"{best['held_out']:.4g} (step {best['step']})"
+        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        rows.append((label, str(told["steps"]), f"{first:.4g}", f"{last:.4g}", held, f"{told['seconds']:.1f}"))
+    head = ("pass", "steps", "loss, first tenth", "last tenth", "best held out", "seconds")
+    return ["## Training\n\n" + table(head, rows)] if rows else []
 
 
 def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:

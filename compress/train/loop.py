@@ -97,7 +97,8 @@ class _Trainer:
         self.rates = settings.rates(len(self.order)).tolist()
         self.state = State()
         self.good = self._copy()
-        self.key = digest({"settings": settings.model_dump(mode="json"), "key": where.key}, {"ids": ids, **self.good})
+        told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        self.key = digest(told, {"ids": ids, **self.good})
         self.begun = perf_counter()
 
     @property

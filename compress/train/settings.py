@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from compress.train.student import Kind
+from compress.types import Extent
 
 EPOCHS = 2  # where neither steps nor epochs are given
 WEIGHT_RATE = 0.02  # of learning_rate: weights are a few hundredths, where factors of scales and norms are about 1
@@ -71,6 +72,17 @@ class Settings(BaseModel):
     def decay_of(self, kind: Kind) -> float:
         """Weight decay of what is trained."""
         return self.weight_decay if kind == "weights" else 0.0
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """What training holds beside the model: four floats for each number that is trained (itself, the best so far,
+        two moments; gradients come and go), dense weights widened to float32, what the backward pass needs, and logits
+        with their gradient.
+        """
+        kinds = self.train or get_args(Kind)
+        trained = extent.scales * ("scales" in kinds) + extent.weights * ("weights" in kinds)
+        widened = (4 - extent.itemsize) * (extent.weights + extent.outside)
+        tokens = self.batch * extent.length
+        return 16 * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the sequences to train on and of those held out: one at least of each, where there are two."""

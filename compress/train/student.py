@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,13 @@ class Student:
     def named(self) -> dict[str, nn.Parameter]:
         """Everything that is trained, by full name."""
         return {name: p for group in self.parameters.values() for name, p in group.items()}
+
+    def sha256(self) -> str:
+        """A digest of what is not trained in the packed layers, which training depends on."""
+        found = hashlib.sha256()
+        for name, trained in self.layers.items():
+            found.update(f"{name} {trained.layer.sha256()} ".encode())
+        return found.hexdigest()
 
     def limit(self) -> None:
         """After a step: scales stay positive, pruned weights stay exactly zero."""

@@ -1,6 +1,7 @@
 """Divergences and their gradients: by hand, against plain autograd, and what must hold for all of them."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,12 +25,16 @@ def by_hand(kind, p, q):
     With g_i = dD/dq_i, the gradient by a logit is q_i (g_i - sum_j q_j g_j).
     """
     m = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-    kl = lambda x, y: sum(a * math.log(a / b) for a, b in zip(x, y, strict=True))
+
+    def kl(x, y):
+        return sum(a * math.log(a / b) for a, b in zip(x, y, strict=True))
+
+    pairs = list(zip(p, q, strict=True))
     value, slopes = {
         "forward_kl": (kl(p, q), [-a / b for a, b in zip(p, q, strict=True)]),
         "reverse_kl": (kl(q, p), [math.log(b / a) + 1 for a, b in zip(p, q, strict=True)]),
         "js": ((kl(p, m) + kl(q, m)) / 2, [math.log(b / c) / 2 for b, c in zip(q, m, strict=True)]),
-        "tv": (sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2, [math.copysign(0.5, b - a) for a, b in zip(p, q)]),
+        "tv": (sum(abs(a - b) for a, b in pairs) / 2, [math.copysign(0.5, b - a) for a, b in pairs]),
     }[kind]
     mean = sum(b * g for b, g in zip(q, slopes, strict=True))
     return value, [b * (g - mean) for b, g in zip(q, slopes, strict=True)]
@@ -92,7 +97,7 @@ def test_joined_cells_are_a_lower_bound_that_becomes_exact(kind):
     draw = torch.Generator().manual_seed(3)
     teacher, student = 3 * torch.randn(20, 64, generator=draw), 3 * torch.randn(20, 64, generator=draw)
     found = [divergence(kind, student, soft_targets(teacher, 1.0, k), 1.0) for k in (1, 4, 16, 63, 64)]
-    for fewer, more in zip(found, found[1:], strict=False):
+    for fewer, more in pairwise(found):
         assert bool((fewer <= more + 1e-5).all())
     assert torch.allclose(found[-2], found[-1], atol=1e-5)
     assert found[0].mean() < 0.95 * found[-1].mean()

@@ -80,8 +80,7 @@ def test_the_loss_by_hand(hard):
 
 def test_an_uncompressed_model_has_nothing_to_learn(pico_model, pico_ids):
     before = {name: t.clone() for name, t in pico_model.state_dict().items() if "norm" in name}
-    journal = compress.runner.Journal() if hasattr(compress, "runner") else None
-    compress.apply(pico_model, [Distill(train=["norms"], steps=3, top_k=None)], pico_ids, journal=journal)
+    compress.apply(pico_model, [Distill(train=["norms"], steps=3, top_k=None)], pico_ids)
     for name, tensor in pico_model.state_dict().items():
         if name in before:
             assert torch.allclose(tensor, before[name], atol=5e-3)
@@ -222,14 +221,21 @@ def test_the_report_tells_of_the_curve(recipe, tmp_path):
     told = json.loads((tmp_path / "report.json").read_text())["training"]["passes[1] distill"]
     assert [point["step"] for point in told["curve"] if "loss" in point] == [1, 2, 3, 4, 5]
     assert [point["step"] for point in told["curve"] if "held_out" in point] == [0, 2, 4, 5]
-    assert "passes[1] distill" in (tmp_path / "report.md").read_text()
+    shown = (tmp_path / "report.md").read_text()
+    assert "| pass | steps | loss, first tenth | last tenth | best held out | seconds |" in shown
+    assert f"| passes[1] distill | 5 | {told['curve'][1]['loss']:.4g} |" in shown
 
 
 def test_the_plan_counts_what_training_holds(recipe):
-    plain = compress.plan(recipe(compress.RTN(**RTN3))).memory_bytes
-    scales = compress.plan(recipe(compress.RTN(**RTN3), Distill())).memory_bytes
-    batch = compress.plan(recipe(compress.RTN(**RTN3), Distill(batch=8))).memory_bytes
-    assert plain < scales < batch
+    def memory(*passes):
+        text = compress.Calibration(sequences=1, length=512, batch=1)
+        return compress.plan(recipe(*passes, calibration=text)).memory_bytes
+
+    plain, whole = memory(compress.RTN(**RTN3)), memory(compress.RTN(**RTN3), Distill())
+    assert plain < whole < memory(compress.RTN(**RTN3), Distill(batch=2))
+    dense = memory(compress.RTN(**RTN3, targets="*.self_attn.*"), Distill())
+    scales = memory(compress.RTN(**RTN3, targets="*.self_attn.*"), Distill(train=["scales", "norms"]))
+    assert dense - scales == 16 * 3 * 3 * 128 * 288  # four floats for each weight of the MLPs
 
 
 # Bad input

@@ -92,11 +92,13 @@ def test_a_gradient_by_hand():
 
 def test_nothing_dense_is_kept_for_the_backward_pass():
     packed = PackedCodes.of(codes_of())
-    for factor in (None, torch.ones_like(packed.scale).requires_grad_()):
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        for factor in (None, torch.ones_like(packed.scale).requires_grad_()):
             packed_product(torch.randn(4, 20, requires_grad=True), factor, packed)
-        assert (6, 20) not in kept
+        assert kept == [(4, 20), (6, 3)]
+        nn.functional.linear(torch.randn(4, 20, requires_grad=True), weight_of())
+    assert (20, 6) in kept, "what a plain linear does"
 
 
 def trained(codes=None, bias=True, mask=None) -> TrainedLinear:

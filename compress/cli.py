@@ -198,7 +198,8 @@ class _Bar:
         if "block" in figures:
             self._show("blocks", f"{entry.message}  {figures['step']}", figures["block"], figures["blocks"])
         else:
-            self._show(entry.message, entry.message, figures["done"], figures["of"])
+            loss = f"  loss {figures['loss']:.4g}" if "loss" in figures else ""
+            self._show(entry.message, entry.message + loss, figures["done"], figures["of"])
 
     def _show(self, task: str, text: str, done: int, of: int) -> None:
         if task not in self._tasks:

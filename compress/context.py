@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from compress.errors import RecipeError
 from compress.formats.base import Format
@@ -49,6 +52,12 @@ class Run:
     values are rounded to it before anything is calibrated on them. format: how layers will be stored; they take the
     form that it can hold as soon as they are solved. sparse: when kept weights are stored alone, if the format can.
     costs: seconds and peak memory per phase.
+
+    For passes over the whole model: label is what errors and the journal call the pass that is at work. calibration:
+    token ids [sequences, length], None where none were given. open_teacher: the uncompressed model, opened again and
+    runnable inside of the context; its parts are in memory only while they are needed. work: a folder for files that
+    the run needs until it is complete, None where it has none; whoever is killed and started again finds it as it was.
+    training: what the report says of each pass that trained, by label.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -58,6 +67,19 @@ class Run:
     sparse: SparsePolicy = "auto"
     journal: Journal = field(default_factory=Journal)
     costs: dict[str, Cost] = field(default_factory=dict)
+    label: str = ""
+    calibration: Tensor | None = None
+    open_teacher: Callable[[], AbstractContextManager[nn.Module]] | None = None
+    work: Path | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def at(self, label: str) -> Run:
+        """The same run for one of its passes; what is recorded is recorded here."""
+        return replace(self, label=label)
+
+    def folder_of_pass(self) -> Path | None:
+        """The part of the work folder that belongs to the pass at work."""
+        return None if self.work is None else self.work / "".join(c if c.isalnum() else "-" for c in self.label)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

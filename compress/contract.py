@@ -15,12 +15,13 @@ from typing_extensions import Self
 
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
+from compress.model.select import matches
 from compress.numerics.codes import Codes, GroupSize
 from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
 from compress.options import patterns
 from compress.stream.observers import CrossGram, Nothing, Observer
-from compress.types import Fact, Note
+from compress.types import Extent, Fact, Note
 
 if TYPE_CHECKING:
     from compress.context import Run
@@ -269,6 +270,19 @@ class BlockPass(Pass):
 
 class ModelPass(Pass):
     """The whole model: training and global decisions."""
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the uncompressed model is looked at, which `run.open_teacher` then gives."""
+        return False
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """About what it needs beside the model itself."""
+        return 0
+
+    def takes(self, name: str) -> bool:
+        """Whether a module is one to work on, by its full name."""
+        return any(matches(name, p) for p in self.targets) and not any(matches(name, p) for p in self.ignore)
 
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:

@@ -17,6 +17,7 @@ from compress.model.open import OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
 from compress.model.save import outside_tensors
 from compress.model.select import select
+from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
@@ -24,7 +25,7 @@ from compress.pruning import PruningPass
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
-from compress.types import DTYPES, Fact
+from compress.types import DTYPES, Extent, Fact
 
 Step = tuple[str, Pass, list[str]]
 """(label, pass, full names of the linears it works on)."""
@@ -277,7 +278,33 @@ def _memory(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: di
             width = max(shapes[name][1] for name in names)
             solver = max(solver, 5 * width * width * 4)
     logits = (recipe.eval.length or 1024) * getattr(opened.config, "vocab_size", 0) * compute
-    return outside + blocks + max(activations + solver, logits)
+    whole = [step.memory_bytes(_extent(recipe, opened, steps[:i], names, shapes)) for i, step, names in _whole(steps)]
+    return outside + blocks + max(activations + solver, logits, *whole)
+
+
+def _whole(steps: Sequence[Step]) -> list[tuple[int, ModelPass, list[str]]]:
+    """The passes over the whole model: (place, pass, its linears)."""
+    return [(i, step, names) for i, (_, step, names) in enumerate(steps) if isinstance(step, ModelPass)]
+
+
+def _extent(
+    recipe: Recipe, opened: OpenModel, before: Sequence[Step], names: Sequence[str], shapes: dict[str, tuple[int, int]]
+) -> Extent:
+    """What a pass over these linears finds behind the steps before it."""
+    weights = scales = 0
+    for name in names:
+        rows, width = shapes[name]
+        mine = [(where, step) for where, step, chosen in before if name in chosen]
+        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, recipe.save.sparse)
+        if scheme is None or scheme.grid is None:
+            weights += rows * width
+        else:
+            scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)
+    return Extent(
+        weights, scales, sum(t.numel() for t in outside_tensors(opened, opened.dtype).values()),
+        sum(rows + width for rows, width in shapes.values()), getattr(opened.config, "vocab_size", 0),
+        recipe.calibration.length or 0, opened.dtype.itemsize,
+    )  # fmt: skip
 
 
 def is_sweep(step: Pass) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import shutil
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -17,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compress import corpus
 from compress.context import Cost, Run, device_of
-from compress.contract import Pass
+from compress.contract import ModelPass, Pass
 from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.evaluate.texts import model_ids, needs_tokenizer
@@ -116,12 +119,16 @@ def apply(
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
     batches = [] if calibration is None else list(ids.split(batch))
+    context.calibration = calibration
+    if any(isinstance(step, ModelPass) and step.needs_teacher for step in passes):
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        context.open_teacher = lambda: nullcontext(teacher)
     for swept, segment in _segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
         else:
-            for _, step, _ in segment:
-                step.apply(model, context)
+            for where, step, _ in segment:
+                step.apply(model, context.at(where))
     return model
 
 
@@ -220,7 +227,8 @@ class Job:
             else:
                 for where, step, _ in segment:
                     with self.context.phase(where):
-                        step.apply(self.opened.model, self.context)
+                        step.apply(self.opened.model, self.context.at(where))
+                        round_to_storage(self.opened.model, self.context)
                 if last:
                     for block in self.opened.blocks:
                         self._write_block(block, [])
@@ -236,7 +244,14 @@ class Job:
     def _take_up(self) -> None:
         """The costs of an earlier start of the same run, and the folder marked as this run's before its first shard."""
         self.context.costs |= {name: Cost(**cost) for name, cost in self.manifest.costs.items()}
+        self.context.calibration, self.context.open_teacher = self.ids, self._source
+        self.context.work = self.manifest.folder / WORK / "passes"
         self.manifest.write()
+
+    def _source(self) -> AbstractContextManager[PreTrainedModel]:
+        """The model as it came, opened again; runnable with one block's weights in memory at a time."""
+        recipe = self.recipe
+        return open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code).streaming()
 
     def _bring_all(self) -> None:
         """All weights into memory, for passes that work on the whole model or sweeps that follow one another."""
@@ -316,8 +331,10 @@ class Job:
             write_description(self.opened, folder, names, sizes, config, self.context.storage)
             write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             self.manifest.costs = {name: asdict(cost) for name, cost in self.context.costs.items()}
+            self.manifest.training = self.context.training
             self.manifest.complete = True
             self.manifest.write()
+            shutil.rmtree(folder / WORK / "passes", ignore_errors=True)
 
     def schemes(self) -> dict[str, Scheme]:
         """How every compressed layer is stored, in the order of the model."""
@@ -340,9 +357,7 @@ class Job:
         compressed = self._measure("compressed", model)
         del model
         gc.collect()  # models hold cycles
-        recipe = self.recipe
-        opened = open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code)
-        with opened.streaming() as dense:
+        with self._source() as dense:
             base = self._measure("base", dense)
         quality = [self._quality(name, {"base": base[name], "compressed": compressed[name]}) for name in self.texts]
         hashed = corpus.corpus_sha256(self.ids)

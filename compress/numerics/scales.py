@@ -26,6 +26,11 @@ class Scaling(ABC):
         """The dtype of stored scales; None when it is the storage dtype of the run."""
         return torch.uint8
 
+    @property
+    def free(self) -> bool:
+        """Whether every positive float can be a scale, so that gradients can move it."""
+        return False
+
     def shares(self, scales: int) -> int:
         """How many float32 numbers a matrix with so many scales has in common."""
         return 0
@@ -82,6 +87,10 @@ class FloatScale(Scaling):
     def stored(self) -> torch.dtype | None:
         return None
 
+    @property
+    def free(self) -> bool:
+        return True
+
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         return positive(extent / span, dtype)
 
@@ -95,6 +104,10 @@ class FloatScale(Scaling):
 @dataclass(frozen=True)
 class PowerOfTwo(FloatScale):
     """A power of two in the storage dtype, the next one above (ZeroQuant-FP, Wu 2023, section 3, constraint M1)."""
+
+    @property
+    def free(self) -> bool:
+        return False
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         scale = extent / span

@@ -67,6 +67,7 @@ def build_report(
         "layers": [r for block in opened.blocks for r in manifest.shards[block.name].results],
         "sparsity": sparsity,
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
+        "training": manifest.training,
         "predicted": {"tensor_bytes": planned.checkpoint_bytes, "memory_bytes": planned.memory_bytes},
         "verified": asdict(verified),
         "journal": {

@@ -32,6 +32,7 @@ def markdown(report: dict[str, Any]) -> str:
         + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
         f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
         *sparsity(report),
+        *training(report),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
         "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
         table(("", ""), reproduction(report)),
@@ -119,6 +120,20 @@ def sparsity(report: dict[str, Any]) -> list[str]:
     rows = [(name, *(f"{one[key]:.4f}" for key in ("asked", "due", "achieved"))) for name, one in shown.items()]
     told = "due: in whole units of the pattern, its dense tail apart; achieved: zeros counted in the checkpoint."
     return [f"## Sparsity\n\nOf {len(layers)} layers; {told}\n\n" + table(("layers", "asked", "due", "achieved"), rows)]
+
+
+def training(report: dict[str, Any]) -> list[str]:
+    """A section on the passes that trained; none where there were none."""
+    rows = []
+    for label, told in report["training"].items():
+        losses = [point["loss"] for point in told["curve"] if "loss" in point]
+        tenth = max(1, len(losses) // 10)
+        best = told["best"]
+        held = "none" if best is None else f"{best['held_out']:.4g} (step {best['step']})"
+        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
+        rows.append((label, str(told["steps"]), f"{first:.4g}", f"{last:.4g}", held, f"{told['seconds']:.1f}"))
+    head = ("pass", "steps", "loss, first tenth", "last tenth", "best held out", "seconds")
+    return ["## Training\n\n" + table(head, rows)] if rows else []
 
 
 def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:

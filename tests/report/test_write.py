@@ -7,7 +7,7 @@ import re
 import pytest
 
 import compress
-from compress.report.write import by_pass, checks, costs, evidence, journal, markdown, worst, write_report
+from compress.report.write import by_pass, checks, costs, evidence, journal, markdown, training, worst, write_report
 
 MB = 1_000_000
 REPORT = {
@@ -27,6 +27,7 @@ REPORT = {
     ],
     "sparsity": None,
     "costs": {"save": {"seconds": 1.26, "peak_bytes": 7 * MB}},
+    "training": {},
     "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
     "journal": {"entries": [{"kind": "note", "where": w, "message": "hm"} for w in ("x", "y", "z")]},
@@ -58,6 +59,20 @@ def test_time_errors_and_journal_by_hand(report):
     assert by_pass(report) == [("one", "2", "0.2000", "0.3000", "0.250"), ("two", "1", "nan", "nan", "0.250")]
     assert worst(report) == [("y", "one", "0.3000"), ("x", "one", "0.1000")]
     assert journal(report) == ["- note: hm (x and 2 more)"]
+
+
+def test_training_by_hand(report):
+    assert training(report) == [] and "## Training" not in markdown(report)
+    curve = [{"step": i + 1, "loss": float(20 - i), "rate": 1.0} for i in range(20)]
+    curve.insert(3, {"step": 3, "held_out": 7.5})
+    told = {"steps": 20, "seconds": 1.26, "best": None, "curve": curve}
+    report["training"] = {"one": told, "two": {**told, "best": {"step": 3, "held_out": 7.5}}}
+    (section,) = training(report)
+    assert section.splitlines()[-2:] == [
+        "| one | 20 | 19.5 | 1.5 | none | 1.3 |",
+        "| two | 20 | 19.5 | 1.5 | 7.5 (step 3) | 1.3 |",
+    ]
+    assert section in markdown(report)
 
 
 def test_checks_say_what_was_not_done(report):

@@ -1,0 +1,70 @@
+"""The state of training on disk: one safetensors file, complete or not there at all, that a killed run goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compress.model.save import atomic
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def digest(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """What tells one training from another: options, and all that it starts from."""
+    found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name, tensor in tensors.items():
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def write_state(
+    path: Path,
+    key: str,
+    told: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    best: Mapping[str, Tensor],
+    moments: Mapping[Tensor, Mapping[str, Tensor]],
+) -> None:
+    """Everything that the next step depends on. told: plain values. Raises SaveError; the file before stays whole."""
+    tensors = {f"parameter/{name}": p.detach() for name, p in parameters.items()}
+    tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
+    for name, parameter in parameters.items():
+        tensors |= {f"{moment}/{name}": moments[parameter][moment] for moment in MOMENTS if parameter in moments}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as part:
+        found = {name: t.cpu().clone().contiguous() for name, t in tensors.items()}
+        save_file(found, part, metadata={"format": "pt", "key": key, "state": json.dumps(told)})
+
+
+def read_state(
+    path: Path,
+    key: str,
+    parameters: Mapping[str, nn.Parameter],
+    moments: MutableMapping[Tensor, Any],
+) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """(plain values, best state) of the same training, its parameters and moments put in place; None: there is none."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            if about.get("key") != key:
+                return None
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  not a dict
+    except (FileNotFoundError, SafetensorError):
+        return None
+    for name, parameter in parameters.items():
+        parameter.data.copy_(tensors[f"parameter/{name}"])
+        held = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
+        if held:
+            moments[parameter] = {m: t if m == "step" else t.to(parameter.device) for m, t in held.items()}
+    best = {name.removeprefix("best/"): t for name, t in tensors.items() if name.startswith("best/")}
+    return json.loads(about["state"]), best

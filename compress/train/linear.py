@@ -1,0 +1,142 @@
+"""A linear while it is trained: its packed codes stay integers, and only what is trained is kept as floats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.kernels import reference
+from compress.model.packed import CompressedLinear
+from compress.numerics.codes import GroupSize, grouped, spread
+from compress.numerics.packed import PackedCodes
+from compress.numerics.scales import positive
+
+SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
+
+
+def sum_groups(
+    values: Float[Tensor, "out in"], group_size: GroupSize, groups: int, index: Tensor | None
+) -> Float[Tensor, "out groups"]:
+    """The sum over every group of columns ([1, 1] per tensor): the gradient of `spread`."""
+    if index is not None:
+        return values.new_zeros(values.shape[0], groups).index_add_(1, index.long(), values)
+    return grouped(values, group_size).sum(-1)
+
+
+class _PackedProduct(torch.autograd.Function):
+    """x W^T with W = (code - zero) * scale * factor, a factor per scale; W is computed where it is used, and not kept.
+
+    dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * (code - zero) * scale.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor)
+        ctx.packed, ctx.shape, ctx.dtype = packed, x.shape, x.dtype
+        return x @ _weight(packed, factor, x.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (gradient,) = gradients
+        x, factor = ctx.saved_tensors
+        packed: PackedCodes = ctx.packed
+        to_x = to_factor = None
+        plain = reference.dense_weight(packed, torch.float32)
+        if ctx.needs_input_grad[1]:
+            to_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+            product = to_weight.float().mul_(plain)
+            to_factor = sum_groups(product, packed.group_size, packed.scale.shape[1], packed.group_index)
+        if ctx.needs_input_grad[0]:
+            if factor is not None:
+                plain.mul_(spread(factor, packed.shape[1], packed.group_size, packed.group_index))
+            to_x = (gradient @ plain.to(gradient.dtype)).reshape(ctx.shape)
+        return to_x, to_factor, None
+
+
+def _weight(packed: PackedCodes, factor: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+    """The weight with its scales times their factors."""
+    if factor is not None:
+        packed = replace(packed, scale=packed.scale.float() * factor)
+    return reference.dense_weight(packed, torch.float32).to(dtype)
+
+
+def packed_product(
+    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes
+) -> Float[Tensor, "*batch out"]:
+    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product."""
+    return _PackedProduct.apply(x, factor, packed)  # type: ignore[return-value]
+
+
+class TrainedLinear(nn.Module):
+    """In place of a linear while it is trained: y = W q(x / s) + bias as in CompressedLinear.
+
+    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; `weight` [out, in] is the
+    dense weight, where that is trained, held at zero outside of the mask; codes never change. Rounding of inputs is
+    passed straight through in the backward pass.
+    """
+
+    factor: nn.Parameter | None
+    weight: nn.Parameter | None
+
+    def __init__(self, layer: CompressedLinear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_parameter("factor", None)
+        self.register_parameter("weight", None)
+
+    def train_scales(self) -> nn.Parameter:
+        """Train a factor, 1 at first, on every scale."""
+        packed = self.layer.packed
+        assert packed is not None and packed.grid.scaling.free
+        self.factor = nn.Parameter(torch.ones_like(packed.scale, dtype=torch.float32))
+        return self.factor
+
+    def train_weight(self) -> nn.Parameter:
+        """Train the dense weight, in float32."""
+        dense = self.layer.dense
+        assert dense is not None
+        self.weight = nn.Parameter(dense.detach().float().clone())  # it may be a view of a file
+        self.layer.dense = self.weight.detach()
+        return self.weight
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        """Bring what was trained back to where it may be, after a step: scales above 0, pruned weights at 0."""
+        if self.factor is not None:
+            self.factor.clamp_(min=SMALLEST_FACTOR)
+        if self.weight is not None and self.layer.mask is not None:
+            self.weight.mul_(self.layer.mask)
+
+    @torch.no_grad()
+    def settle(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
+        """The layer with what was learned; scales and weights rounded to `storage`, dense weights held in `dtype`."""
+        packed = self.layer.packed
+        if packed is not None and self.factor is not None:
+            scale = positive(packed.scale.float() * self.factor, storage).to(packed.scale.dtype)
+            self.layer.put(replace(packed, scale=torch.where(self.factor == 1, packed.scale, scale)))
+        if self.weight is not None:
+            self.layer.put(self.weight.detach().to(storage).to(dtype))
+        return self.layer
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        layer = self.layer
+        x, rounding = layer.transform(x), layer.rounding
+        if rounding is not None:
+            with torch.no_grad():
+                change = rounding(x) - x
+            x = x + change
+        if self.weight is not None:
+            weight = self.weight if layer.mask is None else self.weight * layer.mask
+            return nn.functional.linear(x, weight, layer.bias)
+        if layer.dense is not None:
+            return nn.functional.linear(x, layer.dense, layer.bias)
+        packed = layer.packed
+        assert packed is not None
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = packed_product(x, self.factor, packed)
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -1,0 +1,233 @@
+"""The one training loop, on accelerate: whoever trains gives it a student and a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from compress.errors import NumericError
+from compress.journal import Journal
+from compress.train.checkpoint import digest, read_state, write_state
+from compress.train.settings import Settings
+from compress.train.student import Student
+
+STATE = "training.safetensors"
+RISEN = 2.0  # times the first loss: sequences differ by less
+
+
+class Objective(Protocol):
+    """What training makes small."""
+
+    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: list[int]) -> Tensor:
+        """The mean loss of some sequences; rows: their numbers among all."""
+        ...
+
+
+@dataclass(frozen=True)
+class Where:
+    """Who trains, for messages; the journal; the folder for the state, None where there is none. key: of whatever the
+    result depends on beside settings, ids and the parameters as they are.
+    """
+
+    label: str
+    journal: Journal
+    work: Path | None = None
+    key: str = ""
+
+
+@dataclass
+class State:
+    """Where training stands: steps that are done, the loss of each, and what the best state so far was worth.
+
+    curve: {step, loss, rate} of every step and {step, held_out} of every look at the sequences held out, in order.
+    waited: looks since the best one.
+    """
+
+    step: int = 0
+    curve: list[dict[str, float]] = field(default_factory=list)
+    best: float | None = None
+    best_step: int = 0
+    waited: int = 0
+    seconds: float = 0.0
+
+
+def train(
+    student: Student, objective: Objective, ids: Int[Tensor, "sequences length"], settings: Settings, where: Where
+) -> dict[str, Any]:
+    """Train the student; returns what the report says of it: options of the run of steps, and the curve.
+
+    Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
+    """
+    trainer = _Trainer(student, objective, ids, settings, where)
+    with torch.enable_grad():
+        return trainer.run()
+
+
+class _Trainer:
+    def __init__(self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where) -> None:
+        self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
+        self.parameters = student.named()
+        self.device = next(iter(self.parameters.values())).device
+        # Precision is set here step by step: the state of accelerate is one for the whole process.
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that no token reached
+        self.accelerator = Accelerator(
+            cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
+        )
+        groups = [
+            {"params": list(p.values()), "lr": settings.rate_of(kind), "weight_decay": settings.decay_of(kind)}
+            for kind, p in student.parameters.items()
+            if p
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, foreach=False)
+        self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
+        self.highest = [group["lr"] for group in groups]
+        self.rows, self.held = settings.split(len(ids))
+        self.order = settings.order(self.rows, self.accelerator.num_processes)
+        self.rates = settings.rates(len(self.order)).tolist()
+        self.state = State()
+        self.good = self._copy()
+        told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        self.key = digest(told, {"ids": ids, **self.good})
+        self.begun = perf_counter()
+
+    @property
+    def _file(self) -> Path | None:
+        return None if self.where.work is None else self.where.work / STATE
+
+    def run(self) -> dict[str, Any]:
+        """All steps that are left."""
+        self._resume()
+        before = self.state.seconds
+        if self.state.step == 0:
+            self._look()
+        for step in range(self.state.step, len(self.order)):
+            if self.settings.patience is not None and self.state.waited >= self.settings.patience:
+                self.where.journal.add("note", self.where.label, "stopped early: nothing better was found", step=step)
+                break
+            self._take(step)
+            self.state.seconds = before + perf_counter() - self.begun
+            last = self.state.step == len(self.order)
+            if last or self.state.step % self.settings.evaluate_every == 0:
+                self._look()
+            if last or self.state.step % self.settings.checkpoint_every == 0:
+                self._write()
+        if self.held:
+            self._put(self.good)
+        return self._told()
+
+    def _take(self, step: int) -> None:
+        """One step of the optimizer."""
+        for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
+            group["lr"] = highest * self.rates[step]
+        mine = self.order[step][self.accelerator.process_index :: self.accelerator.num_processes].tolist()
+        loss = torch.zeros((), device=self.device)
+        for i, rows in enumerate(mine):
+            with nullcontext() if i == len(mine) - 1 else self.accelerator.no_sync(self.model):
+                part = self._loss(rows) / len(mine)
+                self.accelerator.backward(part)
+            loss += part.detach()
+        clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
+        mean: Any = self.accelerator.reduce(loss, "mean")
+        found, norm = float(mean), float(clipped)
+        if not (math.isfinite(found) and math.isfinite(norm)):
+            self._fail(step + 1, found, norm)
+        self.stepper.step()
+        self.stepper.zero_grad()
+        self.student.limit()
+        self.state.step = step + 1
+        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step]})
+        self._progress(found)
+
+    def _loss(self, rows: list[int]) -> Tensor:
+        bf16 = self.settings.precision == "bf16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            return self.objective(self.model, self.ids[rows].to(self.device), rows)
+
+    def _look(self) -> None:
+        """The loss on the sequences held out; the best state is remembered."""
+        if not self.held:
+            return
+        parts = [self.held[i : i + self.settings.batch] for i in range(0, len(self.held), self.settings.batch)]
+        with torch.no_grad():
+            found = sum(float(self._loss(rows)) * len(rows) for rows in parts) / len(self.held)
+        if not math.isfinite(found):
+            self._fail(self.state.step, found, math.nan)
+        self.state.curve.append({"step": self.state.step, "held_out": found})
+        if self.state.best is None or found < self.state.best:
+            self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
+            self.good = self._copy()
+        else:
+            self.state.waited += 1
+
+    def _fail(self, step: int, loss: float, norm: float) -> None:
+        """Put the last good state in place and raise."""
+        self._put(self.good)
+        file = self._file
+        kept = f"; the state before is in {file.parent}" if file is not None and file.exists() else ""
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        hint = "use a smaller learning_rate, or clip"
+        raise NumericError(f"{self.where.label}: {what} in step {step} of {len(self.order)}; {hint}{kept}")
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
+
+    def _resume(self) -> None:
+        """The state that a killed run left, if it is one of this very training."""
+        if self._file is None:
+            return
+        found = read_state(self._file, self.key, self.parameters, self.optimizer.state)
+        if found is not None:
+            told, self.good = found
+            self.state = State(**told)
+            self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
+
+    def _write(self) -> None:
+        if not self.held:
+            self.good = self._copy()
+        if self._file is not None and self.accelerator.is_main_process:
+            told = vars(self.state)
+            write_state(self._file, self.key, told, self.parameters, self.good, self.optimizer.state)
+
+    def _progress(self, loss: float) -> None:
+        label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
+        self.where.journal.add("progress", label, f"training, {label}", **figures)
+
+    def _told(self) -> dict[str, Any]:
+        """The report, and a word in the journal where nothing was gained."""
+        state, journal = self.state, self.where.journal
+        losses = [point["loss"] for point in state.curve if "loss" in point]
+        part = max(1, len(losses) // 4)
+        first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+        counts = {kind: sum(p.numel() for p in group.values()) for kind, group in self.student.parameters.items()}
+        journal.add("note", self.where.label, "trained", steps=state.step, first_loss=first, last_loss=last, **counts)
+        if self.held and state.best_step == 0:
+            message = "training gained nothing on the sequences held out; the model stays as it was"
+            journal.add("fallback", self.where.label, message, held_out=state.best)
+        elif not self.held and len(losses) > 1 and last > min(first, RISEN * losses[0]):
+            message = "the loss rose in training; use a smaller learning_rate"
+            journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
+        return {
+            "steps": state.step,
+            "of": len(self.order),
+            "trained": counts,
+            "seconds": state.seconds,
+            "held_out": self.held,
+            "best": {"step": state.best_step, "held_out": state.best} if self.held else None,
+            "curve": state.curve,
+        }

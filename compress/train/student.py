@@ -1,0 +1,160 @@
+"""What is trained of a model: chosen by kind and by name, in float32 while it is, and put back as it will be stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from compress.errors import TargetError
+from compress.model.blocks import find_blocks
+from compress.model.packed import CompressedLinear, linears
+from compress.train.linear import TrainedLinear
+
+Kind = Literal["scales", "norms", "weights", "biases"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass
+class Student:
+    """A model in training.
+
+    parameters: what is trained, by kind and by full name. layers: linears that hold some of it, by full name. kept:
+    packed layers whose scales cannot be trained, although scales are.
+    """
+
+    model: nn.Module
+    parameters: dict[Kind, dict[str, nn.Parameter]]
+    layers: dict[str, TrainedLinear] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Everything that is trained, by full name."""
+        return {name: p for group in self.parameters.values() for name, p in group.items()}
+
+    def sha256(self) -> str:
+        """A digest of what is not trained in the packed layers, which training depends on."""
+        found = hashlib.sha256()
+        for name, trained in self.layers.items():
+            found.update(f"{name} {trained.layer.sha256()} ".encode())
+        return found.hexdigest()
+
+    def limit(self) -> None:
+        """After a step: scales stay positive, pruned weights stay exactly zero."""
+        for layer in self.layers.values():
+            layer.limit()
+
+
+@contextmanager
+def trainable(
+    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str
+) -> Iterator[Student]:
+    """The model made ready for training, in float32, and at the end, whatever happened, as it will be stored.
+
+    train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
+    weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
+
+    Raises TargetError when a kind that was asked for applies to nothing.
+    """
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    student = Student(model, {kind: {} for kind in KINDS})
+    dtypes = _widen(model)
+    try:
+        model.requires_grad_(False)
+        _choose(student, train or KINDS, takes)
+        _check(student, train, where)
+        for parameter in student.named().values():
+            parameter.requires_grad_(True)
+        yield student
+    finally:
+        _restore(student, dtypes, storage)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(flags.get(name, False))
+            parameter.grad = None
+
+
+def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool]) -> None:
+    """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
+    model, found = student.model, student.parameters
+    blocks = tuple(f"{block.name}." for block in find_blocks(model))
+    every = linears(model)
+    for name, module in every.items():
+        chosen = name.startswith(blocks) and takes(name)
+        packed = isinstance(module, CompressedLinear) and module.packed is not None
+        some = "weights" in train or ("biases" in train and module.bias is not None)
+        if packed or (chosen and some):
+            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module))
+            _put(model, name, trained)
+            if chosen:
+                _choose_of(student, name, trained, train)
+    held = tuple(f"{name}." for name in every)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and not name.startswith(held) and takes(name.rpartition(".")[0]) and "norms" in train:
+            found["norms"][name] = parameter
+
+
+def _choose_of(student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind]) -> None:
+    packed, bias = trained.layer.packed, trained.layer.bias
+    if packed is None and "weights" in train:
+        student.parameters["weights"][f"{name}.weight"] = trained.train_weight()
+    elif packed is not None and "scales" in train:
+        if packed.grid.scaling.free:
+            student.parameters["scales"][f"{name}.factor"] = trained.train_scales()
+        else:
+            student.kept.append(name)
+    if bias is not None and "biases" in train:
+        student.parameters["biases"][f"{name}.bias"] = bias
+
+
+_NEEDED: dict[Kind, str] = {
+    "scales": "is packed with scales that are stored as floats",
+    "norms": "has a norm (1-dimensional weights) that the targets match",
+    "weights": "is dense",
+    "biases": "has a bias",
+}
+
+
+def _check(student: Student, train: Sequence[Kind] | None, where: str) -> None:
+    for kind in train or ():
+        if not student.parameters[kind]:
+            raise TargetError(f"{where}: train: {kind} applies to nothing: no module it works on {_NEEDED[kind]}")
+    if not student.named():
+        raise TargetError(f"{where}: there is nothing to train in the modules it works on; widen its targets")
+
+
+def _widen(model: nn.Module) -> dict[str, torch.dtype]:
+    """All floating parameters in float32, which holds every 16-bit float exactly; their dtypes before, by name."""
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    _cast(model, dict.fromkeys(dtypes, torch.float32), torch.float32)
+    return dtypes
+
+
+def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], dense: torch.dtype) -> None:
+    """Parameters in the dtypes given by name, dense weights of compressed layers in another."""
+    for name, parameter in model.named_parameters():
+        if name in dtypes:
+            parameter.data = parameter.data.to(dtypes[name])
+    for layer in model.modules():
+        if isinstance(layer, CompressedLinear) and layer.dense is not None:
+            layer.dense = layer.dense.to(dense)
+
+
+@torch.no_grad()
+def _restore(student: Student, dtypes: dict[str, torch.dtype], storage: torch.dtype) -> None:
+    compute = next(iter(dtypes.values()), torch.float32)
+    for kind in ("norms", "biases"):
+        for parameter in student.parameters[kind].values():
+            parameter.data = parameter.data.to(storage)
+    for name, trained in student.layers.items():
+        _put(student.model, name, trained.settle(storage, compute))
+    _cast(student.model, dtypes, compute)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -1,0 +1,258 @@
+"""Distillation: its objective by hand, what it changes and what not, what it gains on the pico model, and resume."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import compress
+from compress.errors import CalibrationError, NumericError, TargetError
+from compress.model.packed import CompressedLinear
+from compress.numerics.divergences import SoftTargets, divergence, soft_targets
+from compress.passes import distill
+from compress.passes.distill import Distill
+from compress.train.loop import STATE
+
+RTN3 = {"weights": "int3", "group_size": 32}
+
+
+@pytest.fixture(scope="module")
+def text(pico):
+    """(train, other): ids of the embedded text, [16, 64] and [8, 64]."""
+    from transformers import AutoTokenizer
+
+    from compress.corpus import token_ids
+
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    train = token_ids("embedded", "calibration", tokenizer, 16, 64, seed=0)
+    return train, token_ids("embedded", "test", tokenizer, 8, 64, seed=0)
+
+
+def kl(model, teacher, ids, top_k=None):
+    """Mean forward KL over all tokens."""
+    with torch.no_grad():
+        logits = [m(input_ids=ids).logits.flatten(0, 1) for m in (teacher, model)]
+    return float(divergence("forward_kl", logits[1], soft_targets(logits[0], 1.0, top_k), 1.0).mean())
+
+
+@pytest.fixture
+def teacher(pico):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(pico).eval()
+
+
+def packed(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.packed is not None}
+
+
+# The objective
+
+
+class Answers(nn.Module):
+    """A model whose logits are given."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.logits)
+
+
+@pytest.mark.parametrize("hard", [0.0, 0.25, 1.0])
+def test_the_loss_by_hand(hard):
+    """Two tokens of three: p = (.5, .3, .2) for both, q = (.25, .25, .5); the text goes on with token 2, q = .5."""
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.25, 0.5])
+    model = Answers(q.log().expand(1, 2, 3).clone())
+    targets = SoftTargets(p.log().expand(2, 3))
+    objective = distill._Objective(Distill(hard=hard), lambda ids, rows: targets)
+    loss = objective(model, torch.tensor([[0, 2]]), [0])
+    soft = float((p * (p / q).log()).sum())
+    assert loss.item() == pytest.approx((1 - hard) * soft + hard * -float(q[2].log()), rel=1e-5)
+    loss.backward()
+    from_text = torch.stack([(q - torch.tensor([0.0, 0.0, 1.0])), torch.zeros(3)])
+    wanted = (1 - hard) * (q - p) / 2 + hard * from_text
+    assert torch.allclose(model.logits.grad[0], wanted, atol=1e-6)
+
+
+def test_an_uncompressed_model_has_nothing_to_learn(pico_model, pico_ids):
+    before = {name: t.clone() for name, t in pico_model.state_dict().items() if "norm" in name}
+    compress.apply(pico_model, [Distill(train=["norms"], steps=3, top_k=None)], pico_ids)
+    for name, tensor in pico_model.state_dict().items():
+        if name in before:
+            assert torch.allclose(tensor, before[name], atol=5e-3)
+
+
+# What it changes, and what not
+
+
+def test_codes_stay_and_scales_and_norms_move(pico_model, pico_ids):
+    compress.apply(pico_model, [compress.RTN(**RTN3, symmetric=False)], pico_ids)
+    before = {name: layer.packed for name, layer in packed(pico_model).items()}
+    rest = {name: t.clone() for name, t in pico_model.state_dict().items() if not name.startswith(tuple(before))}
+    compress.apply(pico_model, [Distill(steps=2)], pico_ids)
+    assert packed(pico_model).keys() == before.keys()
+    for name, layer in packed(pico_model).items():
+        for part in ("words", "zero"):
+            assert torch.equal(getattr(layer.packed, part), getattr(before[name], part))
+        assert not torch.equal(layer.packed.scale, before[name].scale)
+    changed = {name for name, t in rest.items() if not torch.equal(t, pico_model.state_dict()[name])}
+    assert changed == {name for name in rest if "norm" in name}
+
+
+def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, teacher, text):
+    compress.apply(pico_model, [compress.Wanda(pattern="2:4")], text[0])
+    masks = {n: m.mask for n, m in pico_model.named_modules() if isinstance(m, CompressedLinear)}
+    start = kl(pico_model, teacher, text[1])
+    step = Distill(train=["weights", "norms"], epochs=4, batch=4, learning_rate=0.01, weight_rate=0.1)
+    compress.apply(pico_model, [_Twin(teacher).over(step)], text[0])
+    for name, mask in masks.items():
+        layer = pico_model.get_submodule(name)
+        assert torch.equal(layer.weight != 0, mask & (layer.weight != 0)) and layer.mask is mask
+        assert float((layer.weight[mask] != 0).float().mean()) > 0.99
+    assert kl(pico_model, teacher, text[1]) < 0.8 * start
+
+
+class _Twin:
+    """A Distill whose teacher is a model of the test: `apply` copies the model as it gets it, which is compressed here."""
+
+    def __init__(self, teacher):
+        self.teacher = teacher
+
+    def over(self, step):
+        from contextlib import nullcontext
+        from dataclasses import replace
+
+        teacher = self.teacher
+
+        class Taught(Distill):
+            """Distill from a given model."""
+
+            def apply(self, model, run):
+                super().apply(model, replace(run, open_teacher=lambda: nullcontext(teacher)))
+
+        return Taught.model_validate(step.model_dump())
+
+
+def test_scales_without_floats_stay_and_the_journal_says_so(pico_model, pico_ids):
+    from compress.journal import Journal
+
+    journal = Journal()
+    chain = [compress.RTN(weights="mxfp4", targets="*.mlp.*"), compress.RTN(group_size=32, targets="*.self_attn.*")]
+    compress.apply(pico_model, [*chain, Distill(steps=1)], pico_ids, journal=journal)
+    (entry,) = [e for e in journal.entries if e.kind == "fallback"]
+    assert entry.message == "scales that are not stored as floats are not trained" and entry.figures["layers"] == 9
+
+
+# What it gains
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "js", "tv"])
+def test_every_divergence_brings_the_model_nearer_to_its_teacher_on_other_text(pico_model, teacher, text, kind):
+    rtn = compress.RTN(**RTN3)
+    chain = [rtn, Distill(divergence=kind, batch=4, epochs=4, learning_rate=5e-3, temperature=1.0)]
+    start = kl(compress.apply(_copy(pico_model), [rtn], text[0]), teacher, text[1])
+    end = kl(compress.apply(pico_model, chain, text[0]), teacher, text[1])
+    assert end < 0.9 * start
+
+
+def _copy(model):
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_few_of_the_teachers_tokens_are_nearly_as_good_as_all(pico_model, teacher, text):
+    found = []
+    for top_k in (64, None):
+        chain = [compress.RTN(**RTN3), Distill(batch=4, epochs=2, learning_rate=5e-3, top_k=top_k)]
+        found.append(kl(compress.apply(_copy(pico_model), chain, text[0]), teacher, text[1]))
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_bf16_learns_as_well(pico_model, teacher, text):
+    found = []
+    for precision in ("no", "bf16"):
+        step = Distill(batch=4, epochs=2, learning_rate=5e-3, precision=precision)
+        found.append(kl(compress.apply(_copy(pico_model), [compress.RTN(**RTN3), step], text[0]), teacher, text[1]))
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+# In a run
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_path, monkeypatch):
+    asked = recipe(compress.RTN(**RTN3), Distill(steps=6, checkpoint_every=2, hold_out=0.2, evaluate_every=3))
+    wanted = compress.run(asked, tmp_path / "whole").report
+    taken = []
+    real = distill._Objective.__call__
+
+    def dying(self, model, ids, rows):
+        taken.append(rows)
+        if len(taken) == 7:
+            raise Killed
+        return real(self, model, ids, rows)
+
+    monkeypatch.setattr(distill._Objective, "__call__", dying)
+    with pytest.raises(Killed):
+        compress.run(asked, tmp_path / "killed")
+    work = tmp_path / "killed" / ".compress" / "passes"
+    assert len(list(work.glob("teacher-*/*.safetensors"))) == 6 and list(work.glob(f"*/{STATE}"))
+    monkeypatch.undo()
+    found = compress.run(asked, tmp_path / "killed").report
+    assert found["checkpoint_sha256"] == wanted["checkpoint_sha256"]
+    (curve,) = [entry["curve"] for entry in found["training"].values()]
+    assert curve == wanted["training"]["passes[1] distill"]["curve"]
+    assert not work.exists()
+    again = compress.run(asked, tmp_path / "killed").report
+    assert again["training"] == found["training"]
+
+
+def test_the_report_tells_of_the_curve(recipe, tmp_path):
+    asked = recipe(compress.RTN(**RTN3), Distill(steps=5, hold_out=0.2, evaluate_every=2))
+    compress.run(asked, tmp_path)
+    told = json.loads((tmp_path / "report.json").read_text())["training"]["passes[1] distill"]
+    assert [point["step"] for point in told["curve"] if "loss" in point] == [1, 2, 3, 4, 5]
+    assert [point["step"] for point in told["curve"] if "held_out" in point] == [0, 2, 4, 5]
+    shown = (tmp_path / "report.md").read_text()
+    assert "| pass | steps | loss, first tenth | last tenth | best held out | seconds |" in shown
+    assert f"| passes[1] distill | 5 | {told['curve'][1]['loss']:.4g} |" in shown
+
+
+def test_the_plan_counts_what_training_holds(recipe):
+    def memory(*passes):
+        text = compress.Calibration(sequences=1, length=512, batch=1)
+        return compress.plan(recipe(*passes, calibration=text)).memory_bytes
+
+    plain, whole = memory(compress.RTN(**RTN3)), memory(compress.RTN(**RTN3), Distill())
+    assert plain < whole < memory(compress.RTN(**RTN3), Distill(batch=2))
+    dense = memory(compress.RTN(**RTN3, targets="*.self_attn.*"), Distill())
+    scales = memory(compress.RTN(**RTN3, targets="*.self_attn.*"), Distill(train=["scales", "norms"]))
+    assert dense - scales == 16 * 3 * 3 * 128 * 288  # four floats for each weight of the MLPs
+
+
+# Bad input
+
+
+def test_without_text_it_cannot_learn(pico_model):
+    with pytest.raises(CalibrationError, match="need token ids"):
+        compress.apply(pico_model, [Distill()])
+
+
+def test_kinds_that_apply_to_nothing_name_the_pass(pico_model, pico_ids):
+    with pytest.raises(TargetError, match=r"passes\[0\] distill: train: scales applies to nothing"):
+        compress.apply(pico_model, [Distill(train=["scales"])], pico_ids)
+
+
+def test_a_loss_that_is_no_number_names_pass_and_step(pico_model, pico_ids, monkeypatch):
+    monkeypatch.setattr(distill._Objective, "__call__", lambda *_: torch.tensor(float("nan"), requires_grad=True))
+    with pytest.raises(NumericError, match=r"passes\[1\] distill: the loss is nan in step 1 of 12; use a smaller"):
+        compress.apply(pico_model, [compress.RTN(), Distill()], pico_ids)
+    assert len(packed(pico_model)) == 21

@@ -1,0 +1,93 @@
+"""A teacher's outputs: kept, reused, of the same question only."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from compress.errors import NumericError
+from compress.numerics.divergences import soft_targets
+from compress.train.teacher import Beside, ask
+
+CPU = torch.device("cpu")
+
+
+class Opened:
+    """Counts how often the teacher is opened, and how many sequences it reads."""
+
+    def __init__(self, model):
+        self.model, self.opened, self.read = model, 0, 0
+
+    @contextmanager
+    def __call__(self):
+        self.opened += 1
+        handle = self.model.register_forward_hook(lambda *_: setattr(self, "read", self.read + 1))
+        try:
+            yield self.model
+        finally:
+            handle.remove()
+
+
+def asked(opened, ids, work=None, temperature=2.0, top_k=8, told=None):
+    tell = (lambda *done: told.append(done)) if told is not None else lambda done, of: None
+    return ask(opened, ids, temperature, top_k, work, CPU, "here", tell)
+
+
+@pytest.fixture
+def teacher(tiny):
+    return Opened(tiny("llama"))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_targets_of_rows_are_those_of_their_logits(teacher, ids, tmp_path, in_files):
+    told = []
+    stored = asked(teacher, ids(), tmp_path if in_files else None, told=told)
+    with torch.no_grad():
+        logits = teacher.model(input_ids=ids()[[2, 0]]).logits
+    wanted = soft_targets(logits.flatten(0, 1), 2.0, 8)
+    found = stored(ids()[[2, 0]], [2, 0])
+    assert torch.equal(found.index, wanted.index)
+    assert torch.allclose(found.cells, wanted.cells, atol=1e-5)
+    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)] and teacher.read == 4
+
+
+def test_what_is_there_is_not_asked_again(teacher, ids, tmp_path):
+    first = asked(teacher, ids(), tmp_path)
+    again = asked(teacher, ids(), tmp_path)
+    assert (teacher.opened, teacher.read) == (1, 4)
+    assert torch.equal(first(ids(), [1]).cells, again(ids(), [1]).cells)
+
+
+def test_a_killed_one_goes_on_and_a_damaged_file_is_made_again(teacher, ids, tmp_path):
+    asked(teacher, ids(), tmp_path)
+    first, second, *_ = sorted(tmp_path.rglob("*.safetensors"))
+    wanted = first.read_bytes(), second.read_bytes()
+    first.unlink()
+    second.write_bytes(wanted[1][:100])
+    asked(teacher, ids(), tmp_path)
+    assert teacher.read == 4 + 2 and (first.read_bytes(), second.read_bytes()) == wanted
+
+
+@pytest.mark.parametrize("change", ["temperature", "top_k", "ids"])
+def test_another_question_is_asked_anew(teacher, ids, tmp_path, change):
+    asked(teacher, ids(), tmp_path)
+    other = {"temperature": 1.0} if change == "temperature" else {"top_k": 4} if change == "top_k" else {}
+    asked(teacher, ids(seed=1) if change == "ids" else ids(), tmp_path, **other)
+    assert teacher.read == 8
+
+
+def test_all_tokens_are_kept_where_there_are_fewer_than_top_k(teacher, ids):
+    found = asked(teacher, ids(), top_k=10**6)(ids(), [0])
+    assert found.index is None and found.cells.shape == (16, 64)
+
+
+def test_beside_is_the_same_exactly(teacher, ids):
+    stored = asked(teacher, ids(), top_k=64, temperature=1.5)(ids(), range(4))
+    live = Beside(teacher.model, 1.5, "here")(ids(), range(4))
+    assert torch.allclose(stored.cells, live.cells, atol=1e-5) and live.index is None
+
+
+def test_a_teacher_of_no_numbers_is_an_error(teacher, ids):
+    teacher.model.lm_head.weight.data[3, 3] = float("nan")
+    with pytest.raises(NumericError, match="here: the logits of the uncompressed model are not finite"):
+        asked(teacher, ids())

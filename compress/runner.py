@@ -23,7 +23,7 @@ from compress.context import Cost, Run, device_of
 from compress.contract import ModelPass, Pass
 from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
-from compress.evaluate.texts import model_ids, needs_tokenizer
+from compress.evaluate.texts import calibration_ids, eval_ids
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
 from compress.formats.native import Native
@@ -135,27 +135,6 @@ def apply(
 def _segments(steps: Sequence[Step]) -> list[tuple[bool, list[Any]]]:
     """Consecutive layer and block passes together, each run of model passes together."""
     return [(swept, list(group)) for swept, group in groupby(steps, lambda step: is_sweep(step[1]))]
-
-
-def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
-    """The recipe's calibration token ids, [sequences, length].
-
-    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary, or a model without tokenizer.
-    """
-    wanted = recipe.calibration
-    if wanted.source == "self":
-        with opened.streaming() as model:
-            count, length = wanted.sequences or 64, wanted.length or 512
-            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
-            return corpus.self_sampled(model, tokenizer, count, length, recipe.seed)
-    shape = wanted.sequences, wanted.length
-    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
-
-
-def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
-    """Token ids of an evaluation text, [windows, length]."""
-    wanted = recipe.eval
-    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)
 
 
 @dataclass

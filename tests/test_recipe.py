@@ -139,7 +139,7 @@ START = "model: x\npasses:\n  - "
 MISTAKES = {
     # name: (text, line:column, message)
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: there is no pass 'gtpq'; did you mean 'gptq'\?"),
-    "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, gptq, "),
+    "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, distill, "),
     "unknown option": (START + "gptq: {group_sise: 64}", "3:12", "group_sise: unknown option; did you mean 'group_size'"),
     "option like no other": (START + "rtn:\n      zz: 1", "4:7", "zz: unknown option; known: activation_scale, activations, "),
     "unknown key": ("model: x\npasses: [rtn]\npases: []", "3:1", "pases: unknown option; did you mean 'passes'"),

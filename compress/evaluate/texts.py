@@ -14,7 +14,8 @@ from compress import corpus
 from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.model.load import load
-from compress.model.open import folder_of
+from compress.model.open import OpenModel, folder_of
+from compress.recipe import Recipe
 
 
 def model_ids(
@@ -66,3 +67,24 @@ def evaluate_texts(
     model, tokenizer = load(Path(folder_of(source)), dtype)
     ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
     return {text: perplexity(model, found) for text, found in ids.items()}
+
+
+def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
+    """The recipe's calibration token ids, [sequences, length].
+
+    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary, or a model without tokenizer.
+    """
+    wanted = recipe.calibration
+    if wanted.source == "self":
+        with opened.streaming() as model:
+            count, length = wanted.sequences or 64, wanted.length or 512
+            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
+            return corpus.self_sampled(model, tokenizer, count, length, recipe.seed)
+    shape = wanted.sequences, wanted.length
+    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
+
+
+def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
+    """Token ids of an evaluation text, [windows, length]."""
+    wanted = recipe.eval
+    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)

@@ -111,7 +111,7 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, teacher, text
     compress.apply(pico_model, [_Twin(teacher).over(step)], text[0])
     for name, mask in masks.items():
         layer = pico_model.get_submodule(name)
-        assert torch.equal(layer.weight != 0, mask & (layer.weight != 0)) and layer.mask is mask
+        assert torch.equal(layer.weight != 0, mask & (layer.weight != 0)) and torch.equal(layer.mask, mask)
         assert float((layer.weight[mask] != 0).float().mean()) > 0.99
     assert kl(pico_model, teacher, text[1]) < 0.8 * start
 

@@ -152,11 +152,11 @@ def test_scales_without_floats_stay_and_the_journal_says_so(pico_model, pico_ids
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "js", "tv"])
 def test_every_divergence_brings_the_model_nearer_to_its_teacher_on_other_text(pico_model, teacher, text, kind):
-    rtn = compress.RTN(**RTN3)
-    chain = [rtn, Distill(divergence=kind, batch=4, epochs=4, learning_rate=5e-3, temperature=1.0)]
-    start = kl(compress.apply(_copy(pico_model), [rtn], text[0]), teacher, text[1])
-    end = kl(compress.apply(pico_model, chain, text[0]), teacher, text[1])
-    assert end < 0.9 * start
+    compress.apply(pico_model, [compress.RTN(**RTN3)])
+    start = kl(pico_model, teacher, text[1])
+    step = Distill(divergence=kind, batch=4, epochs=2, learning_rate=5e-3)
+    compress.apply(pico_model, [_Twin(teacher).over(step)], text[0])
+    assert kl(pico_model, teacher, text[1]) < 0.9 * start
 
 
 def _copy(model):
@@ -168,7 +168,7 @@ def _copy(model):
 def test_few_of_the_teachers_tokens_are_nearly_as_good_as_all(pico_model, teacher, text):
     found = []
     for top_k in (64, None):
-        chain = [compress.RTN(**RTN3), Distill(batch=4, epochs=2, learning_rate=5e-3, top_k=top_k)]
+        chain = [compress.RTN(**RTN3), Distill(batch=4, epochs=1, learning_rate=5e-3, top_k=top_k)]
         found.append(kl(compress.apply(_copy(pico_model), chain, text[0]), teacher, text[1]))
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
@@ -176,7 +176,7 @@ def test_few_of_the_teachers_tokens_are_nearly_as_good_as_all(pico_model, teache
 def test_bf16_learns_as_well(pico_model, teacher, text):
     found = []
     for precision in ("no", "bf16"):
-        step = Distill(batch=4, epochs=2, learning_rate=5e-3, precision=precision)
+        step = Distill(batch=4, epochs=1, learning_rate=5e-3, precision=precision)
         found.append(kl(compress.apply(_copy(pico_model), [compress.RTN(**RTN3), step], text[0]), teacher, text[1]))
     assert found[0] == pytest.approx(found[1], rel=0.05)
 

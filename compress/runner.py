@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from compress import corpus
 from compress.context import Cost, Run, device_of
 from compress.contract import ModelPass, Pass
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, ModelError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.evaluate.texts import calibration_ids, eval_ids
 from compress.formats import FORMATS
@@ -91,12 +91,14 @@ def apply(
     calibration: Tensor | None = None,
     batch: int = 4,
     journal: Journal | None = None,
+    teacher: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """Work passes on a model in memory, in place; returns it. Experts kept as 3-D weights become linears.
 
-    calibration: token ids [sequences, length]; needed unless all passes are data-free.
+    calibration: token ids [sequences, length]; needed unless all passes are data-free. teacher: the uncompressed model,
+    for passes that learn from it; a copy of the model as it comes, if it is not given.
 
-    Raises RecipeError for an impossible order, TargetError, CalibrationError.
+    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher.
     """
     check_order(passes)
     first = next(model.parameters())
@@ -121,8 +123,11 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     if any(isinstance(step, ModelPass) and step.needs_teacher for step in passes):
-        teacher = copy.deepcopy(model).requires_grad_(False)
-        context.open_teacher = lambda: nullcontext(teacher)
+        known = copy.deepcopy(model) if teacher is None else teacher
+        sizes = known.config.vocab_size, model.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ModelError(f"teacher: it knows {sizes[0]} tokens, the model {sizes[1]}; both need one vocabulary")
+        context.open_teacher = lambda: nullcontext(known.eval())
     for swept, segment in _segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)

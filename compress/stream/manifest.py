@@ -46,16 +46,16 @@ class ShardEntry:
 class Manifest:
     """What an output folder holds; written atomically after every shard.
 
-    fingerprint: a digest of all that the bytes depend on. training: what the report says of passes that trained.
-    complete: the checkpoint is whole.
+    fingerprint: a digest of all that the bytes depend on. complete: the checkpoint is whole. training: what the report
+    says of passes that trained.
     """
 
     folder: Path
     fingerprint: str
     shards: dict[str, ShardEntry] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    training: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:

@@ -192,7 +192,11 @@ def test_what_is_no_number_stops_it_with_the_step_and_the_last_good_state(tmp_pa
     hold_out = 0.2 if bad == "held out" else 0.0
     settings = Settings(steps=20, learning_rate=0.1, checkpoint_every=4, evaluate_every=7, hold_out=hold_out)
     student = student_of()
-    at = r"loss is nan in step 7" if bad == "held out" else rf"{'loss is inf' if bad == 'loss' else 'norm is'}.* in step 6"
+    at = (
+        r"loss is nan in step 7"
+        if bad == "held out"
+        else rf"{'loss is inf' if bad == 'loss' else 'norm is'}.* in step 6"
+    )
     with pytest.raises(NumericError, match=rf"here: the .*{at} of 20; use a smaller learning_rate.*is in "):
         run(settings, objective, student, tmp_path)
     kept = load_file(tmp_path / STATE)

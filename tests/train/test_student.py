@@ -37,7 +37,10 @@ def test_kinds_are_told_apart(tiny):
     assert len(found["weights"]) == 3 * 6 - 1 and len(found["biases"]) == 3 * 6
     assert found["norms"] == {
         f"model.decoder.{norm}.{part}"
-        for norm in ("final_layer_norm", *(f"layers.{i}.{n}_layer_norm" for i in range(3) for n in ("self_attn", "final")))
+        for norm in (
+            "final_layer_norm",
+            *(f"layers.{i}.{n}_layer_norm" for i in range(3) for n in ("self_attn", "final")),
+        )
         for part in ("weight", "bias")
     }
     assert not any("lm_head" in name or "embed" in name for group in found.values() for name in group)

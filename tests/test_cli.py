@@ -242,6 +242,7 @@ def test_a_line_per_tenth_where_there_is_no_terminal():
 # ---- real processes ----
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_ctrl_c_on_a_terminal_and_the_same_command_again(spell, tmp_path):
     import fcntl

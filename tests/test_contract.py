@@ -181,6 +181,7 @@ def test_apply_is_deterministic_and_leaves_all_else_alone(key, applied, ids):
     assert [hash(step) for step in chain] == before
 
 
+@pytest.mark.slow
 @every_pass
 def test_run_ships_the_weights_that_apply_makes(key, applied, recipe, tmp_path):
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()}

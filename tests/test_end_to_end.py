@@ -65,6 +65,7 @@ def test_the_mask_survives_quantization(finished):
             assert float((weight == 0).float().mean()) >= result["sparsity"] - 1e-6
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_at_the_next_block_and_ends_with_the_same_bytes(finished, tmp_path):
     recipe, out = tmp_path / "chain.yaml", tmp_path / "out"
     recipe.write_text(CHAIN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -35,6 +35,11 @@ class HQQ(QuantizingPass):
     optimize: Literal["zero", "scale", "both"] = Field(
         default="both", description="what is found; the original finds the zero point alone"
     )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if not self.grid.scaling.free:
+            raise ValueError(f"weights: {self.weights} has scales that cannot be any float, which hqq finds; use rtn")
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask

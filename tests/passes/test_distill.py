@@ -133,7 +133,10 @@ def test_scales_without_floats_stay_and_the_journal_says_so(pico_model, pico_ids
 # What it gains
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "js", "tv"])
+OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("reverse_kl", "js", "tv")]
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", *OTHERS])
 def test_every_divergence_brings_the_model_nearer_to_its_teacher_on_other_text(pico_model, teacher, text, kind):
     compress.apply(pico_model, [compress.RTN(**RTN3)])
     start = kl(pico_model, teacher, text[1])
@@ -150,6 +153,7 @@ def test_few_of_the_teachers_tokens_are_nearly_as_good_as_all(pico_model, teache
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_bf16_learns_as_well(pico_model, teacher, text):
     found = []
     for precision in ("no", "bf16"):
@@ -167,6 +171,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_path, monkeypatch):
     asked = recipe(compress.RTN(**RTN3), Distill(steps=6, checkpoint_every=2, hold_out=0.2, evaluate_every=3))
     wanted = compress.run(asked, tmp_path / "whole").report

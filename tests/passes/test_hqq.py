@@ -104,6 +104,8 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"kappa": 0.9}, "greater than or equal to 1"),
         ({"iterations": 0}, "greater than or equal to 1"),
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
+        ({"weights": "nf4_dq", "symmetric": True}, "nf4_dq has scales that cannot be any float, which hqq finds; use rtn"),
+        ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that cannot be any float"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

@@ -18,7 +18,6 @@ from compress import AWQ, GPTQ, HQQ, RTN, SignRound, SmoothQuant, Wanda
 from compress.formats import FORMATS
 from compress.model.packed import CompressedLinear, linears
 from compress.numerics.grids import GRIDS, IntGrid
-from compress.numerics.scales import FloatScale
 from compress.runner import Job
 from compress.stream.sweep import Sweep
 
@@ -47,7 +46,7 @@ def quantizing(draw, integers):
     kind = draw(st.sampled_from([RTN, GPTQ, HQQ, SignRound]))
     known = [name for name, grid in GRIDS.items() if not integers or isinstance(grid, IntGrid)]
     if kind is HQQ:  # it finds scales among plain floats
-        known = [name for name in known if isinstance(GRIDS[name].scaling, FloatScale)]
+        known = [name for name in known if GRIDS[name].scaling.free]
     grid = GRIDS[draw(st.sampled_from(known))]
     group = grid.group_size or draw(st.sampled_from(["channel", 16] if integers else ["channel", 5, 16]))
     symmetric = grid.symmetric_only or draw(st.booleans())

@@ -46,6 +46,8 @@ def unpack(words: Int[Tensor, "*rows words"], bits: int, count: int) -> Int[Tens
     """The first `count` unsigned codes (uint8) of each packed row."""
     lead = words.shape[:-1]
     if 8 % bits == 0:
+        # a dimension of one element may have any stride and still count as contiguous
+        words = words if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
         stream = words.contiguous().view(torch.uint8)
         if bits < 8:
             mask = 2**bits - 1

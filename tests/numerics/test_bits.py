@@ -93,3 +93,10 @@ def test_more_than_two_axes_are_packed_along_the_last(bits):
     assert words.shape == (2, 3, packed_width(40, bits))
     assert torch.equal(words[1, 2], pack(codes[1, 2][None], bits)[0])
     assert torch.equal(unpack(words, bits, 40), codes)
+
+
+def test_one_word_per_row_behind_a_transposition_is_unpacked():
+    codes = torch.arange(4)[None]
+    words = pack(codes, 2)
+    odd = words.expand(1, 1).as_strided((1, 1), (1, 2))
+    assert torch.equal(unpack(odd, 2, 4), unpack(words, 2, 4))

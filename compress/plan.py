@@ -147,7 +147,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
 def _scheme(spec: WeightSpec, width: int) -> Scheme:
     return Scheme(
         spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
-        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns,
+        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns, float_zeros=spec.float_zeros,
     )  # fmt: skip
 
 
@@ -244,8 +244,9 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
         assert scheme.sparsity is not None
         return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
     packed = PackedCodes.empty(
-        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity
-    )
+        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
+        scheme.float_zeros,
+    )  # fmt: skip
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize

@@ -29,8 +29,8 @@ RISEN = 2.0  # times the first loss: sequences differ by less
 class Objective(Protocol):
     """What training makes small."""
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: list[int]) -> Tensor:
-        """The mean loss of some sequences; rows: their numbers among all."""
+    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
+        """The mean loss of some examples; ids: as `train` was given them. rows: their numbers among all."""
         ...
 
 
@@ -63,9 +63,11 @@ class State:
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "sequences length"], settings: Settings, where: Where
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where
 ) -> dict[str, Any]:
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
+
+    ids: what the objective knows examples by: the tokens of each, or a number.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
     """

@@ -52,12 +52,14 @@ class Student:
 
 @contextmanager
 def trainable(
-    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str
-) -> Iterator[Student]:
+    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str,
+    whole: bool = True,
+) -> Iterator[Student]:  # fmt: skip
     """The model made ready for training, in float32, and at the end, whatever happened, as it will be stored.
 
     train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
     weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
+    whole: `model` is a whole model; False: one block.
 
     Raises TargetError when a kind that was asked for applies to nothing.
     """
@@ -66,7 +68,7 @@ def trainable(
     dtypes = _widen(model)
     try:
         model.requires_grad_(False)
-        _choose(student, train or KINDS, takes)
+        _choose(student, train or KINDS, takes, whole)
         _check(student, train, where)
         for parameter in student.named().values():
             parameter.requires_grad_(True)
@@ -78,10 +80,10 @@ def trainable(
             parameter.grad = None
 
 
-def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool]) -> None:
+def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool], whole: bool) -> None:
     """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
     model, found = student.model, student.parameters
-    blocks = tuple(f"{block.name}." for block in find_blocks(model))
+    blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
     every = linears(model)
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
-from compress.model.select import matches
+from compress.model.select import chosen
 from compress.numerics.codes import Codes, GroupSize
 from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
@@ -94,7 +94,7 @@ class Pass(BaseModel, ABC):
 
     def takes(self, name: str) -> bool:
         """Whether a module is one to work on, by its full name."""
-        return any(matches(name, p) for p in self.targets) and not any(matches(name, p) for p in self.ignore)
+        return chosen(name, self.targets, self.ignore)
 
 
 @dataclass(frozen=True)

@@ -307,8 +307,8 @@ def _extent(
     for name in names:
         rows, width = shapes[name]
         mine = [(where, step) for where, step, chosen in before if name in chosen]
-        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, recipe.save.sparse)
-        if scheme is None or scheme.grid is None:
+        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, "off")
+        if scheme is None:
             weights += rows * width
         else:
             scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)

@@ -60,7 +60,7 @@ class LearnedRounding:
         self.zero = None if start.zero is None else start.zero[..., None]
         self.half_step = _half_step(start.grid)
         self.shift = torch.zeros_like(self.wanted, requires_grad=True)
-        self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.stored is None)
+        self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.free)
 
     @property
     def parameters(self) -> list[Tensor]:

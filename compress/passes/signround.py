@@ -16,7 +16,7 @@ from compress.numerics.codes import quantize
 from compress.numerics.inputs import InputRounding
 from compress.numerics.learned import LearnedRounding
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import Scheme, round_columns
+from compress.numerics.rounding import GridOptions, round_columns
 from compress.quantizing import Quantizing
 from compress.reconstruction import ErrorName, block_error
 from compress.stream.observers import Gram
@@ -108,8 +108,8 @@ class SignRound(Quantizing, BlockPass):
             return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
-        scheme = Scheme(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
-        found = round_columns(weight, factor, scheme, mask, order, keep_wanted=True)
+        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
+        found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return LearnedRounding(found.wanted, found.codes, mask)
 
     def _learn(

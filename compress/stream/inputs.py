@@ -80,8 +80,8 @@ class Inputs:
     def links(self) -> list[Link]:
         if self._links is None:  # looked for when first asked for: not every pass folds
             block, kept = self.site.block.module, self.site.state.links
-            found = find_links(block, self.probe, kept.get(make(block), ()))
-            kept[make(block)] = found
+            made = make(block)
+            found = kept[made] = find_links(block, self.probe, kept.get(made, ()))
             self._links = [link for link in found if set(link.readers) & set(self.names)]
         return self._links
 

@@ -59,7 +59,7 @@ def trainable(
 
     train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
     weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
-    whole: `model` is a whole model; False: one block.
+    whole: `model` is a whole model; False: one block, whose codes are kept as floats meanwhile.
 
     Raises TargetError when a kind that was asked for applies to nothing.
     """
@@ -90,7 +90,7 @@ def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool
         packed = isinstance(module, CompressedLinear) and module.packed is not None
         some = "weights" in train or ("biases" in train and module.bias is not None)
         if packed or (chosen and some):
-            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module))
+            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
             _put(model, name, trained)
             if chosen:
                 _choose_of(student, name, trained, train)

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
 from compress.passes.hqq import HQQ, shrink
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(found, weight, size=16):

@@ -14,6 +14,7 @@ from compress.model.packed import CompressedLinear
 from compress.numerics.codes import GroupSize, grouped, spread
 from compress.numerics.packed import PackedCodes
 from compress.numerics.scales import positive
+from compress.train.parametrization import Masked, Parametrization, Shares
 
 SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
 
@@ -81,14 +82,15 @@ def packed_product(
 class TrainedLinear(nn.Module):
     """In place of a linear while it is trained: y = W q(x / s) + bias as in CompressedLinear.
 
-    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; `weight` [out, in] is the
-    dense weight, where that is trained, held at zero outside of the mask; codes never change. Rounding of inputs is
-    passed straight through in the backward pass. unpacked: keep what packed codes stand for in floats meanwhile, which
-    is faster.
+    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; codes never change. `weight`
+    [out, in] is the dense weight, where that is trained, and `parametrization` makes of it what is multiplied by.
+    Rounding of inputs is passed straight through in the backward pass. unpacked: keep what packed codes stand for in
+    floats meanwhile, which is faster.
     """
 
     factor: nn.Parameter | None
     weight: nn.Parameter | None
+    parametrization: Parametrization | None
 
     def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
         super().__init__()
@@ -97,6 +99,7 @@ class TrainedLinear(nn.Module):
         self.plain = reference.dense_weight(packed, torch.float32) if unpacked and packed is not None else None
         self.register_parameter("factor", None)
         self.register_parameter("weight", None)
+        self.parametrization = None
 
     def train_scales(self) -> nn.Parameter:
         """Train a factor, 1 at first, on every scale."""
@@ -105,21 +108,27 @@ class TrainedLinear(nn.Module):
         self.factor = nn.Parameter(torch.ones_like(packed.scale, dtype=torch.float32))
         return self.factor
 
-    def train_weight(self) -> nn.Parameter:
-        """Train the dense weight, in float32."""
-        dense = self.layer.dense
-        assert dense is not None
-        self.weight = nn.Parameter(dense.detach().float().clone())  # it may be a view of a file
-        self.layer.dense = self.weight.detach()
+    def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
+        """Train the dense weight, in float32; parametrization: how, without one as the layer's mask has it."""
+        self.parametrization = Masked(self.layer.mask) if parametrization is None else parametrization
+        self.weight = nn.Parameter(self.layer.weight.detach().float().clone())  # it may be a view of a file
+        self.weight.requires_grad_(self.parametrization.trains_weight)
+        self.layer.put(self.weight.detach())
         return self.weight
 
+    def adjust(self) -> None:
+        """Once the gradients of a step are there: what the parametrization does to that of the weight."""
+        if self.parametrization is not None and self.weight is not None:
+            self.parametrization.adjust(self.weight)
+
     @torch.no_grad()
-    def limit(self) -> None:
-        """Bring what was trained back to where it may be, after a step: scales above 0, pruned weights at 0."""
+    def update(self, done: int, of: int) -> Shares:
+        """Bring what was trained to where it may be, after `done` steps: scales above 0, pruned weights at 0."""
         if self.factor is not None:
             self.factor.clamp_(min=SMALLEST_FACTOR)
-        if self.weight is not None and self.layer.mask is not None:
-            self.weight.mul_(self.layer.mask)
+        if self.parametrization is None or self.weight is None:
+            return {}
+        return self.parametrization.update(self.weight, done, of)
 
     @torch.no_grad()
     def settle(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
@@ -128,8 +137,9 @@ class TrainedLinear(nn.Module):
         if packed is not None and self.factor is not None:
             scale = positive(packed.scale.float() * self.factor, storage).to(packed.scale.dtype)
             self.layer.put(replace(packed, scale=torch.where(self.factor == 1, packed.scale, scale)))
-        if self.weight is not None:
-            self.layer.put(self.weight.detach().to(storage).to(dtype))
+        if self.weight is not None and self.parametrization is not None:
+            weight, mask = self.parametrization.settle(self.weight.detach(), storage)
+            self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
         return self.layer
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
@@ -139,13 +149,11 @@ class TrainedLinear(nn.Module):
             with torch.no_grad():
                 change = rounding(x) - x
             x = x + change
-        if self.weight is not None:
-            weight = self.weight if layer.mask is None else self.weight * layer.mask
-            return nn.functional.linear(x, weight, layer.bias)
-        if layer.dense is not None:
-            return nn.functional.linear(x, layer.dense, layer.bias)
+        if self.weight is not None and self.parametrization is not None:
+            return nn.functional.linear(x, self.parametrization(self.weight), layer.bias)
         packed = layer.packed
-        assert packed is not None
+        if packed is None:
+            return nn.functional.linear(x, layer.weight_as(x.dtype), layer.bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = packed_product(x, self.factor, packed, self.plain)

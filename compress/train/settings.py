@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import get_scheduler
 
-from compress.train.student import Kind
+from compress.train.parametrization import Kind
 from compress.types import Extent
 
 EPOCHS = 2  # where neither steps nor epochs are given

@@ -69,12 +69,15 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[
     """
     names, facts = opened.linear_names(), _facts(opened)
     steps: list[Step] = []
+    swept: set[str] = set()
     for index, step in enumerate(passes):
         where = label(index, step)
         chosen = select(names, step.targets, step.ignore, where)
         if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
         _check_facts(step, chosen, facts, where)
+        _check_original(step, chosen, swept, where)
+        swept = swept | set(chosen) if is_sweep(step) else set()
         _check_shapes(step, chosen, opened, format_, where)
         for name in chosen:
             facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
@@ -108,6 +111,15 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.after):
         if not any(fact in facts[name] for name in names):
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
+
+
+def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
+    """swept: linears that passes just before it work on, block by block."""
+    if isinstance(step, BlockPass) and step.needs_original and not swept & set(names):
+        raise TargetError(
+            f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
+            f"works on its {len(names)} linears; put it right behind the passes that compress them"
+        )
 
 
 def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:

@@ -126,13 +126,11 @@ def training(report: dict[str, Any]) -> list[str]:
     """A section on the passes that trained; none where there were none."""
     rows = []
     for label, told in report["training"].items():
-        losses = [point["loss"] for point in told["curve"] if "loss" in point]
-        tenth = max(1, len(losses) // 10)
         best = told["best"]
         held = "none" if best is None else f"{best['held_out']:.4g} (step {best['step']})"
-        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
-        rows.append((label, str(told["steps"]), f"{first:.4g}", f"{last:.4g}", held, f"{told['seconds']:.1f}"))
-    head = ("pass", "steps", "loss, first tenth", "last tenth", "best held out", "seconds")
+        losses = f"{told['first_loss']:.4g}", f"{told['last_loss']:.4g}"
+        rows.append((label, str(told["steps"]), *losses, held, f"{told['seconds']:.1f}"))
+    head = ("pass", "steps", "loss, first quarter", "last quarter", "best held out", "seconds")
     return ["## Training\n\n" + table(head, rows)] if rows else []
 
 

@@ -29,8 +29,8 @@ RISEN = 2.0  # times the first loss: sequences differ by less
 class Objective(Protocol):
     """What training makes small."""
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: list[int]) -> Tensor:
-        """The mean loss of some sequences; rows: their numbers among all."""
+    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
+        """The mean loss of some examples; ids: as `train` was given them. rows: their numbers among all."""
         ...
 
 
@@ -50,8 +50,8 @@ class Where:
 class State:
     """Where training stands: steps that are done, the loss of each, and what the best state so far was worth.
 
-    curve: {step, loss, rate} of every step and {step, held_out} of every look at the sequences held out, in order.
-    waited: looks since the best one.
+    curve: {step, loss, rate} of every step, with what parametrizations tell, and {step, held_out} of every look at the
+    sequences held out, in order. waited: looks since the best one.
     """
 
     step: int = 0
@@ -63,9 +63,11 @@ class State:
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "sequences length"], settings: Settings, where: Where
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where
 ) -> dict[str, Any]:
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
+
+    ids: what the objective knows examples by: the tokens of each, or a number.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
     """
@@ -77,7 +79,7 @@ def train(
 class _Trainer:
     def __init__(self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where) -> None:
         self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
-        self.parameters = student.named()
+        self.parameters, self.buffers = student.named(), student.buffers()
         self.device = next(iter(self.parameters.values())).device
         # Precision is set here step by step: the state of accelerate is one for the whole process.
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that no token reached
@@ -110,7 +112,7 @@ class _Trainer:
         self._resume()
         before = self.state.seconds
         if self.state.step == 0:
-            self._look()
+            self._begin()
         for step in range(self.state.step, len(self.order)):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
                 self.where.journal.add("note", self.where.label, "stopped early: nothing better was found", step=step)
@@ -126,6 +128,14 @@ class _Trainer:
             self._put(self.good)
         return self._told()
 
+    def _begin(self) -> None:
+        """What is due before the first step."""
+        found = self.student.update(0, len(self.order))
+        if found:
+            self.state.curve.append({"step": 0, **found})
+        self.good = self._copy()
+        self._look()
+
     def _take(self, step: int) -> None:
         """One step of the optimizer."""
         for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
@@ -137,6 +147,7 @@ class _Trainer:
                 part = self._loss(rows) / len(mine)
                 self.accelerator.backward(part)
             loss += part.detach()
+        self.student.adjust()
         clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
         mean: Any = self.accelerator.reduce(loss, "mean")
         found, norm = float(mean), float(clipped)
@@ -144,9 +155,9 @@ class _Trainer:
             self._fail(step + 1, found, norm)
         self.stepper.step()
         self.stepper.zero_grad()
-        self.student.limit()
+        shares = self.student.update(step + 1, len(self.order))
         self.state.step = step + 1
-        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step]})
+        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step], **shares})
         self._progress(found)
 
     def _loss(self, rows: list[int]) -> Tensor:
@@ -164,6 +175,8 @@ class _Trainer:
         if not math.isfinite(found):
             self._fail(self.state.step, found, math.nan)
         self.state.curve.append({"step": self.state.step, "held_out": found})
+        if not self.student.ready(self.state.step, len(self.order)):
+            return
         if self.state.best is None or found < self.state.best:
             self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
             self.good = self._copy()
@@ -180,18 +193,18 @@ class _Trainer:
         raise NumericError(f"{self.where.label}: {what} in step {step} of {len(self.order)}; {hint}{kept}")
 
     def _copy(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
+        return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     @torch.no_grad()
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            tensor.copy_(tensors[name])
 
     def _resume(self) -> None:
         """The state that a killed run left, if it is one of this very training."""
         if self._file is None:
             return
-        found = read_state(self._file, self.key, self.parameters, self.optimizer.state)
+        found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if found is not None:
             told, self.good = found
             self.state = State(**told)
@@ -201,8 +214,8 @@ class _Trainer:
         if not self.held:
             self.good = self._copy()
         if self._file is not None and self.accelerator.is_main_process:
-            told = vars(self.state)
-            write_state(self._file, self.key, told, self.parameters, self.good, self.optimizer.state)
+            told, moments = vars(self.state), self.optimizer.state
+            write_state(self._file, self.key, told, self.parameters, self.buffers, self.good, moments)
 
     def _progress(self, loss: float) -> None:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
@@ -219,10 +232,12 @@ class _Trainer:
         if self.held and state.best_step == 0:
             message = "training gained nothing on the sequences held out; the model stays as it was"
             journal.add("fallback", self.where.label, message, held_out=state.best)
-        elif not self.held and len(losses) > 1 and last > min(first, RISEN * losses[0]):
+        elif self._rose(first, last, losses):
             message = "the loss rose in training; use a smaller learning_rate"
             journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
         return {
+            "first_loss": first,
+            "last_loss": last,
             "steps": state.step,
             "of": len(self.order),
             "trained": counts,
@@ -231,3 +246,8 @@ class _Trainer:
             "best": {"step": state.best_step, "held_out": state.best} if self.held else None,
             "curve": state.curve,
         }
+
+    def _rose(self, first: float, last: float, losses: list[float]) -> bool:
+        """Whether the loss got worse, of a model that was not pruned meanwhile."""
+        pruned = not self.student.ready(0, len(self.order))
+        return not self.held and not pruned and len(losses) > 1 and last > min(first, RISEN * losses[0])

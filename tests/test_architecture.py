@@ -37,6 +37,7 @@ FLOORS = {
     "compress.options": 5,
     "compress.pruning": 5,
     "compress.quantizing": 5,
+    "compress.reconstruction": 5,
     "compress.training": 5,
     "compress.stream.sweep": 5,  # the loop that drives the contract; the rest of stream/ is what the contract needs
     "compress.stream.inputs": 5,

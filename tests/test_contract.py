@@ -224,6 +224,8 @@ def test_what_is_not_targeted_stays_as_it_is(key, ids):
     untouched = weights_of(compress.apply(with_outliers(), before, ids) if before else with_outliers())
     found = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[part])], ids))
     moved = differing(found, untouched)
+    if any(needs_data(s) for s in before) and isinstance(step, BlockPass):  # what it changes, later blocks calibrate on
+        moved = [name for name in moved if not name.startswith("model.layers.2.")]
     assert moved and all(name.startswith(part.removesuffix("*")) for name in moved)
     rest = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[more], ignore=[part])], ids))
     assert all(torch.equal(rest[n], untouched[n]) for n in rest if n.startswith(part.removesuffix("*")))

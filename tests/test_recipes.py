@@ -46,7 +46,7 @@ def test_it_writes_only_what_differs_or_matters(path):
     assert [other.stem for other in RECIPES if Recipe.from_yaml(other) == recipe] == [path.stem]
 
 
-QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests, with these options
+QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests
 
 
 @pytest.mark.parametrize(

@@ -31,45 +31,52 @@ def sum_groups(
 class _PackedProduct(torch.autograd.Function):
     """x W^T with W = (code - zero) * scale * factor, a factor per scale; W is computed where it is used, and not kept.
 
+    plain: (code - zero) * scale where that is kept, so that codes need not be unpacked.
+
     dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * (code - zero) * scale.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor)
-        ctx.packed, ctx.shape, ctx.dtype = packed, x.shape, x.dtype
-        return x @ _weight(packed, factor, x.dtype).T
+    def forward(
+        ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes, plain: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor, plain)
+        ctx.packed, ctx.shape = packed, x.shape
+        return x @ _scaled(packed, factor, plain).to(x.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
-        x, factor = ctx.saved_tensors
+        x, factor, plain = ctx.saved_tensors
         packed: PackedCodes = ctx.packed
         to_x = to_factor = None
-        plain = reference.dense_weight(packed, torch.float32)
+        plain = reference.dense_weight(packed, torch.float32) if plain is None else plain
         if ctx.needs_input_grad[1]:
             to_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
             product = to_weight.float().mul_(plain)
             to_factor = sum_groups(product, packed.group_size, packed.scale.shape[1], packed.group_index)
         if ctx.needs_input_grad[0]:
-            if factor is not None:
-                plain.mul_(spread(factor, packed.shape[1], packed.group_size, packed.group_index))
-            to_x = (gradient @ plain.to(gradient.dtype)).reshape(ctx.shape)
-        return to_x, to_factor, None
+            to_x = (gradient @ _scaled(packed, factor, plain).to(gradient.dtype)).reshape(ctx.shape)
+        return to_x, to_factor, None, None
 
 
-def _weight(packed: PackedCodes, factor: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-    """The weight with its scales times their factors."""
-    if factor is not None:
-        packed = replace(packed, scale=packed.scale.float() * factor)
-    return reference.dense_weight(packed, torch.float32).to(dtype)
+def _scaled(packed: PackedCodes, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
+    """The weight in float32 with its scales times their factors."""
+    if plain is None:
+        packed = packed if factor is None else replace(packed, scale=packed.scale.float() * factor)
+        return reference.dense_weight(packed, torch.float32)
+    return plain if factor is None else plain * spread(factor, packed.shape[1], packed.group_size, packed.group_index)
 
 
 def packed_product(
-    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes
-) -> Float[Tensor, "*batch out"]:
-    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product."""
-    return _PackedProduct.apply(x, factor, packed)  # type: ignore[return-value]
+    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes,
+    plain: Float[Tensor, "out in"] | None = None,
+) -> Float[Tensor, "*batch out"]:  # fmt: skip
+    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product.
+
+    plain: W with factors of 1, for whoever has kept it.
+    """
+    return _PackedProduct.apply(x, factor, packed, plain)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
@@ -77,16 +84,19 @@ class TrainedLinear(nn.Module):
 
     `factor` [out, groups] multiplies the scales of packed codes, where those are trained; codes never change. `weight`
     [out, in] is the dense weight, where that is trained, and `parametrization` makes of it what is multiplied by.
-    Rounding of inputs is passed straight through in the backward pass.
+    Rounding of inputs is passed straight through in the backward pass. unpacked: keep what packed codes stand for in
+    floats meanwhile, which is faster.
     """
 
     factor: nn.Parameter | None
     weight: nn.Parameter | None
     parametrization: Parametrization | None
 
-    def __init__(self, layer: CompressedLinear) -> None:
+    def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
         super().__init__()
         self.layer = layer
+        packed = layer.packed
+        self.plain = reference.dense_weight(packed, torch.float32) if unpacked and packed is not None else None
         self.register_parameter("factor", None)
         self.register_parameter("weight", None)
         self.parametrization = None
@@ -147,5 +157,5 @@ class TrainedLinear(nn.Module):
             return nn.functional.linear(x, layer.weight_as(x.dtype), layer.bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = packed_product(x, self.factor, packed)
+        y = packed_product(x, self.factor, packed, self.plain)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -30,8 +30,8 @@ RISEN = 2.0  # times the first loss: sequences differ by less
 class Objective(Protocol):
     """What training makes small."""
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: list[int]) -> Tensor:
-        """The mean loss of some sequences; rows: their numbers among all."""
+    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
+        """The mean loss of some examples; ids: as `train` was given them. rows: their numbers among all."""
         ...
 
 
@@ -75,12 +75,13 @@ class State:
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "sequences length"], settings: Settings, where: Where,
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where,
     span: Span | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
 
-    span: the part of the schedule that is trained, all of it if it is not given.
+    ids: what the objective knows examples by: the tokens of each, or a number. span: the part of the schedule that is
+    trained, all of it if it is not given.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
     """

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import get_scheduler
 
@@ -58,6 +58,12 @@ class Settings(BaseModel):
         default="no", description="'bf16': multiply in bfloat16; what is trained stays float32"
     )
     checkpoint_every: int = Field(default=16, ge=1, description="steps after which a killed run can go on")
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        """One kind may be written without a list."""
+        return (value,) if isinstance(value, str) else value
 
     def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.epochs is not None:

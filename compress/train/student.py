@@ -79,13 +79,14 @@ class Student:
 @contextmanager
 def trainable(
     model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str,
-    parametrize: Parametrize = masked,
+    parametrize: Parametrize = masked, whole: bool = True,
 ) -> Iterator[Student]:  # fmt: skip
     """The model made ready for training, in float32, and at the end, whatever happened, as it will be stored.
 
     train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
     weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
-    parametrize: how the weights of dense linears are trained.
+    parametrize: how the weights of dense linears are trained. whole: `model` is a whole model; False: one block, whose
+    codes are kept as floats meanwhile.
 
     Raises TargetError when a kind that was asked for applies to nothing.
     """
@@ -94,7 +95,7 @@ def trainable(
     dtypes = _widen(model)
     try:
         model.requires_grad_(False)
-        _choose(student, train or KINDS, takes, parametrize)
+        _choose(student, train or KINDS, takes, parametrize, whole)
         _check(student, train, where)
         for parameter in student.named().values():
             parameter.requires_grad_(True)
@@ -106,17 +107,19 @@ def trainable(
             parameter.grad = None
 
 
-def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool], parametrize: Parametrize) -> None:
+def _choose(
+    student: Student, train: Sequence[Kind], takes: Callable[[str], bool], parametrize: Parametrize, whole: bool
+) -> None:
     """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
     model, found = student.model, student.parameters
-    blocks = tuple(f"{block.name}." for block in find_blocks(model))
+    blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
     every = linears(model)
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
         packed = isinstance(module, CompressedLinear) and module.packed is not None
         some = "weights" in train or ("biases" in train and module.bias is not None)
         if packed or (chosen and some):
-            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module))
+            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
             _put(model, name, trained)
             if chosen:
                 _choose_of(student, name, trained, train, parametrize)

@@ -60,7 +60,8 @@ class Finetune(TrainingPass):
 
     def memory_bytes(self, extent: Extent) -> int:
         whole = super().memory_bytes(extent)
-        return whole if self.lora_rank is None else whole - 12 * extent.weights  # W alone, in float32
+        kept = 8 if self.optimizer == "lion" else 12  # best so far and moments: W alone is there, in float32
+        return whole if self.lora_rank is None else whole - kept * extent.weights
 
 
 class _LowRank(Parametrization):

@@ -108,7 +108,7 @@ class _Trainer:
             for kind, p in student.parameters.items()
             if p
         ]
-        self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, foreach=False)
+        self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.highest = [group["lr"] for group in groups]
         self.rows, self.held = settings.split(len(ids))

@@ -21,7 +21,7 @@ from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
-from compress.pruning import PruningPass
+from compress.pruning import Pruning
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
@@ -143,7 +143,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
     for name in names:
         own, width = _own(step, name), shapes[name][1]
         spec, reason = own.spec, None
-        if isinstance(own, PruningPass):
+        if isinstance(own, Pruning):
             reason = own.pattern.refuses(shapes[name], own.density)
         if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
             raise TargetError(
@@ -170,7 +170,7 @@ def planned_scheme(
     own = [_own(step, name) for _, step in steps]
     specs = [spec for step in own if (spec := step.spec) is not None]
     scheme = _scheme(specs[-1], shape[1]) if specs else None
-    pruning = [step for step in own if isinstance(step, PruningPass)]
+    pruning = [step for step in own if isinstance(step, Pruning)]
     if not pruning:
         return scheme
     value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
@@ -180,7 +180,7 @@ def planned_scheme(
     return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
 
 
-def _sparsities(step: PruningPass, shape: tuple[int, int]) -> list[Sparsity]:
+def _sparsities(step: Pruning, shape: tuple[int, int]) -> list[Sparsity]:
     """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
     rows, width = shape
     if step.pattern.n_of_m is not None:

@@ -16,6 +16,7 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError
 from compress.model.blocks import find_blocks
@@ -146,7 +147,7 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
     """
     first = next(iter(weights.values()))
     kind = getattr(model.config, "_attn_implementation", None)
-    with torch.random.fork_rng(devices=[]), init_empty_weights():
+    with init_empty_weights(), no_init_weights():
         new = type(model)._from_config(copy.deepcopy(config), dtype=first.dtype, attn_implementation=kind)
     open_experts(new)
     tied = set(getattr(new, "all_tied_weights_keys", None) or {})

@@ -11,6 +11,8 @@ from torch import Tensor
 from compress.pruning import PruningPass
 from compress.stream.observers import InputNorm, Observer
 
+SMALLEST = 1e-30  # sums of rows and columns of zeros are kept above this, so that their scores are zero
+
 
 class RIA(PruningPass):
     """Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.
@@ -28,6 +30,3 @@ class RIA(PruningPass):
         size = weight.abs()
         by_column, by_row = (size.sum(axis, keepdim=True).clamp(min=SMALLEST) for axis in (0, 1))
         return (size / by_column + size / by_row) * seen.norm.pow(self.a)
-
-
-SMALLEST = 1e-30  # sums of rows and columns of zeros are kept above this, so that their scores are zero

@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.context import device_of
 from compress.contract import BlockPass, LayerPass, ModelPass, Pass, WeightSpec
-from compress.errors import TargetError
+from compress.errors import ModelError, TargetError
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
-from compress.model.open import OpenModel, open_model
+from compress.model.blocks import find_blocks
+from compress.model.open import InMemory, OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
-from compress.model.save import outside_tensors
+from compress.model.reform import sketch
+from compress.model.save import outside_state
 from compress.model.select import select
 from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
@@ -24,6 +28,7 @@ from compress.options import taken
 from compress.pruning import Pruning
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
+from compress.reshaping import ReshapingPass
 from compress.stream.observers import Gram
 from compress.types import DTYPES, Extent, Fact
 
@@ -61,28 +66,50 @@ def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
     return opened.dtype if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
 
 
-def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[Step]:
-    """Every pass with the linears it works on.
+def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:
+    """Every pass with the linears it works on, and the model as the last one leaves it, without weights if reshaped.
+
+    first: the place of the first of these passes in the recipe.
 
     Raises TargetError: a pattern that matches nothing, a layer that an earlier pass has made unfit for a later one, a
-    group size that a layer or the format cannot have.
+    group size that a layer or the format cannot have, a shape that the model cannot be given.
     """
     names, facts = opened.linear_names(), _facts(opened)
     steps: list[Step] = []
     swept: set[str] = set()
-    for index, step in enumerate(passes):
+    for index, step in enumerate(passes, first):
         where = label(index, step)
         chosen = select(names, step.targets, step.ignore, where)
         if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
-        _check_facts(step, chosen, facts, where)
+        reshapes = isinstance(step, ReshapingPass)
+        _check_facts(step, names if reshapes else chosen, facts, where)
         _check_original(step, chosen, swept, where)
         swept = swept | set(chosen) if is_sweep(step) else set()
         _check_shapes(step, chosen, opened, format_, where)
-        for name in chosen:
-            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
         steps.append((where, step, chosen))
-    return steps
+        if reshapes:
+            opened = in_form(opened, step.outcome(opened.model, where))
+            names, facts = opened.linear_names(), _facts(opened)
+        for name in () if reshapes else chosen:
+            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
+    return steps, opened
+
+
+def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
+    """The model in the shape of another configuration, without any weights. Raises ModelError."""
+    model = sketch(opened.model, config)
+    if model is None:
+        raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
+    return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory())
+
+
+def follow(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
+    """Let the steps behind the first `done` work on the linears of the model as it has become."""
+    rest = [step for _, step, _ in steps[done:]]
+    found, _ = resolve(rest, opened, format_, done)
+    for (_, _, names), (_, _, now) in zip(steps[done:], found, strict=True):
+        names[:] = now
 
 
 def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
@@ -209,25 +236,40 @@ def plan(recipe: Recipe) -> Plan:
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     """The plan for an open model."""
-    format_ = FORMATS[recipe.save.format]
-    storage = storage_dtype(recipe, opened)
-    steps = resolve(recipe.passes, opened, format_)
-    shapes = layer_shapes(opened)
-    layers, notes = [], list(opened.notes)
+    steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    planned = plan_on(recipe, steps, form)
+    if form is opened:
+        dense = planned.dense_bytes
+    else:
+        dense = sum(_bytes(t, storage_dtype(recipe, opened)) for t in _stored_once(opened).values())
+    shapes = layer_shapes(form) | layer_shapes(opened)
+    return replace(planned, dense_bytes=dense, memory_bytes=_memory(recipe, opened, steps, shapes))
+
+
+def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
+    """The plan of what is written of a model that has its last shape; dense_bytes: of the model in that shape."""
+    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
+    shapes, layers = layer_shapes(form), []
+    chosen = [(where, step, set(names)) for where, step, names in steps]
     for name, shape in shapes.items():
-        mine = [(where, step) for where, step, names in steps if name in set(names)]
+        mine = [(where, step) for where, step, names in chosen if name in names]
         policy = recipe.save.sparse if format_.sparse else "off"
         scheme = planned_scheme(mine, name, shape, storage, policy)
         size = layer_bytes(scheme, shape, format_, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
-    rest = sum(_bytes(t, storage) for t in outside_tensors(opened, storage).values())
-    for block in opened.blocks:
-        inside = {f"{name}.weight" for name in linears(block.module)}
-        state = block.module.state_dict()
-        rest += sum(_bytes(t, storage) for name, t in state.items() if name not in inside)
+    inside = {f"{name}.weight" for name in shapes}
+    rest = sum(_bytes(t, storage) for name, t in _stored_once(form).items() if name not in inside)
     dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
-    return Plan(tuple(layers), weights + rest, dense, _memory(recipe, opened, steps, shapes), tuple(notes))
+    return Plan(tuple(layers), weights + rest, dense, 0, tuple(form.notes))
+
+
+def _stored_once(opened: OpenModel) -> dict[str, Tensor]:
+    """All tensors of a dense checkpoint of the model."""
+    found = outside_state(opened)
+    for block in opened.blocks:
+        found |= {f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()}
+    return found
 
 
 def settle(planned: Plan, schemes: Mapping[str, Scheme], format_: Format, storage: torch.dtype) -> Plan:
@@ -276,7 +318,7 @@ def _bytes(tensor: Tensor, storage: torch.dtype) -> int:
 def _memory(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: dict[str, tuple[int, int]]) -> int:
     """What is in memory at once: outside weights, one block twice, activations, the largest solver's matrices."""
     compute = opened.dtype.itemsize
-    outside = sum(_bytes(t, opened.dtype) for t in outside_tensors(opened, opened.dtype).values())
+    outside = sum(_bytes(t, opened.dtype) for t in outside_state(opened).values())
     sizes = [sum(t.numel() for t in block.module.state_dict().values()) * compute for block in opened.blocks]
     blocks = sum(sizes) if any(isinstance(step, ModelPass) for _, step, _ in steps) else 2 * max(sizes)
     calibration = recipe.calibration
@@ -314,7 +356,7 @@ def _extent(
         else:
             scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)
     return Extent(
-        weights, scales, sum(t.numel() for t in outside_tensors(opened, opened.dtype).values()),
+        weights, scales, sum(t.numel() for t in outside_state(opened).values()),
         sum(rows + width for rows, width in shapes.values()), getattr(opened.config, "vocab_size", 0),
         recipe.calibration.length or 0, opened.dtype.itemsize,
     )  # fmt: skip

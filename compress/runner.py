@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from compress.model.save import (
     write_text,
 )
 from compress.model.vocabulary import check_teacher
-from compress.plan import Plan, Step, is_sweep, plan_of, resolve, settle, storage_dtype
+from compress.plan import Plan, Step, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.sparsity import check_sparsity
@@ -55,6 +54,7 @@ from compress.stream.place import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 from compress.verify import verify
 from compress.version import __version__
+from compress.whole import ended, segments, work_on_whole
 
 PROBE_FILE = "probe.safetensors"
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -117,7 +117,7 @@ def apply(
         first.dtype,
     )
     context = Run(opened.device, first.dtype, journal=journal, format=Native())
-    steps = resolve(passes, opened, context.format)
+    steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(needs_data(step) for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
@@ -133,18 +133,13 @@ def apply(
             return nullcontext(known.eval()) if other is None else open_model(other, device=opened.device).streaming()
 
         context.open_teacher = open_teacher
-    for swept, segment in _segments(steps):
+    for swept, segment in segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
         else:
-            for where, step, _ in segment:
-                step.apply(model, context.at(where))
+            for where, _, _ in segment:
+                work_on_whole(steps, where, opened, context)
     return model
-
-
-def _segments(steps: Sequence[Step]) -> list[tuple[bool, list[Any]]]:
-    """Consecutive layer and block passes together, each run of model passes together."""
-    return [(swept, list(group)) for swept, group in groupby(steps, lambda step: is_sweep(step[1]))]
 
 
 @dataclass
@@ -152,6 +147,7 @@ class Job:
     """One run on its way: compress into shards, then check them.
 
     ids: calibration token ids. texts: evaluation token ids by name, made before the work so that it is not in vain.
+    ended: the plan of the model in the shape that it was written in.
     """
 
     recipe: Recipe
@@ -162,6 +158,7 @@ class Job:
     ids: Tensor
     texts: dict[str, Tensor]
     manifest: Manifest
+    ended: Plan = field(init=False)
     _noted: int = 0
     _earlier: dict[str, list[LayerResult]] = field(default_factory=dict)
 
@@ -174,7 +171,7 @@ class Job:
         format_ = FORMATS[recipe.save.format]
         context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
         planned = plan_of(recipe, opened)
-        steps = resolve(recipe.passes, opened, format_)
+        steps, _ = resolve(recipe.passes, opened, format_)
         for step in recipe.passes:
             if isinstance(step, ModelPass) and step.other_teacher is not None:
                 check_teacher(step.other_teacher, opened, recipe.trust_remote_code)
@@ -187,6 +184,9 @@ class Job:
         )
         manifest = open_folder(out, wanted, overwrite)
         return cls(recipe, opened, context, steps, planned, ids, texts, manifest)
+
+    def __post_init__(self) -> None:
+        self.ended = self.planned
 
     @property
     def shards(self) -> int:
@@ -202,24 +202,24 @@ class Job:
         self._noted = len(self.context.journal.entries)
         self._take_up()
         round_to_storage(self.opened.model, self.context)
-        segments = _segments(self.steps)
-        resumable = len(segments) == 1 and segments[0][0]
+        parts = segments(self.steps)
+        resumable = len(parts) == 1 and parts[0][0]
         batches = list(self.ids.split(self.recipe.calibration.batch))
         if not any(needs_data(step) for _, step, _ in self.steps):
             batches = batches[:1]  # nothing is calibrated; one batch is enough to measure errors on
         if not resumable:
             self._bring_all()
-        for index, (swept, segment) in enumerate(segments):
-            last = index == len(segments) - 1
+        for index, (swept, segment) in enumerate(parts):
+            last = index == len(parts) - 1
             if swept:
                 sweep = Sweep(self.opened, segment, batches, self.probe, self.context)
                 hidden = sweep(self._write_block if last else self._keep, self._restore if resumable else _never)
                 if last:
                     self._write_reference(sweep.surroundings.logits(self.probe, hidden))
             else:
-                for where, step, _ in segment:
+                for where, _, _ in segment:
                     with self.context.phase(where):
-                        step.apply(self.opened.model, self.context.at(where))
+                        work_on_whole(self.steps, where, self.opened, self.context)
                         round_to_storage(self.opened.model, self.context)
                 if last:
                     for block in self.opened.blocks:
@@ -341,6 +341,7 @@ class Job:
         """
         folder = self.manifest.folder
         self.opened.model.to_empty(device="meta")
+        self.opened, self.ended = ended(self.recipe, self.steps, self.opened, self.planned, folder)
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(folder / WORK / PROBE_FILE)
@@ -354,14 +355,14 @@ class Job:
             base = self._measure("base", dense)
         quality = [self._quality(name, {"base": base[name], "compressed": compressed[name]}) for name in self.texts]
         hashed = corpus.corpus_sha256(self.ids)
-        ended = settle(self.planned, self.schemes(), self.context.format, self.context.storage)
+        settled = settle(self.ended, self.schemes(), self.context.format, self.context.storage)
         report = build_report(
             self.recipe,
             self.opened,
             self.context,
             self.manifest,
             self.planned,
-            ended,
+            settled,
             verified,
             quality,
             hashed,

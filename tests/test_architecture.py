@@ -27,6 +27,7 @@ FLOORS = {
     "compress.runner": 8,
     "compress.plan": 8,
     "compress.verify": 8,
+    "compress.whole": 8,
     "compress.evaluate": 8,
     "compress.report": 8,
     "compress.recipe": 7,
@@ -37,6 +38,7 @@ FLOORS = {
     "compress.options": 5,
     "compress.pruning": 5,
     "compress.quantizing": 5,
+    "compress.reshaping": 5,
     "compress.reconstruction": 5,
     "compress.training": 5,
     "compress.stream.sweep": 5,  # the loop that drives the contract; the rest of stream/ is what the contract needs

@@ -144,15 +144,17 @@ def _stored(tensor: Tensor, storage: torch.dtype) -> Tensor:
     return tensor.detach().to(storage) if wide else tensor.detach()
 
 
-def outside_tensors(opened: OpenModel, storage: torch.dtype) -> dict[str, Tensor]:
-    """Tensors that belong to no block; tied ones once."""
+def outside_state(opened: OpenModel) -> dict[str, Tensor]:
+    """Tensors that belong to no block, as they are; tied ones once."""
     tied = set(getattr(opened.model, "all_tied_weights_keys", None) or {})
     prefixes = tuple(block.name + "." for block in opened.blocks)
-    return {
-        name: _stored(tensor, storage).cpu().contiguous()
-        for name, tensor in sorted(opened.model.state_dict().items())
-        if not name.startswith(prefixes) and name not in tied
-    }
+    state = sorted(opened.model.state_dict().items())
+    return {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
+
+
+def outside_tensors(opened: OpenModel, storage: torch.dtype) -> dict[str, Tensor]:
+    """Tensors that belong to no block, as they are stored."""
+    return {name: _stored(tensor, storage).cpu().contiguous() for name, tensor in outside_state(opened).items()}
 
 
 def write_description(

@@ -11,6 +11,7 @@ import yaml
 
 from compress.model.save import write_json, write_text
 from compress.report.curves import picture, sparks
+from compress.types import DTYPES
 
 CURVES = "training.svg"
 MB = 1e6
@@ -47,8 +48,8 @@ def markdown(report: dict[str, Any]) -> str:
 def evidence(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Rows (what, before, after, ratio): bytes, bits per weight, perplexity per text."""
     size = report["size"]
-    dense, now = size["dense_bytes"], size["tensor_bytes"]
-    bits = 8 * (dense - now + size["compressed_bytes"]) / size["compressed_weights"]
+    dense = size["dense_bytes"]
+    bits = 8 * DTYPES[report["reproduce"]["storage_dtype"]].itemsize
     rows = [
         (
             "checkpoint, MB",

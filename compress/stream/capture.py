@@ -50,6 +50,11 @@ def hidden_of(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+def hidden_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that a block is called with: the first argument, or the one of that name."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
 @contextmanager
 def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[None]:
     """Every block computes forward(block, *args, **kwargs); all else about it (attributes, hooks) stays."""

@@ -1,0 +1,30 @@
+"""Making up for input channels that are taken away: the least-squares weight of those that are left."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compress.numerics.linalg import inverse_factor
+
+
+def repaired(
+    weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], kept: Int[Tensor, " kept"], damping: float
+) -> tuple[Float[Tensor, "out kept"], float]:
+    """(W', damping used): W' minimizes ||X_K W'^T - X W^T||^2 + damping * mean(diag G_KK) ||W' - W_K||^2; G ~ X^T X.
+
+    The ridge pulls towards the weight as it was, so that what the data say nothing of stays. With R the channels that
+    go: W' = W_K + W_R G_RK inv(G_KK + damping * mean(diag G_KK) I).
+
+    Raises NumericError as `inverse_factor`.
+    """
+    gone = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    gone[kept] = False
+    own = gram[kept][:, kept]
+    if not bool(own.diagonal().any()):  # nothing came by
+        return weight[:, kept], damping
+    factor, used = inverse_factor(own, damping)
+    # inv(H) = U^T U
+    change = weight[:, gone] @ gram[gone][:, kept] @ factor.T @ factor
+    return weight[:, kept] + change, used

@@ -1,0 +1,369 @@
+"""Narrowing: fewer heads, feed-forward channels and hidden channels, with repair of what reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.context import Run
+from compress.errors import ModelError, TargetError
+from compress.model.blocks import Block, find_blocks
+from compress.model.bundles import Bundles, channel_bundles, head_bundles, still_hold
+from compress.model.links import make, relative_error
+from compress.model.open import InMemory, OpenModel
+from compress.model.packed import CompressedLinear, linears
+from compress.model.reform import Path, become, build, changed, shapes, sketch, tensors
+from compress.model.rewrite import rewrite_weight
+from compress.model.widths import Width, ffn_widths, head_width, hidden_width
+from compress.numerics.repair import repaired
+from compress.reshaping import ReshapingPass
+from compress.stream.capture import Surroundings
+from compress.stream.depth import logits_of
+from compress.stream.inputs import Inputs
+from compress.stream.observers import Gram, InputNorm, Observer, without_data
+from compress.stream.residual import SAME, check_traded, with_fewer
+from compress.stream.state import Site, SweepState
+from compress.stream.store import ActivationStore
+
+BATCH, PROBE, STORE_BYTES = 4, 64, 4 << 30
+DAMPING = 0.01  # of the mean diagonal, as GPTQ's
+
+Cuts = dict[str, dict[int, Int[Tensor, " kept"]]]
+"""Tensor name -> dimension -> what is kept along it."""
+
+
+class Narrow(ReshapingPass):
+    """Remove whole groups of attention heads, feed-forward channels and hidden channels, the least important first.
+
+    importance: activation is ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and FLAP (An 2023,
+    eq. 4) with norms for fluctuations; weight is the L2 norm of all weights that belong to a channel. What is important
+    is judged block by block on what the blocks before it have become. repair: the columns that stay are moved to where
+    the output on the calibration text is nearest to what it was, by least squares. Each block keeps as many channels as
+    the others, since a configuration has one width for all. What belongs together is found and proved in the blocks.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2312.11983"
+
+    heads: float | None = Field(
+        default=None, gt=0, lt=1, description="share of the heads to remove, in whole groups that share keys and values"
+    )
+    ffn: float | None = Field(default=None, gt=0, lt=1, description="share of the feed-forward channels to remove")
+    hidden: float | None = Field(default=None, gt=0, lt=1, description="share of the hidden channels to remove")
+    multiple: int = Field(default=1, ge=1, description="ffn and hidden keep a multiple of this, for groups of weights")
+    importance: Literal["activation", "weight"] = Field(
+        default="activation", description="activation: input norm times weight norm; weight: norm of all that goes"
+    )
+    repair: Literal["least_squares", "none"] = Field(
+        default="least_squares", description="what becomes of the columns that are left: the best, or as they were"
+    )
+    damping: float = Field(default=DAMPING, gt=0, description="ridge of the repair, as a share of the mean diagonal")
+
+    def model_post_init(self, context: Any) -> None:
+        if self.heads is None and self.ffn is None and self.hidden is None:
+            raise ValueError("give heads, ffn or hidden: a share of one of them at least is to be removed")
+
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+        """The configuration with all widths that are asked for."""
+        inner, hidden = self._inner(model, where), self._hidden(model, where)
+        self._check_targets(model, [*inner.values(), *hidden], where)
+        edits: dict[Path, Any] = {}
+        for width in (*inner.values(), *hidden):
+            edits |= width.edits
+        config = changed(model.config, edits)
+        if config is None or sketch(model, config) is None:
+            raise ModelError(f"{where}: no configuration has all these widths; narrow one thing at a time")
+        return config
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        assert isinstance(model, PreTrainedModel) and run.calibration is not None
+        where = run.label or self.key()
+        self.outcome(model, where)
+        if inner := self._inner(model, where):
+            _Inside(self, model, run, inner).narrow()
+        for width in self._hidden(model, where):
+            self._across(model, run, width, where)
+
+    def _inner(self, model: PreTrainedModel, where: str) -> dict[str, Width]:
+        """The widths inside of the blocks, heads before feed-forward layers as they are run."""
+        found: dict[str, Width] = {}
+        if self.heads is not None:
+            groups = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+            gone = round(self.heads * groups)
+            if not 0 < gone < groups:
+                raise TargetError(
+                    f"{where}: heads {self.heads:g} of {groups} groups removes {'all' if gone else 'none'}; a share "
+                    f"from {1 / groups:.3g} to {1 - 1 / groups:.3g} is possible"
+                )
+            found["heads"] = head_width(model, groups, groups - gone)
+        if self.ffn is not None:
+            share = self.ffn
+            widths = ffn_widths(model, lambda size: self._left("ffn", share, size, where))
+            found |= {f"ffn {i}": width for i, width in enumerate(widths)}
+        return found
+
+    def _hidden(self, model: PreTrainedModel, where: str) -> list[Width]:
+        share = self.hidden
+        if share is None:
+            return []
+        return [hidden_width(model, lambda size: self._left("hidden", share, size, where))]
+
+    def _left(self, what: str, share: float, size: int, where: str) -> int:
+        """How many channels are left."""
+        left = round(size * (1 - share) / self.multiple) * self.multiple
+        if not 0 < left < size:
+            raise TargetError(
+                f"{where}: {what} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
+                f"{'none' if left else 'all'}; use another share, or a smaller multiple"
+            )
+        return left
+
+    @torch.no_grad()
+    def _across(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> None:
+        """Hidden channels: proved alike, judged over all blocks, repaired where blocks read them, and cut."""
+        assert run.calibration is not None
+        ids = run.calibration[:1]
+        check_traded(model, width, ids, where)
+        score = self._hidden_scores(model, run, width, where)
+        left = next(iter(width.axes.values()))[1]
+        kept = score.argsort(descending=True, stable=True)[:left].sort().values
+        held = tensors(model)
+        if self.repair == "least_squares":
+            for site, name, seen in _readers(model, run, width, where, Gram):
+                layer = CompressedLinear.of(site.block.module.get_submodule(name))
+                weight = layer.weight.float()
+                new = torch.zeros_like(weight)
+                new[:, kept], _ = repaired(weight, seen.hessian, kept, self.damping)
+                held[f"{site.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
+        config = changed(model.config, width.edits)
+        assert config is not None
+        new = with_fewer(model, config, held, width, kept, ids, where)
+        share = float(score[kept].sum() / score.sum())
+        run.journal.add("note", where, "hidden channels left", kept=left, of=len(score), importance=round(share, 6))
+        become(model, new)
+
+    def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> Float[Tensor, " hidden"]:
+        """The importance of every hidden channel: its mean share of what each reader gives, or of all weights."""
+        if self.importance == "weight":
+            held = tensors(model)
+            moved = [held[name].float().movedim(dim, 0) for name, dim in width.axes]
+            return torch.stack([rows.reshape(len(rows), -1).square().sum(1) for rows in moved]).sum(0)
+        total = torch.zeros(next(iter(width.axes.values()))[0], device=next(model.parameters()).device)
+        for site, name, seen in _readers(model, run, width, where, InputNorm):
+            weight = CompressedLinear.of(site.block.module.get_submodule(name)).weight.float()
+            energy = seen.norm.square() * weight.square().sum(0)
+            total += energy / energy.sum().clamp(min=torch.finfo(torch.float32).tiny)
+        return total
+
+    def _check_targets(self, model: PreTrainedModel, widths: Iterable[Width], where: str) -> None:
+        """Raise TargetError where a linear that must become narrower is not to be touched."""
+        for width in widths:
+            for name in {*width.modules("in", model), *width.modules("out", model)} & set(_in_blocks(model)):
+                if not self.takes(name):
+                    raise TargetError(
+                        f"{where}: {name} is left out by targets or ignore, but widths are uniform in a configuration: "
+                        "all blocks become narrower, or none"
+                    )
+
+    def scores(
+        self, weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], others: Float[Tensor, " in"]
+    ) -> Float[Tensor, " in"]:
+        """Of every column of a reader, squared, so that those of a bundle add up; others: squares of what it reads."""
+        columns = weight.float().square().sum(0)
+        return gram.diagonal() * columns if self.importance == "activation" else columns + others
+
+
+def _in_blocks(model: nn.Module) -> list[str]:
+    return [f"{b.name}.{name}" for b in find_blocks(model) for name in linears(b.module)]
+
+
+def _cut(held: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
+    """The tensors with what is kept of them."""
+    found = {}
+    for name, tensor in held.items():
+        for dim, kept in cuts.get(name, {}).items():
+            tensor = tensor.index_select(dim, kept.to(tensor.device))
+        found[name] = tensor.contiguous()
+    return found
+
+
+def _checked(model: PreTrainedModel, width_edits: Mapping[Path, Any], cuts: Cuts) -> PretrainedConfig:
+    """The configuration of the cut tensors. Raises ModelError where its model is another."""
+    config = changed(model.config, width_edits)
+    built = None if config is None else sketch(model, config)
+    if config is None or built is None or shapes(built) != shapes_of(_cut(tensors(model), cuts)):
+        raise ModelError("model: what was found to belong together is not what its configuration makes narrower")
+    return config
+
+
+def shapes_of(found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name."""
+    return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+
+def _sites(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[Site]:
+    """Every block with what reaches it; afterwards, the activations go through it as the caller has left it."""
+    assert run.calibration is not None
+    first = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    state = _captured(Surroundings(opened), run.calibration)
+    for block in opened.blocks:
+        run.journal.add("progress", where, f"{what} of {block.name}", done=block.index, of=len(opened.blocks))
+        site = Site(block, state, run, first.dtype, where, STORE_BYTES, 0)
+        yield site
+        site.propagate()
+        site.propagate_probe()
+
+
+@dataclass
+class _Inside:
+    """Heads and feed-forward channels, block after block, while the calibration text goes through them."""
+
+    step: Narrow
+    model: PreTrainedModel
+    run: Run
+    widths: dict[str, Width]
+    cuts: Cuts = field(default_factory=dict)
+    found: dict[Any, list[Bundles]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def narrow(self) -> None:
+        """Silence what goes, then make the model without it, which must be the same."""
+        model, run = self.model, self.run
+        assert run.calibration is not None
+        where = run.label or self.step.key()
+        for site in _sites(model, run, where, "heads and channels"):
+            for kind, width in self.widths.items():
+                self._narrow_block(site, kind, width)
+        edits = {path: value for width in self.widths.values() for path, value in width.edits.items()}
+        config = _checked(model, edits, self.cuts)
+        new = build(model, config, _cut(tensors(model), self.cuts))
+        error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
+        if not error < SAME:
+            raise ModelError(f"{where}: the narrow model is not the one whose other channels are silent ({error:.2g})")
+        become(model, new)
+
+    def _narrow_block(self, site: Site, kind: str, width: Width) -> None:
+        block = site.block
+        names = [n.removeprefix(block.name + ".") for n in width.modules("in", self.model) if _of(n, block)]
+        sources = [n.removeprefix(block.name + ".") for n in width.modules("out", self.model) if _of(n, block)]
+        if not names:
+            return
+        inputs = Inputs(site, names)
+        bundles = self._bundles(block, inputs.probe, kind, names, sources)
+        for group, seen in inputs.observe(Gram).items():
+            if seen.tokens == 0:
+                without_data(seen)
+                site.noter(block.name)("fallback", "no token came by: judged by weights alone", linears=group.linears)
+            for one in bundles:
+                if one.reader in group.linears:
+                    self._silence(site, one, seen.hessian, width)
+
+    def _bundles(
+        self, block: Block, forward: Callable[[nn.Module], Tensor], kind: str, names: list[str], sources: list[str]
+    ) -> list[Bundles]:
+        """What belongs together in a block: as in one that is built alike, if it holds here; else looked for."""
+        key = (kind, make(block.module))
+        found = self.found.get(key)
+        if found is None or not still_hold(block.module, forward, found):
+            if kind == "heads":
+                found = head_bundles(block.module, forward, names, sources)
+            else:
+                found = channel_bundles(block.module, forward, names)
+        self.found[key] = found
+        served = {one.reader for one in found}
+        if missing := [name for name in names if name not in served]:
+            raise ModelError(
+                f"{self.run.label or self.step.key()}: {block.name}.{missing[0]}: what it reads cannot be told apart "
+                f"and trade places (fused or unlike channels, norms across them); leave out {kind.split()[0]}"
+            )
+        return found
+
+    def _silence(self, site: Site, one: Bundles, gram: Tensor, width: Width) -> None:
+        """Choose what stays of a reader's bundles, repair it, and let the reader no longer see the rest."""
+        block, step = site.block, self.step
+        module = block.module.get_submodule(one.reader)
+        layer = CompressedLinear.of(module)
+        weight = layer.weight.float()
+        others = torch.zeros_like(weight[0])
+        for source, rows in zip(one.sources, one.rows, strict=True):
+            squares = CompressedLinear.of(block.module.get_submodule(source)).weight.float().square().sum(1)
+            others += _spread(squares[rows].sum(1), one.columns, len(others))
+        score = step.scores(weight, gram, others)[one.columns].sum(1)
+        dim = 0 if layer.transposed else 1
+        before, after = width.axes[f"{block.name}.{one.reader}.weight", dim]
+        stay = score.argsort(descending=True, stable=True)[: len(one) * after // before].sort().values
+        columns = one.columns.to(stay.device)[stay].flatten()
+        self._put(site, one.reader, module, weight, gram, columns)
+        self._keep(f"{block.name}.{one.reader}", layer.transposed, 1, columns)
+        for source, rows in zip(one.sources, one.rows, strict=True):
+            transposed = CompressedLinear.of(block.module.get_submodule(source)).transposed
+            self._keep(f"{block.name}.{source}", transposed, 0, rows.to(stay.device)[stay].flatten())
+
+    def _put(
+        self, site: Site, name: str, module: nn.Module, weight: Tensor, gram: Tensor, columns: Int[Tensor, " kept"]
+    ) -> None:
+        """Zeros where columns go; what stays is repaired if asked."""
+        left, before = weight[:, columns], weight
+        if self.step.repair == "least_squares":
+            left, used = repaired(weight, gram, columns, self.step.damping)
+            if used != self.step.damping:
+                site.noter(site.full(name))("fallback", "more damping than asked was needed", damping=used)
+        new = torch.zeros_like(weight)
+        new[:, columns] = left
+        rewrite_weight(module, lambda old: new.to(old))
+        size, left_over = (float(((w @ gram) * w).sum().clamp(min=0)) for w in (before, new - before))
+        error = math.sqrt(left_over / size) if size > 0 else 0.0
+        figures = {"kept": len(columns), "of": weight.shape[1], "error": round(error, 6)}
+        site.noter(site.full(name))("note", "reads fewer channels", **figures)
+
+    def _keep(self, name: str, transposed: bool, side: int, kept: Int[Tensor, " kept"]) -> None:
+        """Cut the rows (side 0) or columns (side 1) of a linear, and the bias of its rows."""
+        self.cuts.setdefault(f"{name}.weight", {})[1 - side if transposed else side] = kept
+        if side == 0:
+            self.cuts.setdefault(f"{name}.bias", {})[0] = kept
+
+
+def _readers(
+    model: PreTrainedModel, run: Run, width: Width, where: str, observer: type[Observer]
+) -> Iterator[tuple[Site, str, Any]]:
+    """(block, linear, what the observer saw) for every linear of the blocks that reads hidden channels."""
+    readers = width.modules("in", model)
+    for site in _sites(model, run, where, "hidden channels"):
+        names = [n.removeprefix(site.block.name + ".") for n in readers if _of(n, site.block)]
+        for group, seen in Inputs(site, names).observe(observer).items():
+            if seen.tokens == 0:
+                without_data(seen)
+            for name in group.linears:
+                if name in names:
+                    yield site, name, seen
+
+
+def _of(name: str, block: Block) -> bool:
+    return name.startswith(block.name + ".")
+
+
+def _spread(values: Tensor, columns: Int[Tensor, "bundles columns"], width: int) -> Float[Tensor, " width"]:
+    """The value of each bundle, shared out evenly among its columns."""
+    found = values.new_zeros(width)
+    found[columns] = (values / columns.shape[1])[:, None].expand_as(columns)
+    return found
+
+
+def _captured(surroundings: Surroundings, ids: Tensor) -> SweepState:
+    """The calibration text before the first block, and the probe."""
+    probe = surroundings.capture(ids[:1, :PROBE])
+    state = SweepState(ActivationStore(STORE_BYTES), None, [], [], probe.hidden, probe.calls)
+    for batch in ids.split(BATCH):
+        captured = surroundings.capture(batch)
+        state.hidden.append(captured.hidden)
+        state.calls.append(captured.calls)
+        state.tokens.append(batch.numel())
+    return state

@@ -1,0 +1,184 @@
+"""SliceGPT: the hidden width turned to its principal components, and the last of them cut away (Ashkboos 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.context import Run
+from compress.errors import ModelError, TargetError
+from compress.model.blocks import find_blocks
+from compress.model.links import find_groups, relative_error
+from compress.model.packed import CompressedLinear, linears
+from compress.model.reform import Path, become, build, changed, tensors
+from compress.model.widths import Width, hidden_width
+from compress.numerics.rotation import principal_components
+from compress.reshaping import ReshapingPass
+from compress.stream.depth import logits_of
+from compress.stream.observers import Gram
+from compress.stream.residual import FORMS, TRADED, along, with_fewer
+from compress.types import Extent
+
+PROBE = 64  # tokens that structure is looked for on
+
+
+class SliceGPT(ReshapingPass):
+    """Turn the hidden states to their principal components, and cut the hidden width to the first of them.
+
+    Weights of norms are folded into what reads them, all that reads or writes hidden states is rotated, which leaves
+    the function as it is (the paper's theorem 1; proved here in float32), and the components with the least energy are
+    cut. Unlike in the paper, one rotation serves the whole model: with a rotation for each block, as there, shortcuts
+    would need matrices of their own, which no stock configuration has. The components are those of what norms write,
+    over all norms, each norm counting alike. A head that shares its weight with the embeddings gets its own, since a
+    norm stands before it alone, which takes as many bytes again. Models with LayerNorm are refused.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2401.15024"
+
+    sparsity: float = Field(default=0.2, gt=0, lt=1, description="share of the hidden channels to cut")
+    multiple: int = Field(default=1, ge=1, description="a multiple of this many hidden channels is left")
+
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+        """The configuration with the smaller hidden width, and a head of its own."""
+        width = hidden_width(model, lambda size: self._left(size, where))
+        for block in find_blocks(model):
+            for name in linears(block.module):
+                if not self.takes(f"{block.name}.{name}"):
+                    raise TargetError(
+                        f"{where}: {block.name}.{name} is left out by targets or ignore, but the hidden width is "
+                        "uniform in a configuration: all blocks become narrower, or none"
+                    )
+        config = changed(model.config, {**width.edits, **_untying(model)})
+        if config is None:
+            raise ModelError(f"{where}: no configuration has {self._left(model.config.hidden_size, where)} channels")
+        return config
+
+    def _left(self, size: int, where: str) -> int:
+        left = round(size * (1 - self.sparsity) / self.multiple) * self.multiple
+        if not 0 < left < size:
+            raise TargetError(
+                f"{where}: sparsity {self.sparsity:g} of {size} channels, in multiples of {self.multiple}, removes "
+                f"{'none' if left else 'all'}; use another share, or a smaller multiple"
+            )
+        return left
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """Three copies of the model in float32: before and after a change, and what is compared with them."""
+        return 3 * 4 * (extent.weights + extent.outside)
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, run: Run) -> None:
+        assert isinstance(model, PreTrainedModel) and run.calibration is not None
+        where, ids = run.label or self.key(), run.calibration
+        config, dtype = self.outcome(model, where), next(model.parameters()).dtype
+        own = _own_head(model)
+        width = hidden_width(own, lambda size: self._left(size, where))
+        readers = _readers(own, width, ids[:1, :PROBE], where)
+        folded = _folded(own, readers, ids[:1, :PROBE], where)
+        rotation, energy = principal_components(_covariance(folded, list(readers), ids, run, where))
+        turned, error = _turned(folded, width, list(readers), rotation, ids[:1, :PROBE], where)
+        left = next(iter(width.axes.values()))[1]
+        kept = torch.arange(left, device=energy.device)
+        new = with_fewer(folded, config, turned, width, kept, ids[:1, :PROBE], where)
+        figures = {"kept": left, "of": len(energy), "energy": round(float(energy[:left].sum() / energy.sum()), 6)}
+        run.journal.add("note", where, "principal components left", **figures, rotation_error=error)
+        become(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
+
+
+def _untying(model: PreTrainedModel) -> dict[Path, Any]:
+    """What lets the head have a weight of its own."""
+    return {("tie_word_embeddings",): False} if getattr(model, "all_tied_weights_keys", None) else {}
+
+
+def _own_head(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float32, its head no longer tied. Raises ModelError."""
+    config = changed(model.config, _untying(model))
+    plain = {name: tensor.float() for name, tensor in tensors(model).items()}
+    own = None if config is None else build(model, config, plain)
+    if own is None or getattr(own, "all_tied_weights_keys", None):
+        raise ModelError("model: its head cannot have a weight of its own, apart from the embeddings; use narrow")
+    return own
+
+
+def _readers(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
+    """The linears that read each norm of hidden states. Raises ModelError where one reads something else."""
+    wanted = set(width.modules("in", model))
+    found: dict[str, list[str]] = {}
+    for group in find_groups(model, lambda whole: logits_of(whole, ids)):
+        names = [name for name in group.linears if name in wanted]
+        if names and group.norm is not None and (f"{group.norm}.weight", 0) in width.axes:
+            found.setdefault(group.norm, []).extend(names)
+    read = {name for names in found.values() for name in names}
+    if missing := sorted(wanted - read):
+        raise ModelError(
+            f"{where}: {missing[0]} reads hidden states that no norm has written, so they cannot be rotated; use narrow"
+        )
+    if biased := [norm for norm in found if model.get_submodule(norm)._parameters.get("bias") is not None]:
+        raise ModelError(f"{where}: {biased[0]} adds a bias (LayerNorm), which no rotation leaves in place; use narrow")
+    return found
+
+
+def _folded(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:
+    """The same function with norms that only divide: what they multiply by is in the weights that read them.
+
+    Raises ModelError where the function would be another one.
+    """
+    before, errors = logits_of(model, ids), []
+    for form in FORMS:
+        held = tensors(model)
+        for norm, names in readers.items():
+            weight = held[f"{norm}.weight"]
+            scale = weight if form == "weight" else 1 + weight
+            held[f"{norm}.weight"] = torch.ones_like(weight) if form == "weight" else torch.zeros_like(weight)
+            for name in names:
+                transposed = CompressedLinear.of(model.get_submodule(name)).transposed
+                held[f"{name}.weight"] = held[f"{name}.weight"] * (scale[:, None] if transposed else scale)
+        found = build(model, model.config, held)
+        errors.append(relative_error(logits_of(found, ids), before))
+        if errors[-1] < TRADED:
+            return found
+    raise ModelError(
+        f"{where}: the model is another one with the weights of its norms folded into the linears that read them (it "
+        f"differs by {min(errors):.2g}): something else reads them, too; use narrow"
+    )
+
+
+def _covariance(
+    model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, where: str
+) -> Float[Tensor, "hidden hidden"]:
+    """Of what all norms write, over all tokens: each token counts alike, since norms divide by its size."""
+    seen = Gram(model.get_submodule(norms[0]).get_parameter("weight").shape[0], next(model.parameters()).device)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.update(output.reshape(-1, output.shape[-1]))
+
+    with ExitStack() as stack:
+        for name in norms:
+            stack.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+        for i, row in enumerate(ids):
+            run.journal.add("progress", where, "covariance of hidden states", done=i, of=len(ids))
+            logits_of(model, row[None])
+    return seen.hessian
+
+
+def _turned(
+    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, where: str
+) -> tuple[dict[str, Tensor], float]:
+    """(the weights with hidden states rotated, how far the logits are from before). Raises ModelError."""
+    held = tensors(model)
+    turned = along(held, width, lambda t, dim: (t.movedim(dim, -1) @ rotation).movedim(-1, dim))
+    turned |= {f"{norm}.weight": held[f"{norm}.weight"] for norm in norms}
+    error = relative_error(logits_of(build(model, model.config, turned), ids), logits_of(model, ids))
+    if not error < TRADED:
+        raise ModelError(
+            f"{where}: the model is another one with its hidden states rotated (it differs by {error:.2g}): not all "
+            "that reads or writes them is linear, or its norms are no RMS norms; use narrow"
+        )
+    return turned, error

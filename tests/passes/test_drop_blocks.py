@@ -1,0 +1,260 @@
+"""Dropping blocks: which ones go, that the rest is a stock model which computes the same, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress import GPTQ, RTN, DropBlocks, Wanda
+from compress.errors import ModelError, RecipeError, TargetError
+from compress.journal import Journal
+from compress.model.blocks import find_blocks
+from compress.model.reform import with_blocks
+from compress.passes.drop_blocks import influences
+from compress.plan import plan
+from compress.stream.depth import mean_loss, skipping, states
+
+QUICK = ["gpt2", "gemma2"]  # a number under another name; a list with a value per block
+SLOW = ["llama", "opt", "gpt-neox-parallel", "phi3", "bloom", "falcon", "qwen3-moe"]
+FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW)]
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def dropped(journal):
+    """Numbers of the blocks that went, in the order in which they did."""
+    return [int(e.where.rpartition(".")[2]) for e in journal.entries if e.message == "dropped"]
+
+
+def silence(block):
+    """Nothing is added to the hidden states any more: the block is the identity."""
+    block.self_attn.o_proj.weight.data.zero_()
+    block.mlp.down_proj.weight.data.zero_()
+
+
+# Which blocks go
+
+
+@pytest.mark.parametrize("by", ["influence", "loss"])
+def test_a_block_that_does_nothing_goes_first_and_is_not_missed(pico_model, pico_ids, by):
+    silence(pico_model.model.layers[1])
+    before, journal = logits(pico_model, pico_ids[:1]), Journal()
+    compress.apply(pico_model, [DropBlocks(count=1, by=by)], pico_ids[:2, :32], journal=journal)
+    assert dropped(journal) == [1] and len(pico_model.model.layers) == 2
+    assert torch.equal(logits(pico_model, pico_ids[:1]), before)
+
+
+def test_influence_by_hand(pico_model, pico_ids):
+    """1 - cos of the angle between what goes in and what comes out, token by token."""
+    silence(pico_model.model.layers[1])
+    ids, blocks = pico_ids[:2, :16], find_blocks(pico_model)
+    found = influences(pico_model, blocks, ids)
+    with torch.no_grad():
+        hidden = pico_model(input_ids=ids, output_hidden_states=True).hidden_states  # the last one is normed
+    first, second = hidden[0].double().flatten(0, 1), hidden[1].double().flatten(0, 1)
+    wanted = 1 - (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
+    assert float(found[0]) == pytest.approx(float(wanted.mean()), rel=1e-4)
+    assert abs(float(found[1])) < 1e-6 < float(found[2])
+    assert torch.allclose(influences(pico_model, blocks, ids, 2), found[[0, 2]], atol=1e-6)  # a silent one beside it
+
+
+def test_hidden_states_are_those_of_the_model(pico_model, pico_ids):
+    found = states(pico_model, find_blocks(pico_model), pico_ids[:1])
+    assert len(found) == 4
+    with torch.no_grad():
+        again = pico_model.lm_head(pico_model.model.norm(found[-1]))
+    assert torch.allclose(again, logits(pico_model, pico_ids[:1]), atol=1e-5)
+
+
+def test_by_loss_is_greedy(pico_model, pico_ids):
+    """The first is the best of all single ones by transformers' own loss, the second the best beside it."""
+    ids, blocks = pico_ids[:2, :32], find_blocks(pico_model)
+
+    def loss(some):
+        with skipping(blocks, some), torch.no_grad():
+            return float(pico_model(input_ids=ids, labels=ids).loss)
+
+    first = min(range(3), key=lambda i: loss([i]))
+    second = min({0, 1, 2} - {first}, key=lambda i: loss([first, i]))
+    assert mean_loss(pico_model, ids) == pytest.approx(loss([]), rel=1e-5)
+    journal = Journal()
+    compress.apply(pico_model, [DropBlocks(count=2, by="loss")], ids, journal=journal)
+    assert dropped(journal) == [first, second]
+
+
+def test_contiguous_blocks_are_judged_as_one(tiny, ids):
+    """Blocks 1 and 3 do nothing, but 0 and 1 lie side by side, 0 being nearly nothing."""
+    model = tiny("llama", num_hidden_layers=4)
+    silence(model.model.layers[1])
+    silence(model.model.layers[3])
+    for linear in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+        linear.weight.data *= 1e-3
+    journal = Journal()
+    compress.apply(model, [DropBlocks(count=2, contiguous=True)], ids(2), journal=journal)
+    (entry,) = [e for e in journal.entries if e.message == "dropped"]
+    assert entry.where.endswith("layers.0") and entry.figures["blocks"] == 2 and len(model.model.layers) == 2
+
+
+def test_contiguous_blocks_by_loss_are_the_best_run(tiny, ids):
+    model, journal = tiny("llama", num_hidden_layers=4), Journal()
+    losses = []
+    for start in range(3):
+        with skipping(find_blocks(model), [start, start + 1]):
+            losses.append(mean_loss(model, ids(2)))
+    compress.apply(model, [DropBlocks(count=2, by="loss", contiguous=True)], ids(2), journal=journal)
+    assert dropped(journal) == [min(range(3), key=lambda i: losses[i])]
+
+
+def test_protected_blocks_stay(tiny, ids):
+    model, journal = tiny("llama"), Journal()
+    silence(model.model.layers[0])
+    silence(model.model.layers[2])
+    compress.apply(model, [DropBlocks(count=1, keep=[0, -1])], ids(2), journal=journal)
+    assert dropped(journal) == [1]
+    compress.apply(model, [DropBlocks(count=1, ignore="model.layers.0.mlp.up_proj")], ids(2), journal=journal)
+    assert dropped(journal) == [1, 1]
+
+
+def test_only_as_many_sequences_as_asked_are_looked_at(pico_model, pico_ids, monkeypatch):
+    seen = []
+    run = type(pico_model).forward
+    monkeypatch.setattr(type(pico_model), "forward", lambda self, **given: seen.append(given) or run(self, **given))
+    compress.apply(pico_model, [DropBlocks(count=1, sequences=2)], pico_ids)
+    assert len(seen) == 2 + 2  # and the proof: with the block passed by, and without it
+
+
+# What is left
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rest_is_a_stock_model_that_computes_what_the_others_did(family, tiny_folder, recipe, ids, tmp_path):
+    folder = tiny_folder(family)
+    asked = recipe(DropBlocks(count=1, keep=[0, -1]), model=folder, save={"format": "dense"})
+    report = compress.run(asked, tmp_path).report
+    assert report["verified"]["own"] == 0
+    original = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with skipping(find_blocks(original), [1]):
+        wanted = logits(original, ids())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert plain.config.num_hidden_layers == 2 and type(plain) is type(original)
+    assert torch.allclose(logits(plain, ids()), wanted, atol=1e-4)
+
+
+def test_the_cache_counts_the_blocks_that_are_left(pico_model, pico_ids):
+    compress.apply(pico_model, [DropBlocks(count=1, keep=[0, 2])], pico_ids[:2])
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with_cache = pico_model.generate(pico_ids[:1, :8], use_cache=True, **options)
+    assert torch.equal(with_cache, pico_model.generate(pico_ids[:1, :8], use_cache=False, **options))
+    assert with_cache.shape == (1, 16)
+
+
+def test_lists_with_a_value_per_block_are_cut_along(tiny, ids):
+    """Sliding and full attention in turn: what is left keeps its own kind."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = tiny("gemma2", num_hidden_layers=4, layer_types=kinds)
+    with skipping(find_blocks(model), [0]):
+        wanted = logits(model, ids())
+    compress.apply(model, [DropBlocks(count=1, keep=[1, 2, 3])], ids())
+    assert model.config.layer_types == kinds[1:] and model.config.num_hidden_layers == 3
+    assert torch.allclose(logits(model, ids()), wanted, atol=1e-5)
+
+
+def test_other_numbers_that_are_as_large_stay(tiny):
+    model = tiny("llama", num_hidden_layers=4)
+    config = with_blocks(model, [0, 1, 3])
+    assert (config.num_hidden_layers, config.num_attention_heads) == (3, 4)
+
+
+# In a chain
+
+
+@pytest.mark.slow
+def test_the_chain_drop_round_learn(recipe, tmp_path, manifest_of):
+    chain = DropBlocks(count=1), GPTQ(group_size=32), compress.Distill(steps=2)
+    asked = recipe(*chain)
+    planned = plan(asked)
+    result = compress.run(asked, tmp_path)
+    verified = result.report["verified"]
+    assert (verified["layers"], verified["own"], verified["transformers"]) == (14, 0, 0)
+    assert result.report["size"]["tensor_bytes"] == planned.checkpoint_bytes
+    assert [layer.passes[0] for layer in planned.layers] == ["passes[0] drop_blocks"] * 14
+    assert result.report["size"]["dense_bytes"] == plan(recipe(RTN())).dense_bytes  # of the model as it came
+    assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2
+    assert result.report["training"]["passes[2] distill"]["curve"][0]["loss"] > 0.01  # from the teacher of 3 blocks
+    before = manifest_of(tmp_path)
+    assert compress.run(asked, tmp_path).report["size"] == result.report["size"]  # complete: only checked again
+    assert manifest_of(tmp_path)["shards"] == before["shards"]
+
+
+def test_later_patterns_match_the_names_of_what_is_left(recipe):
+    late = Wanda(targets="model.layers.2.*")
+    assert plan(recipe(late)).layers
+    with pytest.raises(TargetError, match=r"passes\[1\] wanda: targets pattern 'model.layers.2.\*' matches no linear"):
+        plan(recipe(DropBlocks(count=1), late))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give count or sparsity, one of the two"),
+        ({"count": 1, "sparsity": 0.5}, "give count or sparsity, one of the two"),
+        ({"sparsity": 0.0}, "greater than 0"),
+        ({"sparsity": 1.0}, "less than 1"),
+        ({"count": 0}, "greater than or equal to 1"),
+        ({"count": 1, "by": "luck"}, "'influence' or 'loss'"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(RecipeError, match=message):
+        compress.Recipe(model="m", passes=[{"drop_blocks": options}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 3}, "3 of 3 blocks would go; at most 2 can"),
+        ({"sparsity": 0.9}, "3 of 3 blocks would go; at most 2 can"),
+        ({"sparsity": 0.1}, "sparsity 0.1 of 3 blocks is none; ask for count: 1"),
+        ({"count": 1, "keep": [3]}, "keep names block 3, but the last one is 2"),
+        ({"count": 2, "keep": [0, -1]}, "2 blocks are to go, but keep, targets and ignore leave 1 of 3 to choose from"),
+        ({"count": 2, "keep": [1], "contiguous": True}, "2 blocks that follow one another are to go, .* leave 2 of 3"),
+        (
+            {"count": 1, "targets": ["*.q_proj"]},
+            "1 blocks are to go, .* leave 0 of 3 to choose from; remove fewer, or protect fewer",
+        ),
+    ],
+)
+def test_what_cannot_be_dropped_is_said_before_any_work(recipe, options, message):
+    with pytest.raises(TargetError, match=rf"^passes\[0\] drop_blocks: {message}"):
+        plan(recipe(DropBlocks(**options)))
+
+
+@pytest.mark.parametrize("before", [Wanda(), RTN(), Wanda(targets="model.layers.0.*")])
+def test_a_compressed_model_keeps_its_blocks(recipe, before):
+    with pytest.raises((RecipeError, TargetError), match="already"):
+        plan(recipe(before, DropBlocks(count=1, targets="model.layers.1.*")))
+
+
+def test_a_place_that_no_configuration_can_say(tiny, ids):
+    """The first block alone has no experts, and the configuration says so by its number."""
+    model = tiny("qwen3-moe", mlp_only_layers=[0])
+    with pytest.raises(ModelError, match="no entry of its configuration says that 2 of its 3 blocks are left"):
+        compress.apply(model, [DropBlocks(count=1, keep=[1, 2])], ids())
+
+
+def test_a_model_that_is_not_the_one_without_the_blocks_is_refused(tiny, ids, monkeypatch):
+    """As where a block computes something else under another number."""
+    monkeypatch.setattr("compress.passes.drop_blocks.with_blocks", lambda model, kept: with_blocks(model, [0, 1]))
+    monkeypatch.setattr("compress.passes.drop_blocks.renumbered", lambda m, k: {n: n for n in m.state_dict()})
+    model = tiny("llama")
+    with pytest.raises(ModelError, match="is not the one that passes by the others"):
+        compress.apply(model, [DropBlocks(count=1, keep=[1, 2])], ids())
+    assert len(model.model.layers) == 3

@@ -60,7 +60,7 @@ class TrainingPass(Settings, ModelPass):
         default=0.0, ge=0, description="weight of the relative squared difference of hidden states; needs top_k: null"
     )
     cosine: float = Field(
-        default=0.0, ge=0, description="weight of 1 - cosine of the last hidden states (DistilBERT); needs top_k: null"
+        default=0.0, ge=0, description="weight of 1 - cosine of the last hidden states ; needs top_k: null"
     )
     layer_map: tuple[tuple[int, int], ...] | None = Field(
         default=None,

@@ -15,3 +15,8 @@ def regular_mask(rows, width, n, m, seed=0):
 def random_mask(rows, width, density, seed=0):
     """Each weight kept by chance."""
     return torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < density
+
+
+def most_of(mask, m):
+    """The largest number of weights that a group of m columns keeps; the tail does not count."""
+    return int(mask[:, : mask.shape[1] // m * m].reshape(-1, m).sum(1).max())

@@ -44,11 +44,15 @@ class SRSTE(SparseTrainingPass):
 
     def apply(self, model: nn.Module, run: Run) -> None:
         layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and self.takes(n)]
-        stuck = sum(layer.mask is not None and self.pattern.violations(layer.mask.float()) == 0 for layer in layers)
+        stuck = sum(mask is not None and self._fits(mask) for mask in (layer.mask for layer in layers))
         if stuck and not self.regrow:
             message = "an earlier mask leaves no choice in these layers; with regrow: true it may change"
             run.journal.add("fallback", run.label or self.key(), message, layers=stuck)
         super().apply(model, run)
+
+    def _fits(self, mask: Bool[Tensor, "out in"]) -> bool:
+        """Whether a mask keeps no more than N of any M."""
+        return bool((self.pattern.keep(mask.float(), 0.0) | ~mask).all())
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -11,7 +11,6 @@ import compress
 from compress.errors import RecipeError
 from compress.journal import Journal
 from compress.model.packed import CompressedLinear
-from compress.numerics.masks import Pattern
 from compress.passes.finetune import Finetune
 from compress.types import Extent
 
@@ -23,7 +22,7 @@ def test_the_low_rank_product_and_its_gradient_by_hand():
     linear, weight = in_training(Finetune(lora_rank=1, lora_alpha=3.0), mask=MASK)
     product = linear.parametrization
     assert not weight.requires_grad and torch.equal(product(weight), WEIGHT * MASK), "B is zero at first"
-    assert 0 < float(product.down.abs().max()) <= 0.5, "within 1 / sqrt(inputs)"
+    assert 0 < float(product.down.detach().abs().max()) <= 0.5, "within 1 / sqrt(inputs)"
     with torch.no_grad():
         product.down.copy_(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
         product.up.copy_(torch.tensor([[1.0], [0.0], [-1.0], [0.5]]))
@@ -50,7 +49,7 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, pico_ids, opt
     before = {n: m for n, m in copy.deepcopy(pico_model).named_modules() if isinstance(m, CompressedLinear)}
     norm, journal = pico_model.model.norm.weight.clone(), Journal()
     compress.apply(pico_model, [Finetune(steps=2, warmup=0, **options)], pico_ids, journal=journal)
-    check_masks(pico_model, Pattern("2:4"))
+    check_masks(pico_model, 2, 4)
     for name, old in before.items():
         layer = pico_model.get_submodule(name)
         assert torch.equal(layer.mask, old.mask) and not torch.equal(layer.weight, old.weight)

@@ -119,7 +119,7 @@ def test_a_killed_run_goes_on_in_its_round(recipe, tmp_path, monkeypatch, killed
 @pytest.mark.parametrize("retrain", KINDS)
 def test_it_recovers_a_part_of_what_2_of_4_cost(pico, pico_model, retrain):
     step = IterativePruning(pattern="2:4", rounds=2, retrain=retrain, **RATES)
-    assert recovered(pico_model, step, texts(pico)) > 0.25
+    assert recovered(pico_model, step, texts(pico)) > 0.2
 
 
 def test_only_targets_are_pruned(pico_model, pico_ids):

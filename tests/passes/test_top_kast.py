@@ -70,7 +70,7 @@ def test_two_of_four_train_three_of_four():
 def test_masks_hold_on_a_model(pico_model, pico_ids):
     step = TopKAST(pattern="2:4", steps=4, batch=2, weight_rate=1.0)
     compress.apply(pico_model, [step], pico_ids)
-    check_masks(pico_model, Pattern("2:4"))
+    check_masks(pico_model, 2, 4)
 
 
 def test_an_earlier_mask_holds(pico_model, pico_ids):

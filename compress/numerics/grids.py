@@ -40,6 +40,11 @@ class Grid(ABC):
         """True when the grid has no zero point."""
 
     @property
+    def has_zero(self) -> bool:
+        """Whether zero is one of its values, as pruned weights need."""
+        return True
+
+    @property
     @abstractmethod
     def span(self) -> float:
         """What the scale of a symmetric group is its largest magnitude divided by."""
@@ -134,6 +139,10 @@ class LevelGrid(SymmetricGrid):
     """A sorted table of levels times a scale; the code is the index into the table."""
 
     levels: tuple[float, ...] = ()
+
+    @property
+    def has_zero(self) -> bool:
+        return 0.0 in self.levels
 
     @property
     def span(self) -> float:

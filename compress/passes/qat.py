@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from compress.context import Run
-from compress.errors import TargetError
 from compress.model.packed import CompressedLinear
-from compress.numerics.grids import LevelGrid
 from compress.numerics.inputs import InputRounding
 from compress.options import OF_THE_WHOLE
 from compress.quantizing import Quantizing
@@ -64,18 +62,16 @@ class QAT(Quantizing, TrainingPass):
         label = run.label or self.key()
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            return self._fake(f"{label}: {name}", layer, self.for_layer(name) or self, run.storage)
+            return self._fake(layer, self.for_layer(name) or self, run.storage)
 
         with trainable(model, self.train, self.takes, run.storage, label, parametrize) as student:
             self._note(student, run, label)
             yield student
 
-    def _fake(self, where: str, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
-        """How the weight of a layer is trained; own: the options that it has. Raises TargetError."""
+    def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
+        """How the weight of a layer is trained; own: the options that it has."""
         if own.input_grid is not None:
             layer.round_inputs(InputRounding(own.input_grid))
-        if layer.mask is not None and isinstance(own.grid, LevelGrid) and 0.0 not in own.grid.levels:
-            raise TargetError(f"{where}: weights {own.weights} have no zero, but the layer is pruned; use ternary")
         rounding = WeightGrid(own.grid, own.group_size, own.symmetric, own.scale, storage)
         if own.grid.scaling.free and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())

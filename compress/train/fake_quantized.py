@@ -105,6 +105,9 @@ class LearnedSteps(FakeQuantized):
     @torch.no_grad()
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         self.factor.clamp_(min=SMALLEST_FACTOR)
+        if self.zero is not None and self.shift is not None:
+            low, high = levels(self.rounding.grid)
+            self.shift.copy_((self.zero + self.shift * (high - low)).clamp_(low, high).sub_(self.zero).div_(high - low))
         return super().update(weight, done, of)
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ class WeightSpec:
 
     indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
     scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
-    `numerics.inputs`.
+    `numerics.inputs`. float_zeros: zero points need not be whole numbers.
     """
 
     grid: Grid
@@ -48,6 +48,7 @@ class WeightSpec:
     activation_scale: ActivationScale = "token"
     outlier_threshold: float | None = None
     outlier_columns: bool = False
+    float_zeros: bool = False
 
 
 class Pass(BaseModel, ABC):

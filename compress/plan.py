@@ -21,7 +21,7 @@ from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
-from compress.pruning import PruningPass
+from compress.pruning import Pruning
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
@@ -150,7 +150,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
     for name in names:
         own, width = _own(step, name), shapes[name][1]
         spec, reason = own.spec, None
-        if isinstance(own, PruningPass):
+        if isinstance(own, Pruning):
             reason = own.pattern.refuses(shapes[name], own.density)
         if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
             raise TargetError(
@@ -166,7 +166,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
 def _scheme(spec: WeightSpec, width: int) -> Scheme:
     return Scheme(
         spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
-        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns,
+        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns, float_zeros=spec.float_zeros,
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def planned_scheme(
     own = [_own(step, name) for _, step in steps]
     specs = [spec for step in own if (spec := step.spec) is not None]
     scheme = _scheme(specs[-1], shape[1]) if specs else None
-    pruning = [step for step in own if isinstance(step, PruningPass)]
+    pruning = [step for step in own if isinstance(step, Pruning)]
     if not pruning:
         return scheme
     value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
@@ -187,7 +187,7 @@ def planned_scheme(
     return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
 
 
-def _sparsities(step: PruningPass, shape: tuple[int, int]) -> list[Sparsity]:
+def _sparsities(step: Pruning, shape: tuple[int, int]) -> list[Sparsity]:
     """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
     rows, width = shape
     if step.pattern.n_of_m is not None:
@@ -263,8 +263,9 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
         assert scheme.sparsity is not None
         return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
     packed = PackedCodes.empty(
-        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity
-    )
+        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
+        scheme.float_zeros,
+    )  # fmt: skip
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pydantic import Field
 from torch import nn
@@ -12,9 +13,10 @@ from compress.context import Run
 from compress.contract import ModelPass
 from compress.model.packed import CompressedLinear
 from compress.numerics.divergences import DivergenceName
+from compress.pruning import Pruning
 from compress.train.loop import Where, train
 from compress.train.objective import LanguageLoss
-from compress.train.parametrization import Masked, Parametrization
+from compress.train.parametrization import Kind, Masked, Parametrization
 from compress.train.settings import Settings
 from compress.train.student import Student, trainable
 from compress.train.teacher import Beside, Stored, Teacher, ask
@@ -53,6 +55,11 @@ class TrainingPass(Settings, ModelPass):
     def needs_teacher(self) -> bool:
         return self.hard < 1
 
+    @property
+    def kinds(self) -> tuple[Kind, ...] | None:
+        """What is trained; None: all that there is."""
+        return self.train
+
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
         """How the weight of a dense linear is trained, by its full name; as it is, zero outside of its mask."""
         return Masked(layer.mask)
@@ -71,7 +78,7 @@ class TrainingPass(Settings, ModelPass):
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
         """The model made ready for training, and put back in the end. Raises TargetError."""
         label = run.label or self.key()
-        with trainable(model, self.train, self.takes, run.storage, label, self.parametrize) as student:
+        with trainable(model, self.kinds, self.takes, run.storage, label, self.parametrize) as student:
             if student.kept:
                 message = "scales that are not stored as floats are not trained"
                 run.journal.add("fallback", label, message, layers=len(student.kept), first=student.kept[0])
@@ -102,3 +109,12 @@ class TrainingPass(Settings, ModelPass):
 
         assert run.calibration is not None and run.open_teacher is not None
         return ask(run.open_teacher, run.calibration, self.temperature, top_k, run.work, run.device, label, tell)
+
+
+class SparseTrainingPass(Pruning, TrainingPass):
+    """Options of passes that choose what is removed while the rest is trained."""
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.train is not None and "weights" not in self.train:
+            raise ValueError(f"{self.key()} trains the weights that it prunes; add weights to train, or leave it out")

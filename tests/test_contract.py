@@ -246,10 +246,9 @@ class Masking(LayerPass):
 def test_what_was_pruned_before_stays_pruned(key, ids):
     """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning.
 
-    In one block or its attention, since the others are the same to it.
+    In one layer or block, since the others are the same to it.
     """
-    one, more = parts_for(chain_of(key)[-1])
-    part = more if isinstance(chain_of(key)[-1], LayerPass) else one
+    part, _ = parts_for(chain_of(key)[-1])
     for step in _with_zero_points(chain_of(key)[-1]):
         chain = [Masking(), *chain_of(key)[:-1], changed(step, targets=[part])]
         if any("masked" in s.never_after for s in chain):

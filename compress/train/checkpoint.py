@@ -41,7 +41,8 @@ def write_state(
     tensors |= {f"buffer/{name}": tensor for name, tensor in buffers.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
     for name, parameter in parameters.items():
-        tensors |= {f"{moment}/{name}": moments[parameter][moment] for moment in MOMENTS if parameter in moments}
+        found = moments[parameter] if parameter in moments else {}
+        tensors |= {f"{moment}/{name}": found[moment] for moment in MOMENTS if moment in found}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
         found = {name: t.cpu().clone().contiguous() for name, t in tensors.items()}

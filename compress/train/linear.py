@@ -113,6 +113,7 @@ class TrainedLinear(nn.Module):
         self.parametrization = Masked(self.layer.mask) if parametrization is None else parametrization
         self.weight = nn.Parameter(self.layer.weight.detach().float().clone())  # it may be a view of a file
         self.weight.requires_grad_(self.parametrization.trains_weight)
+        self.parametrization.to(self.weight.device)
         self.layer.put(self.weight.detach())
         return self.weight
 

@@ -23,6 +23,7 @@ from compress.train.settings import Settings
 from compress.train.student import Student
 
 STATE = "training.safetensors"
+KEPT = "kept/"  # tensors in the file of the state that a span keeps
 RISEN = 2.0  # times the first loss: sequences differ by less
 
 
@@ -47,6 +48,17 @@ class Where:
 
 
 @dataclass
+class Span:
+    """The part of a schedule that is trained, in shares of its steps: what is behind `begin`. keep: after which share
+    what is trained is copied into `kept`; None: never.
+    """
+
+    begin: float = 0.0
+    keep: float | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class State:
     """Where training stands: steps that are done, the loss of each, and what the best state so far was worth.
 
@@ -63,22 +75,27 @@ class State:
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where
-) -> dict[str, Any]:
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where,
+    span: Span | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
 
-    ids: what the objective knows examples by: the tokens of each, or a number.
+    ids: what the objective knows examples by: the tokens of each, or a number. span: the part of the schedule that is
+    trained, all of it if it is not given.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
     """
-    trainer = _Trainer(student, objective, ids, settings, where)
+    trainer = _Trainer(student, objective, ids, settings, where, span or Span())
     with torch.enable_grad():
         return trainer.run()
 
 
 class _Trainer:
-    def __init__(self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where) -> None:
+    def __init__(
+        self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where, span: Span
+    ) -> None:
         self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
+        self.span = span
         self.parameters, self.buffers = student.named(), student.buffers()
         self.device = next(iter(self.parameters.values())).device
         # Precision is set here step by step: the state of accelerate is one for the whole process.
@@ -91,15 +108,17 @@ class _Trainer:
             for kind, p in student.parameters.items()
             if p
         ]
-        self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, foreach=False)
+        self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.highest = [group["lr"] for group in groups]
         self.rows, self.held = settings.split(len(ids))
         self.order = settings.order(self.rows, self.accelerator.num_processes)
         self.rates = settings.rates(len(self.order)).tolist()
-        self.state = State()
+        self.first = round(span.begin * len(self.order))
+        self.state = State(step=self.first, best_step=self.first)
         self.good = self._copy()
         told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        told |= {"begin": span.begin, "keep": span.keep}
         self.key = digest(told, {"ids": ids, **self.good})
         self.begun = perf_counter()
 
@@ -109,9 +128,9 @@ class _Trainer:
 
     def run(self) -> dict[str, Any]:
         """All steps that are left."""
-        self._resume()
+        resumed = self._resume()
         before = self.state.seconds
-        if self.state.step == 0:
+        if not resumed:
             self._begin()
         for step in range(self.state.step, len(self.order)):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
@@ -130,10 +149,11 @@ class _Trainer:
 
     def _begin(self) -> None:
         """What is due before the first step."""
-        found = self.student.update(0, len(self.order))
+        found = self.student.update(self.state.step, len(self.order))
         if found:
-            self.state.curve.append({"step": 0, **found})
+            self.state.curve.append({"step": self.state.step, **found})
         self.good = self._copy()
+        self._keep()
         self._look()
 
     def _take(self, step: int) -> None:
@@ -158,7 +178,13 @@ class _Trainer:
         shares = self.student.update(step + 1, len(self.order))
         self.state.step = step + 1
         self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step], **shares})
+        self._keep()
         self._progress(found)
+
+    def _keep(self) -> None:
+        """A copy of what is trained, where one was asked for."""
+        if self.span.keep is not None and self.state.step == round(self.span.keep * len(self.order)):
+            self.span.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _loss(self, rows: list[int]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
@@ -200,22 +226,26 @@ class _Trainer:
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             tensor.copy_(tensors[name])
 
-    def _resume(self) -> None:
-        """The state that a killed run left, if it is one of this very training."""
+    def _resume(self) -> bool:
+        """Whether a killed run has left a state of this very training, which is then put in place."""
         if self._file is None:
-            return
+            return False
         found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if found is not None:
-            told, self.good = found
+            told, best = found
+            self.good = {name: best[name] for name in self.good}
+            self.span.kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
             self.state = State(**told)
             self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
+        return found is not None
 
     def _write(self) -> None:
         if not self.held:
             self.good = self._copy()
         if self._file is not None and self.accelerator.is_main_process:
             told, moments = vars(self.state), self.optimizer.state
-            write_state(self._file, self.key, told, self.parameters, self.buffers, self.good, moments)
+            best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
+            write_state(self._file, self.key, told, self.parameters, self.buffers, best, moments)
 
     def _progress(self, loss: float) -> None:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
@@ -228,8 +258,9 @@ class _Trainer:
         part = max(1, len(losses) // 4)
         first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
         counts = {kind: sum(p.numel() for p in group.values()) for kind, group in self.student.parameters.items()}
-        journal.add("note", self.where.label, "trained", steps=state.step, first_loss=first, last_loss=last, **counts)
-        if self.held and state.best_step == 0:
+        steps, of = state.step - self.first, len(self.order) - self.first
+        journal.add("note", self.where.label, "trained", steps=steps, first_loss=first, last_loss=last, **counts)
+        if self.held and state.best_step == self.first:
             message = "training gained nothing on the sequences held out; the model stays as it was"
             journal.add("fallback", self.where.label, message, held_out=state.best)
         elif self._rose(first, last, losses):
@@ -238,8 +269,8 @@ class _Trainer:
         return {
             "first_loss": first,
             "last_loss": last,
-            "steps": state.step,
-            "of": len(self.order),
+            "steps": steps,
+            "of": of,
             "trained": counts,
             "seconds": state.seconds,
             "held_out": self.held,

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from compress.model.packed import CompressedLinear
 from compress.numerics.codes import Codes
+from compress.numerics.masks import Pattern
+from compress.numerics.schedules import partly
 
 Kind = Literal["scales", "norms", "weights", "biases"]
 """What can be trained, each with a rate of its own."""
@@ -79,6 +81,29 @@ class Masked(Parametrization):
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"] | None]:
         return self.forward(weight), self.mask
+
+
+def magnitudes(weight: Float[Tensor, "out in"], allowed: Bool[Tensor, "out in"] | None) -> Float[Tensor, "out in"]:
+    """Scores to choose masks by: |W_ij|, and -1 where an earlier pass has removed a weight, which stays so."""
+    return weight.abs() if allowed is None else weight.abs().masked_fill(~allowed, -1)
+
+
+class Shrinking(Masked):
+    """W * mask, where the mask may be made smaller on the way."""
+
+    mask: Tensor
+
+    def __init__(self, layer: CompressedLinear) -> None:
+        mask = layer.mask
+        super().__init__(torch.ones(layer.shape, dtype=torch.bool) if mask is None else mask)
+
+    def shrink(self, weight: nn.Parameter, pattern: Pattern, sparsity: float) -> None:
+        """Remove the smallest weights until the sparsity is reached; what is gone already counts."""
+        self.mask &= partly(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
+
+    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+        weight.mul_(self.mask)
+        return {"sparsity": ((~self.mask).sum(), self.mask.numel())}
 
 
 Parametrize = Callable[[str, CompressedLinear], Parametrization]

@@ -167,6 +167,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_run_killed_inside_of_a_block_ends_with_the_same_bytes(recipe, tmp_path, monkeypatch):
     asked = recipe(GPTQ(**RTN3), LKD(train="norms", steps=4, checkpoint_every=2, learning_rate=0.01))
     wanted = compress.run(asked, tmp_path / "whole").report

@@ -64,7 +64,7 @@ class QAT(Quantizing, TrainingPass):
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
             return self._fake(layer, self.for_layer(name) or self, run.storage)
 
-        with trainable(model, self.train, self.takes, run.storage, label, parametrize) as student:
+        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
             self._note(student, run, label)
             yield student
 

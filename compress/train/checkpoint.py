@@ -41,7 +41,7 @@ def write_state(
     tensors |= {f"buffer/{name}": tensor for name, tensor in buffers.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
     for name, parameter in parameters.items():
-        found = moments[parameter] if parameter in moments else {}
+        found = moments.get(parameter, {})
         tensors |= {f"{moment}/{name}": found[moment] for moment in MOMENTS if moment in found}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:

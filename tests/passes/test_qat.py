@@ -35,25 +35,29 @@ def loss(model, ids):
 
 
 def test_the_codes_are_what_the_last_forward_pass_used(pico_model, pico_ids, monkeypatch):
-    """The model that is held out on after the last step is, to the last bit, the one with packed codes."""
+    """What the model gives when it is looked at after the last step is what it gives with packed codes."""
     seen = []
     real = LanguageLoss.__call__
 
     def watching(self, model, ids, rows):
-        if not torch.is_grad_enabled():
-            seen.append(model(input_ids=pico_ids[:1], use_cache=False).logits)
-        return real(self, model, ids, rows)
+        if torch.is_grad_enabled():
+            return real(self, model, ids, rows)
+        seen.append(model(input_ids=pico_ids[:1], use_cache=False).logits)
+        return torch.tensor(1 / len(seen))  # the last state is the best
 
     monkeypatch.setattr(LanguageLoss, "__call__", watching)
-    step = QAT(weights="int3", symmetric=False, activations="int8", steps=4, hold_out=0.3, evaluate_every=4, **FAST)
+    step = QAT(weights="int3", symmetric=False, steps=3, hold_out=0.1, evaluate_every=3, **FAST)
     found = worked(pico_model, [step], pico_ids)
     with torch.no_grad():
         logits = found(input_ids=pico_ids[:1]).logits
-    assert torch.allclose(logits, seen[-1], atol=1e-5) and len(packed(found)) == 21
-    assert all(layer.activations is GRIDS["int8"] for layer in packed(found).values())
+    assert torch.allclose(logits, seen[-1], atol=1e-4) and len(packed(found)) == 21
+    assert not torch.allclose(logits, seen[0], atol=0.1)
 
 
-@pytest.mark.parametrize("weights", ["int2", "ternary", "binary"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("int2", "binary")]
+
+
+@pytest.mark.parametrize("weights", ["ternary", *OTHERS])
 def test_it_learns_what_rounding_lost(weights, pico_model, pico_ids):
     """At least half of the loss on the text that it learns from comes back; a short training leaves codes alone."""
     start = loss(pico_model, pico_ids)
@@ -91,7 +95,9 @@ def test_its_own_model_as_a_teacher_has_nothing_to_teach(pico_model, pico_ids):
 
 def test_layers_may_differ_and_others_stay_dense(pico_model, pico_ids):
     overrides = {"*.down_proj": {"weights": "ternary"}, "*.up_proj": {"weights": "none"}}
-    found = worked(pico_model, [QAT(weights="int4", overrides=overrides, steps=1, **FAST)], pico_ids)
+    step = QAT(weights="int4", overrides=overrides, activations="int8", steps=1, **FAST)
+    found = worked(pico_model, [step], pico_ids)
+    assert all(layer.activations is GRIDS["int8"] for layer in packed(found).values())
     grids = {name.rpartition(".")[2]: layer.packed.grid.name for name, layer in packed(found).items()}
     assert grids["down_proj"] == "ternary" and grids["q_proj"] == "int4" and "up_proj" not in grids
 

@@ -54,10 +54,10 @@ class Run:
     costs: seconds and peak memory per phase.
 
     For passes over the whole model: label is what errors and the journal call the pass that is at work. calibration:
-    token ids [sequences, length], None where none were given. open_teacher: the uncompressed model, opened again and
-    runnable inside of the context; its parts are in memory only while they are needed. work: a folder for files that
-    the run needs until it is complete, None where it has none; whoever is killed and started again finds it as it was.
-    training: what the report says of each pass that trained, by label.
+    token ids [sequences, length], None where none were given. open_teacher: opens the uncompressed model again, or
+    another one by its source, runnable inside of the context; its parts are in memory only while they are needed. work:
+    a folder for files that the run needs until it is complete, None where it has none; whoever is killed and started
+    again finds it as it was. training: what the report says of each pass that trained, by label.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -69,7 +69,7 @@ class Run:
     costs: dict[str, Cost] = field(default_factory=dict)
     label: str = ""
     calibration: Tensor | None = None
-    open_teacher: Callable[[], AbstractContextManager[nn.Module]] | None = None
+    open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
     work: Path | None = None
     training: dict[str, Any] = field(default_factory=dict)
 

@@ -311,6 +311,11 @@ class ModelPass(Pass):
         """Whether the uncompressed model is looked at, which `run.open_teacher` then gives."""
         return False
 
+    @property
+    def other_teacher(self) -> str | None:
+        """The source of a model that is looked at instead of the uncompressed one."""
+        return None
+
     def memory_bytes(self, extent: Extent) -> int:
         """About what it needs beside the model itself."""
         return 0

@@ -44,6 +44,7 @@ from compress.model.save import (
     write_shard,
     write_text,
 )
+from compress.model.vocabulary import check_teacher
 from compress.plan import Plan, Step, is_sweep, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
@@ -127,7 +128,11 @@ def apply(
         sizes = known.config.vocab_size, model.config.vocab_size
         if sizes[0] != sizes[1]:
             raise ModelError(f"teacher: it knows {sizes[0]} tokens, the model {sizes[1]}; both need one vocabulary")
-        context.open_teacher = lambda: nullcontext(known.eval())
+
+        def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
+            return nullcontext(known.eval()) if other is None else open_model(other, device=opened.device).streaming()
+
+        context.open_teacher = open_teacher
     for swept, segment in _segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
@@ -170,6 +175,9 @@ class Job:
         context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
         planned = plan_of(recipe, opened)
         steps = resolve(recipe.passes, opened, format_)
+        for step in recipe.passes:
+            if isinstance(step, ModelPass) and step.other_teacher is not None:
+                check_teacher(step.other_teacher, opened, recipe.trust_remote_code)
         texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
         with context.phase("calibration text"):
             ids = calibration_ids(recipe, opened)
@@ -232,10 +240,11 @@ class Job:
         self.context.work = self.manifest.folder / WORK / "passes"
         self.manifest.write()
 
-    def _source(self) -> AbstractContextManager[PreTrainedModel]:
-        """The model as it came, opened again; runnable with one block's weights in memory at a time."""
+    def _source(self, other: str | None = None) -> AbstractContextManager[PreTrainedModel]:
+        """The model as it came, or another; runnable with one block's weights in memory at a time."""
         recipe = self.recipe
-        return open_model(recipe.model, recipe.dtype, self.opened.device, recipe.trust_remote_code).streaming()
+        source = recipe.model if other is None else other
+        return open_model(source, recipe.dtype, self.opened.device, recipe.trust_remote_code).streaming()
 
     def _bring_all(self) -> None:
         """All weights into memory, for passes that work on the whole model or sweeps that follow one another."""

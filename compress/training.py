@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import Field
@@ -19,7 +20,7 @@ from compress.train.objective import LanguageLoss
 from compress.train.parametrization import Kind, Masked, Parametrization
 from compress.train.settings import Settings
 from compress.train.student import Student, trainable
-from compress.train.teacher import Beside, Stored, Teacher, ask
+from compress.train.teacher import Beside, Question, Stored, Teacher, ask
 
 # Measured on SmolLM2-135M in int4, 1024 tokens of WikiText-2, against all 49152 tokens. Relative error of the gradient:
 # 16: 14%, 64: 6.1%, 256: 2.2% (cosine 0.9999), 1024: 0.7%; KL seen: 52%, 69%, 83%, 93%. 2 KiB per token of text.
@@ -43,7 +44,29 @@ class TrainingPass(Settings, ModelPass):
     divergence: DivergenceName = Field(
         default="forward_kl", description="of the student from the teacher: forward_kl, reverse_kl, js, or tv"
     )
+    teacher: str | None = Field(
+        default=None,
+        description="hub id, folder or .gguf file of another model with the same tokenizer to learn from; null: the "
+        "uncompressed model",
+    )
     temperature: float = Field(default=1.0, gt=0, description="both models' logits are divided by it")
+    token_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="tokens with the teacher's cross-entropy c count exp(c / token_scale) in the divergence (TSLD); "
+        "null: all alike",
+    )
+    hidden: float = Field(
+        default=0.0, ge=0, description="weight of the relative squared difference of hidden states; needs top_k: null"
+    )
+    cosine: float = Field(
+        default=0.0, ge=0, description="weight of 1 - cosine of the last hidden states (DistilBERT); needs top_k: null"
+    )
+    layer_map: tuple[tuple[int, int], ...] | None = Field(
+        default=None,
+        description="for hidden: pairs of a block of the model and one of the teacher, from 0: [[0, 1], [1, 3]]; null: "
+        "evenly",
+    )
     top_k: int | None = Field(
         default=TOP_K,
         ge=1,
@@ -51,9 +74,22 @@ class TrainingPass(Settings, ModelPass):
         "every step",
     )
 
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if (self.hidden or self.cosine) and self.top_k is not None:
+            raise ValueError("hidden states are compared in every step, in which the teacher runs; add top_k: null")
+        if self.token_scale is not None and self.hard == 1:
+            raise ValueError("token_scale weighs the divergence, which hard: 1 leaves out; lower hard")
+        if self.layer_map is not None and not self.hidden:
+            raise ValueError("layer_map says which hidden states are compared; give hidden a weight, or leave it out")
+
     @property
     def needs_teacher(self) -> bool:
-        return self.hard < 1
+        return self.hard < 1 or self.hidden > 0 or self.cosine > 0
+
+    @property
+    def other_teacher(self) -> str | None:
+        return self.teacher if self.needs_teacher else None
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:
@@ -88,7 +124,10 @@ class TrainingPass(Settings, ModelPass):
     def objective(self, run: Run) -> Iterator[LanguageLoss]:
         """What is made small; a teacher that is asked in every step is open meanwhile."""
         with self._teacher(run) as teacher:
-            yield LanguageLoss(self.hard, self.divergence, self.temperature, teacher)
+            yield LanguageLoss(
+                self.hard, self.divergence, self.temperature, teacher, self.token_scale, self.hidden, self.cosine,
+                self.layer_map,
+            )  # fmt: skip
 
     @contextmanager
     def _teacher(self, run: Run) -> Iterator[Teacher | None]:
@@ -96,7 +135,7 @@ class TrainingPass(Settings, ModelPass):
             yield None
         elif self.top_k is None:
             assert run.open_teacher is not None
-            with run.open_teacher() as model:
+            with run.open_teacher(self.teacher) as model:
                 yield Beside(model, self.temperature, run.label or self.key())
         else:
             yield self._asked(run, self.top_k)
@@ -108,7 +147,9 @@ class TrainingPass(Settings, ModelPass):
             run.journal.add("progress", label, "the uncompressed model's outputs", done=done, of=of)
 
         assert run.calibration is not None and run.open_teacher is not None
-        return ask(run.open_teacher, run.calibration, self.temperature, top_k, run.work, run.device, label, tell)
+        opened = partial(run.open_teacher, self.teacher)
+        question = Question(self.temperature, top_k, self.teacher)
+        return ask(opened, run.calibration, question, run.work, run.device, label, tell)
 
 
 class SparseTrainingPass(Pruning, TrainingPass):

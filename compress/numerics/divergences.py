@@ -26,12 +26,14 @@ class SoftTargets:
     """What a teacher says of every token.
 
     log_probs: log p of all tokens of the vocabulary, or of those in `index`. index: the likeliest tokens, None: all, in
-    order. log_rest: log of the mass of all others.
+    order. log_rest: log of the mass of all others. text: log p, at temperature 1, of the token that comes next in the
+    text, 0 where none does.
     """
 
     log_probs: Float[Tensor, "tokens cells"]
     index: Int[Tensor, "tokens cells"] | None = None
     log_rest: Float[Tensor, " tokens"] | None = None
+    text: Float[Tensor, " tokens"] | None = None
 
     def part(self, at: slice) -> SoftTargets:
         """Some of the tokens."""
@@ -96,6 +98,15 @@ def divergence(
     scaled = logits.float() / temperature
     log_q = scaled.log_softmax(-1) if targets.index is None else _cells(scaled, targets.index)
     return DIVERGENCES[kind](targets.cells, log_q)
+
+
+def token_weights(text: Float[Tensor, " tokens"], temperature: float) -> Float[Tensor, " tokens"]:
+    """Weights of tokens that sum to 1: exp(c / temperature) for those that a teacher gives the cross-entropy c.
+
+    What the teacher is sure of is learned soon, and would be fitted at the cost of the rest (TSLD, Kim 2023, arXiv
+    2308.06744). text: as in `SoftTargets`; tokens that none follows have no weight.
+    """
+    return (-text / temperature).masked_fill(text == 0, -math.inf).softmax(0)
 
 
 class _Mean(torch.autograd.Function):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from compress.model.save import atomic
 from compress.numerics.divergences import CHUNK, SoftTargets, soft_targets
 from compress.train.checkpoint import digest
 
-PARTS = ("log_probs", "index", "log_rest")
+PARTS = ("log_probs", "index", "log_rest", "text")
 
 Teach = Callable[[], AbstractContextManager[nn.Module]]
 """Opens the teacher, runnable inside of the context."""
@@ -32,14 +33,24 @@ class Teacher(Protocol):
         ...
 
 
-def reduced(logits: Tensor, temperature: float, top_k: int | None, where: str) -> SoftTargets:
-    """Targets from logits, [rows, length, vocabulary], some tokens at a time. Raises NumericError."""
-    flat = logits.reshape(-1, logits.shape[-1])
+def reduced(
+    logits: Float[Tensor, "rows length vocabulary"], ids: Int[Tensor, "rows length"], temperature: float,
+    top_k: int | None, where: str,
+) -> SoftTargets:  # fmt: skip
+    """Targets from logits, some tokens at a time. Raises NumericError."""
+    flat, next_ = logits.flatten(0, 1), ids.roll(-1, 1).flatten()
     parts = [soft_targets(part, temperature, top_k) for part in flat.split(CHUNK)]
-    cells = [torch.cat([getattr(p, name) for p in parts]) for name in PARTS if getattr(parts[0], name) is not None]
-    if not bool(cells[0].isfinite().all()):
+    cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
+    found = {name: torch.cat(pieces) for name, pieces in cells.items()}
+    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), next_.split(CHUNK), strict=True)])
+    text.view(ids.shape)[:, -1] = 0
+    if not bool(found["log_probs"].isfinite().all()):
         raise NumericError(f"{where}: the logits of the uncompressed model are not finite")
-    return SoftTargets(*cells)
+    return SoftTargets(**found, text=text)
+
+
+def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    return -nn.functional.cross_entropy(logits.float(), ids, reduction="none")
 
 
 class Beside:
@@ -50,9 +61,15 @@ class Beside:
 
     @torch.no_grad()
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
+        return self.with_states(ids, False)[0]
+
+    @torch.no_grad()
+    def with_states(self, ids: Int[Tensor, "rows length"], wanted: bool = True) -> tuple[SoftTargets, Sequence[Tensor]]:
+        """Targets, and the hidden states before the first block and behind each, [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
-            logits = self.model(input_ids=ids, use_cache=False).logits
-        return reduced(logits, self.temperature, None, self.where)
+            found = self.model(input_ids=ids, use_cache=False, output_hidden_states=wanted)
+        targets = reduced(found.logits, ids, self.temperature, None, self.where)
+        return targets, found.hidden_states if wanted else ()
 
 
 class Stored:
@@ -72,11 +89,23 @@ class Stored:
         return SoftTargets(**whole)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a teacher is asked: its `top_k` likeliest tokens at a temperature.
+
+    source: of the teacher, None: it is the uncompressed model.
+    """
+
+    temperature: float
+    top_k: int
+    source: str | None = None
+
+
 def ask(
-    open_teacher: Teach, ids: Int[Tensor, "sequences length"], temperature: float, top_k: int, work: Path | None,
+    open_teacher: Teach, ids: Int[Tensor, "sequences length"], question: Question, work: Path | None,
     device: torch.device, where: str, tell: Callable[[int, int], None],
 ) -> Stored:  # fmt: skip
-    """The teacher's `top_k` likeliest tokens for every token of every sequence; the teacher is opened only if needed.
+    """The teacher's likeliest tokens for every token of every sequence; the teacher is opened only if needed.
 
     work: a folder to keep them in; those that are there already are of the same question, and are used. tell(done, of).
 
@@ -84,7 +113,7 @@ def ask(
     """
     stored, folder = Stored(device), None
     if work is not None:
-        folder = work / f"teacher-{digest({'temperature': temperature, 'top_k': top_k}, {'ids': ids})[:16]}"
+        folder = work / f"teacher-{digest(asdict(question), {'ids': ids})[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
@@ -94,7 +123,7 @@ def ask(
             for done, i in enumerate(missing):
                 tell(done, len(missing))
                 logits = model(input_ids=ids[i : i + 1].to(device), use_cache=False).logits
-                targets = reduced(logits, temperature, top_k, where)
+                targets = reduced(logits, ids[i : i + 1].to(device), question.temperature, question.top_k, where)
                 made[i] = {name: t.cpu().contiguous() for name in PARTS if (t := getattr(targets, name)) is not None}
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -14,10 +16,11 @@ from compress.corpus import token_ids
 from compress.errors import CalibrationError, ModelError, NumericError, TargetError
 from compress.journal import Journal
 from compress.model.packed import CompressedLinear
-from compress.numerics.divergences import SoftTargets, divergence, soft_targets
+from compress.numerics.divergences import SoftTargets, divergence, soft_targets, token_weights
 from compress.passes.distill import Distill
 from compress.train.loop import STATE
-from compress.train.objective import LanguageLoss
+from compress.train.objective import LanguageLoss, evenly, relative
+from compress.train.teacher import Beside, reduced
 
 RTN3 = {"weights": "int3", "group_size": 32}
 
@@ -234,6 +237,110 @@ def test_without_text_it_cannot_learn(pico_model):
 def test_a_teacher_of_another_vocabulary_is_refused(pico_model, tiny, pico_ids):
     with pytest.raises(ModelError, match="teacher: it knows 64 tokens, the model 1024; both need one vocabulary"):
         compress.apply(pico_model, [Distill()], pico_ids, teacher=tiny("llama"))
+
+
+def states_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=ids, output_hidden_states=True).hidden_states
+
+
+def test_hidden_states_are_held_to_those_of_the_mapped_blocks(pico_model, teacher, pico_ids):
+    student = compress.apply(copy.deepcopy(pico_model), [compress.RTN(**RTN3)])
+    found, wanted = states_of(student, pico_ids[:1]), states_of(teacher, pico_ids[:1])
+
+    def off(mine, theirs):
+        return float(((found[mine] - wanted[theirs]).square().sum(-1) / wanted[theirs].square().sum(-1)).mean())
+
+    beside = Beside(teacher, 1.0, "here")
+    student.requires_grad_(False)
+    even = LanguageLoss(teacher=beside, hard=0, hidden=2.0)(student, pico_ids[:1], [0])
+    soft = LanguageLoss(teacher=beside, hard=0)(student, pico_ids[:1], [0])
+    assert float(even - soft) == pytest.approx(2 * sum(off(i, i) for i in (1, 2, 3)) / 3, rel=1e-3)
+    some = LanguageLoss(teacher=beside, hard=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
+    assert float(some - soft) == pytest.approx(off(1, 2), rel=1e-3)
+    near = torch.nn.functional.cosine_similarity(found[-1], wanted[-1], dim=-1).mean()
+    cosine = LanguageLoss(teacher=beside, hard=0, cosine=1.0)(student, pico_ids[:1], [0])
+    assert float(cosine - soft) == pytest.approx(1 - float(near), rel=1e-2)
+
+
+def test_blocks_of_a_shallower_student_are_mapped_evenly():
+    assert evenly(6, 12) == [(0, 1), (1, 3), (2, 5), (3, 7), (4, 9), (5, 11)]
+    assert evenly(3, 3) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_training_on_hidden_states_brings_them_nearer(pico_model, teacher, text):
+    student, wanted = compress.apply(pico_model, [compress.RTN(**RTN3)]), states_of(teacher, text[1])[2]
+    before = float(relative(states_of(student, text[1])[2], wanted))
+    step = Distill(steps=12, learning_rate=0.01, top_k=None, hidden=10.0, hold_out=0)
+    compress.apply(student, [step], text[0], teacher=teacher)
+    after = float(relative(states_of(student, text[1])[2], wanted))
+    assert after < 0.95 * before
+
+
+def test_tokens_are_weighed_by_the_cross_entropy_of_the_teacher():
+    # exp(2 / 2) and exp(4 / 2) for cross-entropies of 2 and 4; a token that none follows has no weight
+    weights = token_weights(torch.tensor([-2.0, 0.0, -4.0]), 2.0)
+    whole = math.e + math.e**2
+    torch.testing.assert_close(weights, torch.tensor([math.e / whole, 0.0, math.e**2 / whole]))
+
+
+@pytest.mark.parametrize("top_k", [None, 16])
+def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k):
+    """The weights of a teacher that is kept are those of one that runs; at a high temperature all tokens are alike."""
+    student = compress.apply(copy.deepcopy(pico_model), [compress.RTN(**RTN3)])
+    with torch.no_grad():
+        logits = teacher(input_ids=pico_ids[:1]).logits[0].log_softmax(-1)
+    text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.zeros(1)])
+    targets = reduced(logits[None], pico_ids[:1], 1.0, top_k, "here")
+    torch.testing.assert_close(targets.text, text, atol=1e-4, rtol=1e-4)
+    student.requires_grad_(False)
+    own = student(input_ids=pico_ids[:1]).logits[0]
+    each = divergence("forward_kl", own, targets, 1.0)
+    loss = LanguageLoss(hard=0, teacher=lambda ids, rows: targets, token_scale=3.0)(student, pico_ids[:1], [0])
+    assert float(loss) == pytest.approx(float((each * token_weights(text, 3.0)).sum()), rel=1e-4)
+    flat = LanguageLoss(hard=0, teacher=lambda ids, rows: targets, token_scale=1e6)(student, pico_ids[:1], [0])
+    assert float(flat) == pytest.approx(float(each[:-1].mean()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": 1.0}, "the teacher runs; add top_k: null"),
+        ({"cosine": 1.0}, "the teacher runs; add top_k: null"),
+        ({"token_scale": 5.0, "hard": 1.0}, "hard: 1 leaves out"),
+        ({"layer_map": [[0, 0]]}, "give hidden a weight, or leave it out"),
+    ],
+)
+def test_losses_that_have_no_meaning_are_refused(options, message):
+    with pytest.raises(ValidationError, match=message):
+        Distill(**options)
+
+
+def test_a_layer_map_beyond_the_blocks_is_an_error(pico_model, pico_ids):
+    step = Distill(steps=1, top_k=None, hidden=1.0, layer_map=[[0, 3]])
+    with pytest.raises(ModelError, match=r"layer_map: no blocks \(0, 3\); the model has 3, its teacher 3"):
+        compress.apply(pico_model, [step], pico_ids)
+
+
+def test_another_model_can_be_the_teacher(pico_model, tmp_path, pico_ids):
+    """One that is the same but for its last block, whose outputs are doubled."""
+    other = copy.deepcopy(pico_model)
+    with torch.no_grad():
+        other.model.layers[2].mlp.down_proj.weight.mul_(2)
+    other.save_pretrained(tmp_path / "teacher")
+    chain = [compress.RTN(**RTN3), Distill(steps=1, teacher=str(tmp_path / "teacher"))]
+    journal = Journal()
+    before = kl(compress.apply(copy.deepcopy(pico_model), chain[:1]), other, pico_ids)
+    compress.apply(pico_model, chain, pico_ids, journal=journal)
+    first = next(e for e in journal.entries if e.message == "trained").figures["first_loss"]
+    assert first == pytest.approx(before, rel=0.3) and abs(first - before) > 0
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_any_work(recipe, tiny_folder, tmp_path):
+    asked = recipe(compress.RTN(**RTN3), Distill(teacher=tiny_folder("llama")))
+    with pytest.raises(ModelError, match="knows 64 tokens, the model 1024; both need one vocabulary"):
+        compress.run(asked, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_kinds_that_apply_to_nothing_name_the_pass(pico_model, pico_ids):

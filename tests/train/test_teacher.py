@@ -7,7 +7,7 @@ import torch
 
 from compress.errors import NumericError
 from compress.numerics.divergences import soft_targets
-from compress.train.teacher import Beside, ask
+from compress.train.teacher import Beside, Question, ask
 
 CPU = torch.device("cpu")
 
@@ -28,9 +28,9 @@ class Opened:
             handle.remove()
 
 
-def asked(opened, ids, work=None, temperature=2.0, top_k=8, told=None):
+def asked(opened, ids, work=None, temperature=2.0, top_k=8, source=None, told=None):
     tell = (lambda *done: told.append(done)) if told is not None else lambda done, of: None
-    return ask(opened, ids, temperature, top_k, work, CPU, "here", tell)
+    return ask(opened, ids, Question(temperature, top_k, source), work, CPU, "here", tell)
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_a_killed_one_goes_on_and_a_damaged_file_is_made_again(teacher, ids, tmp
     assert teacher.read == 4 + 2 and (first.read_bytes(), second.read_bytes()) == wanted
 
 
-@pytest.mark.parametrize("change", ["temperature", "top_k", "ids"])
+@pytest.mark.parametrize("change", ["temperature", "top_k", "source", "ids"])
 def test_another_question_is_asked_anew(teacher, ids, tmp_path, change):
     asked(teacher, ids(), tmp_path)
-    other = {"temperature": 1.0} if change == "temperature" else {"top_k": 4} if change == "top_k" else {}
-    asked(teacher, ids(seed=1) if change == "ids" else ids(), tmp_path, **other)
+    other = {"temperature": 1.0, "top_k": 4, "source": "other"}
+    asked(teacher, ids(seed=int(change == "ids")), tmp_path, **{name: v for name, v in other.items() if name == change})
     assert teacher.read == 8
 
 

@@ -1,0 +1,36 @@
+"""Whether two models speak of the same tokens, which a teacher and its student must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compress.errors import ModelError
+from compress.model.open import OpenModel, folder_of, read_config, read_tokenizer
+
+
+def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> None:
+    """Raise ModelError, with the first difference, unless the model at `source` has the student's vocabulary.
+
+    Only its config and its tokenizer are read.
+    """
+    folder = folder_of(source)
+    theirs, ours = (
+        getattr(config, "vocab_size", None)
+        for config in (read_config(folder, source, trust_remote_code), student.config)
+    )
+    if theirs != ours:
+        raise ModelError(f"teacher: {source} knows {theirs} tokens, the model {ours}; both need one vocabulary")
+    told = first_difference(read_tokenizer(folder, trust_remote_code), student.tokenizer)
+    if told is not None:
+        raise ModelError(f"teacher: {source} and the model have different tokenizers: {told}; both need one vocabulary")
+
+
+def first_difference(theirs: Any, ours: Any) -> str | None:
+    """The lowest token id that two tokenizers have different texts for, in words; None: none, or one is missing."""
+    if theirs is None or ours is None:
+        return None
+    there, here = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (theirs, ours))
+    for i in sorted(there.keys() | here.keys()):
+        if there.get(i) != here.get(i):
+            return f"token {i} is {there.get(i)!r} there and {here.get(i)!r} here"
+    return None

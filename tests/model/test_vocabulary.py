@@ -1,0 +1,38 @@
+"""A teacher must have the student's tokenizer; the first difference is named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compress.errors import ModelError
+from compress.model.open import open_model, read_tokenizer
+from compress.model.vocabulary import check_teacher, first_difference
+
+
+def test_the_same_tokenizer_in_another_place_is_no_difference(pico, tmp_path):
+    check_teacher(str(shutil.copytree(pico, tmp_path / "copy")), open_model(pico), trust_remote_code=False)
+
+
+def test_the_first_token_that_differs_is_named(pico, tmp_path):
+    folder = shutil.copytree(pico, tmp_path / "other")
+    path = folder / "tokenizer.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = found["model"]["vocab"]
+    one, two = (next(text for text, i in vocabulary.items() if i == number) for number in (300, 301))
+    vocabulary[one], vocabulary[two] = 301, 300
+    path.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ModelError) as error:
+        check_teacher(str(folder), open_model(pico), trust_remote_code=False)
+    told = f"token 300 is {two!r} there and {one!r} here; both need one vocabulary"
+    assert f"{folder} and the model have different tokenizers: {told}" in str(error.value)
+
+
+def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
+    with pytest.raises(ModelError, match="knows 64 tokens, the model 1024; both need one vocabulary"):
+        check_teacher(tiny_folder("llama"), open_model(pico), trust_remote_code=False)
+
+
+def test_a_model_without_tokenizer_is_held_to_the_number_of_tokens_alone(pico):
+    assert first_difference(None, read_tokenizer(Path(pico), False)) is None

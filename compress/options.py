@@ -23,7 +23,7 @@ PLAIN_WORDS = {
 """Messages of pydantic, by type, that speak of Python where YAML was written."""
 
 OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides"})
-"""Options that layers of one pass cannot have each for itself."""
+"""Options that layers of one pass cannot have each for itself; a pass with more of them lists all as `of_the_whole`."""
 
 DENSE = "none"
 """The grid, in an override, of layers that the pass leaves alone."""
@@ -128,11 +128,12 @@ def _override(
         options = options.model_dump()
     if not isinstance(options, Mapping):
         raise OptionError(place, "must be a mapping of options, such as {weights: int8}")
-    known = set(kind.model_fields) - OF_THE_WHOLE
+    of_the_whole: frozenset[str] = getattr(kind, "of_the_whole", OF_THE_WHOLE)
+    known = set(kind.model_fields) - of_the_whole
     changed = {name: value for name, value in options.items() if start or name != "targets"}
     for name in changed:
         if name not in known:
-            reason = "belongs to the whole pass" if name in OF_THE_WHOLE else "unknown option"
+            reason = "belongs to the whole pass" if name in of_the_whole else "unknown option"
             raise OptionError((*place, name), f"{reason}{did_you_mean(name, known)}")
     if not changed:
         raise OptionError(place, "changes nothing; name an option, or weights: none to leave the layers alone")

@@ -135,6 +135,13 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
                     f"{where}: {name} is {in_words(fact)} by {facts[name][fact]} already; "
                     f"leave it out with ignore, or put {step.key()} first"
                 )
+    for name in names:
+        spec = _own(step, name).spec
+        if spec is not None and "masked" in facts[name] and not spec.grid.has_zero:
+            raise TargetError(
+                f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {spec.grid.name} have no zero; "
+                "use ternary, or another grid that has one"
+            )
     for fact in sorted(step.after):
         if not any(fact in facts[name] for name in names):
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")

@@ -31,6 +31,11 @@ def _grid(value: Any) -> Any:
     return value
 
 
+def _known_grid(name: Any) -> Grid | None:
+    """The grid that is asked for, if there is such a one."""
+    return name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+
+
 GridName = Annotated[str, BeforeValidator(_grid)]
 
 
@@ -47,8 +52,9 @@ def _search(value: Any) -> Any:
     share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
     if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
         raise ValueError(f"percentile {share!r} must be a share above 0.5 and at most 1, such as 0.999")
-    if share is None and value not in ("absmax", "mse") and not isinstance(value, Percentile):
-        raise ValueError(f"scale {value!r} is not known; write absmax, mse, percentile, or {{percentile: 0.999}}")
+    if share is None and value not in ("absmax", "absmean", "mse") and not isinstance(value, Percentile):
+        known = "absmax, absmean, mse, percentile, or {percentile: 0.999}"
+        raise ValueError(f"scale {value!r} is not known; write {known}")
     return value
 
 
@@ -86,8 +92,7 @@ class WeightGrid(Pass):
         """The group size that the grid has, where none is given."""
         if not isinstance(values, dict) or "group_size" in values:
             return values
-        name = values.get("weights", cls.model_fields["weights"].default)
-        grid = name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
         return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
 
     @property
@@ -109,7 +114,7 @@ class Quantizing(WeightGrid):
     scale: ScaleOption = Field(
         default="absmax",
         description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
-        "covers that share of the weights",
+        "covers that share of the weights; 'absmean': the mean magnitude, the default of ternary and binary",
     )
     activations: InputGrid = Field(default="none", description="grid that inputs are rounded to when the model runs")
     activation_scale: ActivationScale = Field(
@@ -118,6 +123,15 @@ class Quantizing(WeightGrid):
     overrides: tuple[Override, ...] = Field(
         default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none leaves alone"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_scale(cls, values: Any) -> Any:
+        """The search that the grid goes with, where none is given."""
+        if not isinstance(values, dict) or "scale" in values:
+            return values
+        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
+        return values if grid is None or not grid.averaged else values | {"scale": "absmean"}
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +153,8 @@ class Quantizing(WeightGrid):
         grid = GRIDS.get(override.options.get("weights", self.weights))
         if grid is not None and grid.group_size is not None:
             own.pop("group_size")  # the grid has its own
+        if grid is not None and grid.averaged != self.grid.averaged:
+            own.pop("scale")
         return type(self).model_validate({**own, **override.options})
 
     def variants(self) -> list[Self]:

@@ -38,7 +38,7 @@ class Percentile(BaseModel):
     percentile: float = Field(default=0.999, gt=0.5, le=1)
 
 
-ScaleSearch = Literal["absmax", "mse"] | Percentile
+ScaleSearch = Literal["absmax", "absmean", "mse"] | Percentile
 """How the range that a scale covers is found."""
 
 
@@ -132,7 +132,8 @@ def fit(
 
     search 'absmax' covers the whole range. 'mse' shrinks the range of each group to where the rounding error
     sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost
-    weights. shared: what `share` found for the whole weight, of which `weight` may be one group (`Scaling.part`).
+    weights. 'absmean' makes the scale the mean magnitude (Ma 2024, arXiv 2402.17764, equation 3). shared: what `share`
+    found for the whole weight, of which `weight` may be one group (`Scaling.part`).
     """
     parts = grouped(weight, group_size)
 
@@ -141,10 +142,20 @@ def fit(
 
     if isinstance(search, Percentile):
         return scales(*_percentiles(weight, group_size, symmetric, search.percentile))
+    if search == "absmean":
+        extent = parts.abs().sum(-1) / _sizes(weight, group_size) * grid.span
+        return scales(-extent, extent)
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
         return scales(low, high)
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
+
+
+def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, " groups"]:
+    """How many weights there are in each group (of a row); the last may be short."""
+    if group_size == "tensor":
+        return torch.full((1,), weight.numel(), dtype=weight.dtype, device=weight.device)
+    return grouped(torch.ones_like(weight[:1]), group_size).sum(-1)[0]
 
 
 def _least_error(

@@ -24,18 +24,25 @@ class Grid(ABC):
     """A set of representable values, closed under a positive scale.
 
     name: its key in a recipe. bits: storage per value. scaling: what a scale may be and how it is stored.
-    group_size: the only number of columns that share a scale, where the grid has one.
+    group_size: the only number of columns that share a scale, where the grid has one. averaged: scales are the mean
+    magnitudes of what shares them, unless another search is asked for.
     """
 
     name: str
     bits: int
     scaling: Scaling = field(default=FloatScale(), kw_only=True)
     group_size: int | None = field(default=None, kw_only=True)
+    averaged: bool = field(default=False, kw_only=True)
 
     @property
     @abstractmethod
     def symmetric_only(self) -> bool:
         """True when the grid has no zero point."""
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero is one of its values, as pruned weights need."""
+        return True
 
     @property
     @abstractmethod
@@ -134,6 +141,10 @@ class LevelGrid(SymmetricGrid):
     levels: tuple[float, ...] = ()
 
     @property
+    def has_zero(self) -> bool:
+        return 0.0 in self.levels
+
+    @property
     def span(self) -> float:
         return max(map(abs, self.levels))
 
@@ -208,6 +219,8 @@ _GRIDS = (
     Float4Grid("mxfp4", 4, scaling=E8M0(), group_size=32),
     Float4Grid("nvfp4", 4, scaling=Float8Scale(), group_size=16),
     LevelGrid("nf4", 4, NF4_LEVELS),
+    LevelGrid("ternary", 2, (-1.0, 0.0, 1.0), averaged=True),  # Ma 2024, arXiv 2402.17764, equations 1 to 3
+    LevelGrid("binary", 1, (-1.0, 1.0), averaged=True),  # Wang 2023, arXiv 2310.11453: the sign, -1 for 0
     LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
 )
 GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}

@@ -31,6 +31,11 @@ class Scaling(ABC):
         """Whether every positive float can be a scale, so that gradients can move it."""
         return False
 
+    @property
+    def fused(self) -> bool:
+        """Whether matrices that read the same input must have the shared numbers in common."""
+        return False
+
     def shares(self, scales: int) -> int:
         """How many float32 numbers a matrix with so many scales has in common."""
         return 0
@@ -147,6 +152,10 @@ class Float8Scale(Scaling):
 
     shared = 448 * span / peak, so that the scale of the largest group is the largest 8-bit float.
     """
+
+    @property
+    def fused(self) -> bool:
+        return True
 
     def shares(self, scales: int) -> int:
         return 1

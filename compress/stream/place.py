@@ -85,17 +85,25 @@ def _put(site: Site, layer: CompressedLinear, solution: Solution, full: str) -> 
     if solution.activations is not None:
         layer.round_inputs(solution.activations)
     layer.put(solved.to(site.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
+    adapt(layer, run, site.dtype, f"{site.label}: {full}")
+
+
+def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
+    """Bring codes into the form that the format can hold; multiplied out, in `dtype`, where it has none.
+
+    Raises TargetError.
+    """
     packed, scheme = layer.packed, layer.scheme
     if packed is None or scheme is None:
         return
     adapted = run.format.adapt(packed.in_storage(run.storage))
     if adapted is None:
-        layer.put(layer.weight_as(site.dtype))
+        layer.put(layer.weight_as(dtype))
         layer.absorb_input_scale()
         return
     reason = run.format.refuses(scheme, layer.shape)
     if reason is not None:
-        raise TargetError(f"{site.label}: {full}: {reason}")
+        raise TargetError(f"{where}: {reason}")
     layer.put(adapted)
 
 

@@ -28,6 +28,7 @@ from compress.numerics.grids import GRIDS, IntGrid
 
 SIZES = ["tensor", "channel", 1, 3, 4, 8, 64]  # of 11 columns: 3, 4 and 8 leave a short last group, 64 is one group
 GRID = st.sampled_from(list(GRIDS.values()))
+WITH_ZERO = st.sampled_from([grid for grid in GRIDS.values() if grid.has_zero])
 quick = settings(deadline=None, max_examples=60)
 
 
@@ -111,7 +112,7 @@ def test_quantizing_the_dense_weight_again_changes_nothing(grid, group_size, sym
 
 
 @quick
-@given(grid=GRID, group_size=st.sampled_from(SIZES), symmetric=st.booleans(), seed=st.integers(0, 10**6))
+@given(grid=WITH_ZERO, group_size=st.sampled_from(SIZES), symmetric=st.booleans(), seed=st.integers(0, 10**6))
 def test_masked_weights_decode_to_exactly_zero_and_do_not_widen_the_range(grid, group_size, symmetric, seed):
     symmetric = symmetric or not isinstance(grid, IntGrid)
     weight, mask = random(4, 11, seed=seed), random(4, 11, seed=seed + 1) > 0
@@ -308,3 +309,15 @@ def test_the_rounding_error_of_integers_is_at_most_half_a_step():
         # the zero point is rounded too, which can push an end of the range out by up to half a step more
         assert ((found.dense() - weight).abs() <= step * (0.5 if symmetric else 1) * (1 + 1e-5)).all()
         assert math.isclose(float((found.dense() - weight).pow(2).mean() / step.pow(2).mean()), 1 / 12, rel_tol=0.15)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "scales"), [(2, [[1.5, 3.0], [0.5, 2.0]]), ("channel", [[2.0], [1.0]]), ("tensor", [[1.5]])]
+)
+def test_absmean_is_the_mean_magnitude_by_hand(group_size, scales):
+    """A short last group has its own mean; ternary: round(w / mean), clipped."""
+    weight = torch.tensor([[1.0, -2.0, 3.0], [-1.0, 0.0, 2.0]])
+    found = quantize(weight, GRIDS["ternary"], group_size, search="absmean")
+    assert found.scale.tolist() == scales
+    half = 0 if group_size == "channel" else 1  # 1 / 2 is a tie, which goes to 0
+    assert (found.dense() / spread(found.scale, 3, group_size)).tolist() == [[half, -1, 1], [-1, 0, 1]]

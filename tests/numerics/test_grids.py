@@ -99,7 +99,7 @@ def test_a_group_of_zeros_gets_the_eps_of_the_storage_dtype(grid, dtype):
         scale, zero = grid.fit(torch.zeros(2), torch.zeros(2), symmetric, dtype)
         assert scale.tolist() == [torch.finfo(dtype).eps] * 2
         codes = grid.encode(torch.zeros(2), scale, zero)
-        assert grid.decode(codes, scale, zero).tolist() == [0, 0]
+        assert (grid.decode(codes, scale, zero).tolist() == [0, 0]) == grid.has_zero
 
 
 @pytest.mark.parametrize("grid", PLAIN, ids=by_name)
@@ -227,7 +227,17 @@ def test_tables_and_floats_have_no_zero_point(grid):
     assert grid.symmetric_only
     assert grid.fit(torch.tensor(-1.0), torch.tensor(2.0), False, torch.float32)[1] is None
     zero = grid.encode(torch.tensor([0.0]), torch.tensor(1.0), None)
-    assert grid.decode(zero, torch.tensor(1.0), None).tolist() == [0.0]
+    assert (grid.decode(zero, torch.tensor(1.0), None).tolist() == [0.0]) == grid.has_zero == (grid.name != "binary")
+
+
+def test_ternary_and_binary_by_hand():
+    """Scale 0.5: ternary rounds w / 0.5 and clips it to -1, 0, 1; binary is the sign, that of zero being -1."""
+    values, scale = torch.tensor([1.7, 0.3, 0.2, 0.0, -0.1, -0.26, -9.0]), torch.tensor(0.5)
+    for name, wanted in (("ternary", [1, 1, 0, 0, 0, -1, -1]), ("binary", [1, 1, 1, -1, -1, -1, -1])):
+        grid = GRIDS[name]
+        codes = grid.encode(values, scale, None)
+        assert grid.decode(codes, scale, None).tolist() == [0.5 * level for level in wanted]
+        assert grid.averaged and codes.max() < 2**grid.bits
 
 
 def test_integers_can_have_a_zero_point():

@@ -1,0 +1,85 @@
+"""Quantization-aware training: weights learn while they are rounded, and the scales that they are rounded with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from compress.context import Run
+from compress.model.packed import CompressedLinear
+from compress.numerics.inputs import InputRounding
+from compress.options import OF_THE_WHOLE
+from compress.quantizing import Quantizing
+from compress.stream.place import adapt
+from compress.train.fake_quantized import FakeQuantized, LearnedSteps, WeightGrid
+from compress.train.parametrization import Parametrization
+from compress.train.student import Student, trainable
+from compress.training import TrainingPass
+
+
+class QAT(Quantizing, TrainingPass):
+    """Train dense weights through fake quantization on the calibration text, and end with their codes.
+
+    In the forward pass every weight of the targets is what its code stands for, and inputs are rounded as they will
+    be; the backward pass goes straight through (LLM-QAT, Liu 2023, section 2.2). With scales among what is trained,
+    they (and zero points) are learned as LSQ has it (Esser 2020, arXiv 1902.08153); without, they are found from the
+    weights in every step. With `hard` below 1 the uncompressed model is a teacher; with a calibration set that the
+    model writes itself (source: self) no data is needed. Ternary and binary weights train in it, too (Ma 2024, arXiv
+    2402.17764; there from scratch).
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
+    of_the_whole: ClassVar[frozenset[str]] = OF_THE_WHOLE | frozenset(TrainingPass.model_fields)
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.train is not None and "weights" not in self.train:
+            raise ValueError("train: weights must be among it; to learn scales and norms alone, use rtn, then distill")
+        if self.activation_scale == "static":
+            raise ValueError("activation_scale: static is not gathered by this pass; use token")
+        if self.grid.scaling.fused:
+            raise ValueError(
+                f"weights {self.weights}: layers that read one input must share a number in their scales, which this "
+                "pass does not keep the same; use mxfp4, or another grid"
+            )
+
+    def takes(self, name: str) -> bool:
+        return super().takes(name) and self.for_layer(name) is not None
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        super().apply(model, run)
+        dtype = next(model.parameters()).dtype
+        for name, layer in model.named_modules():
+            if isinstance(layer, CompressedLinear) and self.takes(name):
+                adapt(layer, run, dtype, f"{run.label or self.key()}: {name}")
+
+    @contextmanager
+    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
+        label = run.label or self.key()
+
+        def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
+            return self._fake(layer, self.for_layer(name) or self, run.storage)
+
+        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
+            self._note(student, run, label)
+            yield student
+
+    def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
+        """How the weight of a layer is trained; own: the options that it has."""
+        if own.input_grid is not None:
+            layer.round_inputs(InputRounding(own.input_grid))
+        rounding = WeightGrid(own.grid, own.group_size, own.symmetric, own.scale, storage)
+        if own.grid.scaling.free and (self.train is None or "scales" in self.train):
+            return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
+        return FakeQuantized(rounding, layer.mask)
+
+    def _note(self, student: Student, run: Run, label: str) -> None:
+        """Tell of layers whose scales cannot be learned."""
+        found = [n for n, trained in student.layers.items() if type(trained.parametrization) is FakeQuantized]
+        if found and (self.train is None or "scales" in self.train):
+            message = "scales that are not plain floats are not learned, but found from the weights in every step"
+            run.journal.add("fallback", label, message, layers=len(found), first=found[0])

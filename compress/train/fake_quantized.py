@@ -1,0 +1,119 @@
+"""Weights that are trained through fake quantization: what is multiplied by is what the codes stand for in the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from compress.numerics.codes import Codes, GroupSize, ScaleSearch, grouped, quantize, spread, store
+from compress.numerics.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.grids import Grid
+from compress.numerics.scales import positive
+from compress.train.linear import SMALLEST_FACTOR
+from compress.train.parametrization import Kind, Parametrization, Shares
+
+
+@dataclass(frozen=True)
+class WeightGrid:
+    """What weights are rounded to: options of `codes.quantize`, under the same names."""
+
+    grid: Grid
+    group_size: GroupSize
+    symmetric: bool
+    search: ScaleSearch
+    dtype: torch.dtype
+
+
+class FakeQuantized(Parametrization):
+    """W rounded to nearest in every forward pass, with scales found from it, the gradient straight through.
+
+    mask: True where a weight is kept; others are exactly zero, and get no gradient.
+    """
+
+    mask: Tensor | None
+
+    def __init__(self, rounding: WeightGrid, mask: Bool[Tensor, "out in"] | None) -> None:
+        super().__init__()
+        self.rounding = rounding
+        self.register_buffer("mask", mask)
+
+    def codes(self, weight: Float[Tensor, "out in"]) -> Codes:
+        """What the weight is rounded to."""
+        how = self.rounding
+        with torch.no_grad():
+            return quantize(weight, how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype)
+
+    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        kept = weight if self.mask is None else weight * self.mask
+        return straight(kept, self.codes(weight).dense())
+
+    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+        if self.mask is not None:
+            weight.mul_(self.mask)
+        return {}
+
+    def settle(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
+        return self.codes(weight), None
+
+
+class LearnedSteps(FakeQuantized):
+    """As `FakeQuantized`, but the scales are learned (LSQ, Esser 2020), and zero points, where there are any.
+
+    They begin where `search` finds them. `factor` is that of each scale, `shift` that of each zero point in parts of
+    the grid's range, so that one rate suits both, whatever the weights' size. Only for scales that are plain floats.
+    """
+
+    own: ClassVar[Kind] = "scales"
+
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(
+        self, rounding: WeightGrid, mask: Bool[Tensor, "out in"] | None, weight: Float[Tensor, "out in"]
+    ) -> None:
+        super().__init__(rounding, mask)
+        assert rounding.grid.scaling.free
+        start = self.codes(weight)
+        self.register_buffer("scale", start.scale)
+        self.register_buffer("zero", start.zero)
+        self.factor = nn.Parameter(torch.ones_like(start.scale))
+        self.shift = None if start.zero is None else nn.Parameter(torch.zeros_like(start.zero))
+        self.share = gradient_scale(rounding.grid, grouped(weight, rounding.group_size).shape[-1])
+
+    def steps(self) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"] | None]:
+        """Scales as they will be stored, and whole zero points, with gradients."""
+        scale = self.scale * self.factor
+        scale = straight(scale, positive(scale.detach(), self.rounding.dtype))
+        if self.zero is None or self.shift is None:
+            return scale, None
+        low, high = levels(self.rounding.grid)
+        zero = self.zero + self.shift * (high - low)
+        return scale, straight(zero, zero.detach().round().clamp(low, high))
+
+    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        kept = weight if self.mask is None else weight * self.mask
+        scale, zero = self.steps()
+        parts = grouped(kept, self.rounding.group_size)
+        zero = None if zero is None else zero[..., None]
+        found = stepped(parts, scale[..., None], zero, self.rounding.grid, self.share)
+        return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+
+    @torch.no_grad()
+    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+        self.factor.clamp_(min=SMALLEST_FACTOR)
+        if self.zero is not None and self.shift is not None:
+            low, high = levels(self.rounding.grid)
+            self.shift.copy_((self.zero + self.shift * (high - low)).clamp_(low, high).sub_(self.zero).div_(high - low))
+        return super().update(weight, done, of)
+
+    @torch.no_grad()
+    def settle(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
+        how, width = self.rounding, weight.shape[1]
+        scale, zero = self.steps()
+        kept = weight if self.mask is None else weight * self.mask
+        every = spread(scale, width, how.group_size), None if zero is None else spread(zero, width, how.group_size)
+        return Codes(store(how.grid.encode(kept, *every), how.grid), scale, zero, how.grid, how.group_size), None

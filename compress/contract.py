@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from typing_extensions import Self
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
 from compress.model.permutations import Permutation
-from compress.model.select import matches
+from compress.model.select import chosen
 from compress.numerics.codes import Codes, GroupSize
 from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
@@ -37,7 +38,7 @@ class WeightSpec:
 
     indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
     scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
-    `numerics.inputs`.
+    `numerics.inputs`. float_zeros: zero points need not be whole numbers.
     """
 
     grid: Grid
@@ -48,6 +49,7 @@ class WeightSpec:
     activation_scale: ActivationScale = "token"
     outlier_threshold: float | None = None
     outlier_columns: bool = False
+    float_zeros: bool = False
 
 
 class Pass(BaseModel, ABC):
@@ -91,6 +93,10 @@ class Pass(BaseModel, ABC):
     def left_out(self) -> tuple[str, ...]:
         """Patterns of the layers that it leaves alone although they match its targets."""
         return self.ignore
+
+    def takes(self, name: str) -> bool:
+        """Whether a module is one to work on, by its full name."""
+        return chosen(name, self.targets, self.ignore)
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,21 @@ class BlockInputs(Protocol):
     """The linears inside the block that the pass is to work on; groups may hold others that read the same tensor."""
 
     @property
+    def name(self) -> str:
+        """The block's full name."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What errors call the pass at work on this block."""
+        ...
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype that scales and dense tensors will be stored in."""
+        ...
+
+    @property
     def links(self) -> list[Link]:
         """Links to readers of which the pass is to work on one at least: where a scale per channel can be folded."""
         ...
@@ -252,6 +273,15 @@ class BlockInputs(Protocol):
         """What the uncompressed model has behind this block; only for passes with `needs_reference`."""
         ...
 
+    def original(self, batch: int) -> Tensor:
+        """What the block made of the same inputs before the sweep; only for passes with `needs_original`."""
+        ...
+
+    @property
+    def work(self) -> Path | None:
+        """A folder for what must survive a killed run until the block is done; None where the run has none."""
+        ...
+
     def layer(self, name: str) -> Layer:
         """What a solver may know of a linear."""
         ...
@@ -274,6 +304,11 @@ class BlockPass(Pass):
         """Whether the block's outputs in the uncompressed model are looked at, which then runs alongside."""
         return False
 
+    @property
+    def needs_original(self) -> bool:
+        """Whether the block is compared with what it was before the sweep, in which passes must have changed it."""
+        return False
+
     @abstractmethod
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         """Rewrite the block in place; every function-preserving rewrite proves itself first."""
@@ -290,10 +325,6 @@ class ModelPass(Pass):
     def memory_bytes(self, extent: Extent) -> int:
         """About what it needs beside the model itself."""
         return 0
-
-    def takes(self, name: str) -> bool:
-        """Whether a module is one to work on, by its full name."""
-        return any(matches(name, p) for p in self.targets) and not any(matches(name, p) for p in self.ignore)
 
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:

@@ -21,7 +21,7 @@ from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
-from compress.pruning import PruningPass
+from compress.pruning import Pruning
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.stream.observers import Gram
@@ -69,12 +69,15 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format) -> list[
     """
     names, facts = opened.linear_names(), _facts(opened)
     steps: list[Step] = []
+    swept: set[str] = set()
     for index, step in enumerate(passes):
         where = label(index, step)
         chosen = select(names, step.targets, step.ignore, where)
         if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
         _check_facts(step, chosen, facts, where)
+        _check_original(step, chosen, swept, where)
+        swept = swept | set(chosen) if is_sweep(step) else set()
         _check_shapes(step, chosen, opened, format_, where)
         for name in chosen:
             facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
@@ -110,6 +113,15 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
 
 
+def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
+    """swept: linears that passes just before it work on, block by block."""
+    if isinstance(step, BlockPass) and step.needs_original and not swept & set(names):
+        raise TargetError(
+            f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
+            f"works on its {len(names)} linears; put it right behind the passes that compress them"
+        )
+
+
 def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:
     """The linears that no override leaves alone."""
     overridden = taken(step.overrides, names, where)
@@ -131,7 +143,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
     for name in names:
         own, width = _own(step, name), shapes[name][1]
         spec, reason = own.spec, None
-        if isinstance(own, PruningPass):
+        if isinstance(own, Pruning):
             reason = own.pattern.refuses(shapes[name], own.density)
         if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
             raise TargetError(
@@ -147,7 +159,7 @@ def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: 
 def _scheme(spec: WeightSpec, width: int) -> Scheme:
     return Scheme(
         spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
-        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns,
+        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns, float_zeros=spec.float_zeros,
     )  # fmt: skip
 
 
@@ -158,7 +170,7 @@ def planned_scheme(
     own = [_own(step, name) for _, step in steps]
     specs = [spec for step in own if (spec := step.spec) is not None]
     scheme = _scheme(specs[-1], shape[1]) if specs else None
-    pruning = [step for step in own if isinstance(step, PruningPass)]
+    pruning = [step for step in own if isinstance(step, Pruning)]
     if not pruning:
         return scheme
     value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
@@ -168,7 +180,7 @@ def planned_scheme(
     return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
 
 
-def _sparsities(step: PruningPass, shape: tuple[int, int]) -> list[Sparsity]:
+def _sparsities(step: Pruning, shape: tuple[int, int]) -> list[Sparsity]:
     """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
     rows, width = shape
     if step.pattern.n_of_m is not None:
@@ -244,8 +256,9 @@ def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, 
         assert scheme.sparsity is not None
         return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
     packed = PackedCodes.empty(
-        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity
-    )
+        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
+        scheme.float_zeros,
+    )  # fmt: skip
     adapted = format_.adapt(packed)
     if adapted is None:
         return rows * width * storage.itemsize
@@ -295,8 +308,8 @@ def _extent(
     for name in names:
         rows, width = shapes[name]
         mine = [(where, step) for where, step, chosen in before if name in chosen]
-        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, recipe.save.sparse)
-        if scheme is None or scheme.grid is None:
+        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, "off")
+        if scheme is None:
             weights += rows * width
         else:
             scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)

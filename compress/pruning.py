@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar
 
 from jaxtyping import Float
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from compress.allocation import Allocation, Uniform, read_allocation
@@ -15,8 +15,10 @@ from compress.numerics.masks import Pattern
 from compress.types import Fact
 
 
-class PruningPass(LayerPass):
-    """Options that every pruning pass has, under the same names."""
+class Pruning(BaseModel):
+    """How much a pass removes, and in which pattern; a mixin for all passes that prune, in one go or in training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
@@ -31,6 +33,34 @@ class PruningPass(LayerPass):
         default=Pattern("row"),
         description="where zeros may stand: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
     )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is not None and self.sparsity is not None:
+            n, m = self.pattern.n_of_m
+            if abs(self.sparsity - (1 - n / m)) > 1e-9:
+                raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
+
+    @property
+    def density(self) -> float:
+        """The share of weights that is kept."""
+        return 1 - self.share
+
+    @property
+    def share(self) -> float:
+        """The share of weights that is removed, over all layers."""
+        if self.pattern.n_of_m is not None:
+            return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
+        return 0.5 if self.sparsity is None else self.sparsity
+
+    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
+        """What is owed to a layer of this shape at a sparsity."""
+        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
+
+
+class PruningPass(Pruning, LayerPass):
+    """Options that every pass has that prunes layer by layer, under the same names."""
+
     allocate: Annotated[Allocation, BeforeValidator(read_allocation)] = Field(
         default=Uniform(),
         description="how sparsity is shared out over layers: uniform, global (one threshold), owl, sensitivity; "
@@ -45,28 +75,11 @@ class PruningPass(LayerPass):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.pattern.n_of_m is None:
-            return
-        n, m = self.pattern.n_of_m
-        if self.sparsity is not None and abs(self.sparsity - (1 - n / m)) > 1e-9:
-            raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
-        if not isinstance(self.allocate, Uniform):
+        if self.pattern.n_of_m is not None and not isinstance(self.allocate, Uniform):
             raise ValueError(
                 f"allocate: {self.allocate.key} needs sparsities that can differ, and that of pattern "
                 f"{self.pattern.text} is fixed; use pattern: row or layer, or leave allocate out"
             )
-
-    @property
-    def density(self) -> float:
-        """The share of weights that is kept."""
-        return 1 - self.share
-
-    @property
-    def share(self) -> float:
-        """The share of weights that is removed, over all layers."""
-        if self.pattern.n_of_m is not None:
-            return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
-        return 0.5 if self.sparsity is None else self.sparsity
 
     def survey(self) -> Survey | None:
         return self.allocate.survey(self)
@@ -88,10 +101,6 @@ class PruningPass(LayerPass):
         return Solution(
             weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
         )
-
-    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
-        """What is owed to a layer of this shape at a sparsity."""
-        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
 
     def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
         """The scores, -1 where a weight is gone already; magnitudes, with a note, where all scores are zero."""

@@ -28,10 +28,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+import compress
 from compress import Calibration, Evaluate, Recipe, Save, corpus
 from compress.corpus import token_ids
 from compress.model.blocks import find_blocks
 from compress.model.open import InMemory, OpenModel
+from compress.runner import Job
 
 PICO = Path(__file__).parent / "pico" / "model"
 VOCAB, WIDTH = 64, 32
@@ -221,6 +223,26 @@ def recipe(pico, texts):
         return Recipe(passes=passes, **{**usual, **options})
 
     return build
+
+
+@pytest.fixture
+def stop(monkeypatch):
+    """stop(recipe, folder): a run that is interrupted when its second block is written."""
+
+    def interrupted(recipe: Recipe, folder: Path) -> None:
+        write = Job._write_block
+
+        def stopping(self, block, results):
+            write(self, block, results)
+            if block.index == 1:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "_write_block", stopping)
+            with pytest.raises(KeyboardInterrupt):
+                compress.run(recipe, folder)
+
+    return interrupted
 
 
 @pytest.fixture

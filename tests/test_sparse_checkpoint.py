@@ -122,20 +122,10 @@ def test_kept_weights_stay_alone_and_get_the_dtype_that_is_computed_in(recipe, t
 
 
 @pytest.mark.parametrize("steps", [[Wanda(pattern="2:4")], [Wanda(sparsity=0.5), GPTQ(group_size=32)]], ids=["floats", "codes"])
-def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path, stop):
     asked = recipe(*steps, save={"format": "native"})
     whole = compress.run(asked, tmp_path / "whole").report
-    write = Job._write_block
-
-    def dying(self, block, results):
-        write(self, block, results)
-        if block.index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Job, "_write_block", dying)
-    with pytest.raises(KeyboardInterrupt):
-        compress.run(asked, tmp_path / "stopped")
-    monkeypatch.setattr(Job, "_write_block", write)
+    stop(asked, tmp_path / "stopped")
     resumed = compress.run(asked, tmp_path / "stopped").report
     assert resumed["checkpoint_sha256"] == whole["checkpoint_sha256"]
     assert resumed["verified"]["own"] == 0

@@ -16,7 +16,14 @@ from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import SparseWeight, Sparsity
 
-ABOUT_INPUTS = ("activation_scale", "outlier_threshold", "outlier_columns", "input_scaled", "input_permuted")
+UNUSUAL = (
+    "activation_scale",
+    "outlier_threshold",
+    "outlier_columns",
+    "input_scaled",
+    "input_permuted",
+    "float_zeros",
+)
 """Fields of a scheme that its JSON leaves out where they have their defaults, as it does `sparsity`."""
 
 
@@ -28,6 +35,7 @@ class Scheme:
     layer runs, or one 'static' scale found before. width: the layer's inputs. outlier_threshold, outlier_columns: see
     `numerics.inputs`. input_scaled: inputs are divided by a scale per channel. input_permuted: they are put in another
     order first. sparsity: kept weights alone are stored, and where they stand; grid: None where they are floats.
+    float_zeros: zero points need not be whole numbers.
     """
 
     grid: Grid | None
@@ -42,6 +50,7 @@ class Scheme:
     input_scaled: bool = False
     input_permuted: bool = False
     sparsity: Sparsity | None = None
+    float_zeros: bool = False
 
     @classmethod
     def of(cls, weight: PackedCodes | SparseWeight, activations: Grid | None) -> Scheme:
@@ -50,6 +59,7 @@ class Scheme:
         facts = {"activations": activations, "width": weight.shape[1], "sparsity": sparsity}
         if isinstance(weight, SparseWeight):
             return cls(None, "channel", True, **facts)
+        facts["float_zeros"] = weight.float_zeros
         return cls(weight.grid, weight.group_size, weight.zero is None, weight.group_index is not None, **facts)
 
     @property
@@ -78,7 +88,7 @@ class Scheme:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, grids by name; what is said of inputs and of kept weights only where it is not the usual."""
-        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in ABOUT_INPUTS}
+        usual = {f.name: f.default for f in dataclasses.fields(self) if f.name in UNUSUAL}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values = {name: value for name, value in values.items() if name not in usual or value != usual[name]}
         sparsity = values.pop("sparsity")

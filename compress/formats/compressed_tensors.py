@@ -54,6 +54,10 @@ class CompressedTensors(Format):
         reason = refuses_inputs(scheme, f"format {self.name}")
         if reason is not None:
             return reason
+        if scheme.float_zeros:
+            return (
+                f"zero points of format {self.name} are whole numbers; use zero_point: integer, or format: native"
+            )
         layout = layout_of(scheme)
         if layout is None:
             name = scheme.coded.name

@@ -8,7 +8,7 @@
     <m>.weight_scale_shared float32 [n]               nvfp4: [1], by which scales are divided; nf4_dq: the mean scale,
                                                       then the step of every 256 scales, row by row:
                                                       scale = mean + (byte - 128) * step
-    <m>.weight_zero_point   int8  [O, G]              only with zero points
+    <m>.weight_zero_point   int8  [O, G]              only with zero points; float where float_zeros says so
     <m>.weight_g_idx        int32 [I]                 only with a group index
     <m>.input_permutation   int32 [I]                 input j of the matrix is input p[j] of the layer; only where a
                                                       permutation stayed there
@@ -17,7 +17,7 @@
     <m>.input_outliers      bool [I]                  columns whose inputs are not rounded; only where calibrated
     config.json: quantization_config = {quant_method: compress, version, layers: {name: {grid, group_size,
                  symmetric, indexed, activations, width}}}, and where they are not the usual: activation_scale
-                 (static), outlier_threshold, outlier_columns, input_scaled, input_permuted
+                 (static), outlier_threshold, outlier_columns, input_scaled, input_permuted, float_zeros
 
 Pruned layers whose config says sparse: {pattern, kept} hold their kept weights alone, in the order of rows, then
 columns; `kept` counts them. The pattern is N:M (N kept of every M columns, in the K = floor(I/M) whole groups of every
@@ -92,8 +92,9 @@ class Native(Format):
         )  # fmt: skip
         storage = packed.scale.dtype
         wanted = PackedCodes.empty(
-            scheme.coded, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity
-        )
+            scheme.coded, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
+            scheme.float_zeros,
+        )  # fmt: skip
         for name, tensor in self.encode(wanted, scheme.activations).items():
             _check(name, tensors[name], tuple(tensor.shape), tensor.dtype)
         return packed

@@ -26,31 +26,13 @@ class Kernel(Protocol):
         ...
 
 
-class SparseKernel(Protocol):
-    """A faster way to compute x W^T + bias from kept weights alone, in floats or in codes."""
-
-    def supports(self, x: Tensor, weight: PackedCodes | SparseWeight) -> bool:
-        """Whether this kernel can compute this call (device, dtype, sparsity, bits, group size)."""
-        ...
-
-    def linear(self, x: Tensor, weight: PackedCodes | SparseWeight, bias: Tensor | None) -> Tensor:
-        """x W^T + bias, equal to the reference up to float rounding."""
-        ...
-
-
 KERNELS: list[Kernel] = []
 """Registered kernels, fastest first; empty until a backend adds its own."""
 
-SPARSE_KERNELS: list[SparseKernel] = []
-"""Those for sparse weights. They are a list of their own: a kernel that expects all codes would misread kept ones."""
-
 
 def linear(x: Tensor, weight: PackedCodes | SparseWeight, bias: Tensor | None) -> Tensor:
-    """x W^T + bias by the fastest kernel that supports the call."""
+    """x W^T + bias by the fastest kernel that supports the call; kept weights alone are the reference's."""
     if isinstance(weight, SparseWeight) or weight.kept is not None:
-        for kernel in SPARSE_KERNELS:
-            if kernel.supports(x, weight):
-                return kernel.linear(x, weight, bias)
         return reference.linear(x, weight, bias)
     for kernel in KERNELS:
         if kernel.supports(x, weight):

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError, did_you_mean
 from compress.model import gguf
@@ -206,8 +207,9 @@ def open_model(
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """The config's model without weights, with the folder's generation config. Raises ModelError."""
-    with init_empty_weights():
+    with init_empty_weights(), no_init_weights():  # the latter saves drawing what nobody keeps: 5 ms per linear
         model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
+    model.tie_weights()
     try:
         if (folder / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(folder)

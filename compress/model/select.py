@@ -16,6 +16,11 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
+def chosen(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
+    """Whether a module's full name matches a target and no ignore pattern."""
+    return any(matches(name, p) for p in targets) and not any(matches(name, p) for p in ignore)
+
+
 def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], where: str) -> list[str]:
     """The names that match a target and no ignore pattern, in their given order.
 
@@ -30,10 +35,10 @@ def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], 
                 raise TargetError(
                     f"{where}: {option} pattern {pattern!r} matches no linear inside the blocks{_hint(pattern, names)}"
                 )
-    chosen = [n for n in names if any(matches(n, p) for p in targets) and not any(matches(n, p) for p in ignore)]
-    if not chosen:
+    found = [name for name in names if chosen(name, targets, ignore)]
+    if not found:
         raise TargetError(f"{where}: the ignore patterns leave none of the {len(names)} linears to work on")
-    return chosen
+    return found
 
 
 def _hint(pattern: str, names: list[str]) -> str:

@@ -52,7 +52,8 @@ class Codes:
     """A quantized weight.
 
     codes: [out, in], int8 for integer grids, uint8 otherwise. scale: [out, groups] ([1, 1] per tensor).
-    zero: like scale, in the dtype of codes' range, or None. group_index: [in] int32 group of each column, only
+    zero: like scale, or None; whole numbers that codes can have, unless float_zeros says that it is any number, in
+    which case zero itself may be no value of the grid. group_index: [in] int32 group of each column, only
     where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
     whose scales need them (see `share`).
     """
@@ -64,6 +65,7 @@ class Codes:
     group_size: GroupSize
     group_index: Int[Tensor, " in"] | None = None
     shared: Float[Tensor, " n"] | None = None
+    float_zeros: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,6 +7,7 @@ stay where they are). Rounding is passed straight through in the backward pass, 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class LearnedRounding:
         self.zero = None if start.zero is None else start.zero[..., None]
         self.half_step = _half_step(start.grid)
         self.shift = torch.zeros_like(self.wanted, requires_grad=True)
-        self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.stored is None)
+        self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.free)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -92,7 +93,7 @@ class LearnedRounding:
             codes = self.grid.encode(grouped(moved, self.group_size), scale, self.zero)
             codes = codes.reshape(self.shape[0], -1)[:, : self.shape[1]].contiguous()
         start = self.start
-        return Codes(store(codes, self.grid), scale[..., 0], start.zero, self.grid, self.group_size, None, start.shared)
+        return replace(start, codes=store(codes, self.grid), scale=scale[..., 0])
 
 
 def _half_step(grid: Grid) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compress.errors import NumericError
 
-DAMPING = 0.01  # GPTQ, section 3.3, step 3: the share of the mean diagonal; OBQ's own code uses the same
+DAMPING = 0.01  # GPTQ, section 3.3, step 3; SparseGPT, appendix A: the share of the mean diagonal
 ESCALATION = 10.0  # each retry multiplies the damping by this
 RETRIES = 4
 SMALL = 128  # triangles up to this width are solved at once; measured best of 64, 128, 256

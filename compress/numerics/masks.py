@@ -122,14 +122,6 @@ class Pattern:
             )
         return None
 
-    def violations(self, weight: Float[Tensor, "out in"]) -> int:
-        """How many groups of an N:M pattern hold more than N non-zeros (0 for the other patterns)."""
-        if self.n_of_m is None:
-            return 0
-        n, m = self.n_of_m
-        whole = weight.shape[1] // m * m
-        return int(((weight[:, :whole] != 0).reshape(-1, m).sum(1) > n).sum())
-
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         """A recipe spells a pattern as a string."""

@@ -24,7 +24,8 @@ class PackedCodes:
     """A quantized weight of `shape` (out, in) with its codes packed along the input axis.
 
     words: [out, ceil(in * bits / 32)] int32 (codes counted from 0 up). scale: [out, groups], as it is stored:
-    floats, or uint8 where the grid says so. zero: int8 like scale, or None. group_index: [in] int32 or None.
+    floats, or uint8 where the grid says so. zero: like scale, int8 or (float_zeros) in floats, or None. group_index:
+    [in] int32 or None.
     shared: [n] float32 or None, what the stored scales have in common. kept: where the codes stand if only those of
     kept weights are in words, which are then [out, words] for N:M (all rows are alike) and [words], one stream of all
     rows, for a bitmask; the other weights are zero.
@@ -32,7 +33,7 @@ class PackedCodes:
 
     words: Int[Tensor, "out words"]
     scale: Shaped[Tensor, "out groups"]
-    zero: Int[Tensor, "out groups"] | None
+    zero: Shaped[Tensor, "out groups"] | None
     grid: Grid
     group_size: GroupSize
     shape: tuple[int, int]
@@ -45,14 +46,14 @@ class PackedCodes:
         """Pack; exact in both directions."""
         grid = codes.grid
         words = pack(codes.codes.to(torch.int16) - _lowest(grid), grid.bits)
-        zero = None if codes.zero is None else codes.zero.to(torch.int8)
+        zero = codes.zero if codes.zero is None or codes.float_zeros else codes.zero.to(torch.int8)
         scale = grid.scaling.encode(codes.scale, codes.shared)
         return cls(words, scale, zero, grid, codes.group_size, codes.shape, codes.group_index, codes.shared)
 
     @classmethod
     def empty(
         cls, grid: Grid, group_size: GroupSize, shape: tuple[int, int], symmetric: bool, indexed: bool,
-        storage: torch.dtype, sparsity: Sparsity | None = None,
+        storage: torch.dtype, sparsity: Sparsity | None = None, float_zeros: bool = False,
     ) -> PackedCodes:  # fmt: skip
         """Tensors of the right shapes and dtypes without values, for counting bytes."""
         meta = torch.device("meta")
@@ -63,7 +64,7 @@ class PackedCodes:
         return cls(
             torch.empty(*lines, packed_width(count, grid.bits), dtype=torch.int32, device=meta),
             torch.empty(scales, dtype=grid.scaling.stored or storage, device=meta),
-            None if symmetric else torch.empty(scales, dtype=torch.int8, device=meta),
+            None if symmetric else torch.empty(scales, dtype=storage if float_zeros else torch.int8, device=meta),
             grid, group_size, shape,
             torch.empty(width, dtype=torch.int32, device=meta) if indexed else None,
             torch.empty(shared, dtype=torch.float32, device=meta) if shared else None,
@@ -97,7 +98,9 @@ class PackedCodes:
             codes = self._zeros(scale, zero)
             for rows, mask, where in self.kept.parts():
                 codes[rows].masked_scatter_(mask, self._signed(self.stored_codes(rows, where)))
-        return Codes(codes, scale, zero, self.grid, self.group_size, self.group_index, self.shared)
+        return Codes(
+            codes, scale, zero, self.grid, self.group_size, self.group_index, self.shared, self.float_zeros
+        )
 
     def _signed(self, unsigned: Int[Tensor, "*codes"]) -> Int[Tensor, "*codes"]:
         return store(unsigned.to(torch.int16) + _lowest(self.grid), self.grid)
@@ -115,13 +118,21 @@ class PackedCodes:
         return self.grid.scaling.decode(self.scale, self.shared)
 
     @property
+    def float_zeros(self) -> bool:
+        """Whether there are zero points that need not be whole numbers."""
+        return self.zero is not None and self.zero.is_floating_point()
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of scales as numbers."""
         return self.scale.dtype if self.grid.scaling.stored is None else torch.float32
 
     def in_storage(self, dtype: torch.dtype) -> PackedCodes:
-        """The same with scales that are stored as floats in `dtype`; exact where they were fitted for it."""
-        return replace(self, scale=self.scale.to(dtype)) if self.grid.scaling.stored is None else self
+        """The same with scales and zero points that are floats in `dtype`; exact where they were fitted for it."""
+        if self.grid.scaling.stored is not None:
+            return self
+        zero = self.zero.to(dtype) if self.zero is not None and self.float_zeros else self.zero
+        return replace(self, scale=self.scale.to(dtype), zero=zero)
 
     def sha256(self) -> str:
         """A digest of codes, scales and zero points: two packed weights are bit-identical exactly if it is equal."""

@@ -15,7 +15,7 @@ from compress.numerics.obs import sweep
 
 
 @dataclass(frozen=True)
-class Scheme:
+class GridOptions:
     """What a weight is rounded to: options of `codes.quantize`, under the same names."""
 
     grid: Grid
@@ -29,7 +29,7 @@ class Scheme:
 def round_columns(
     weight: Float[Tensor, "out in"],
     factor: Float[Tensor, "in in"],
-    scheme: Scheme,
+    options: GridOptions,
     mask: Bool[Tensor, "out in"] | None = None,
     order: Int[Tensor, " in"] | None = None,
     regroup: bool = False,
@@ -41,7 +41,7 @@ def round_columns(
     as the sweep takes them, None: as they stand. Groups and their scales are fixed before columns are reordered, or,
     with `regroup`, formed in the new order. keep_wanted: for `Rounding.wanted`.
     """
-    rule = Rounding(weight, scheme, mask, order, regroup, keep_wanted)
+    rule = Rounding(weight, options, mask, order, regroup, keep_wanted)
     sweep(_ordered(weight, order), factor, rule)
     return rule
 
@@ -60,15 +60,15 @@ class Rounding:
     def __init__(
         self,
         weight: Float[Tensor, "out in"],
-        scheme: Scheme,
+        options: GridOptions,
         mask: Bool[Tensor, "out in"] | None = None,
         order: Int[Tensor, " in"] | None = None,
         regroup: bool = False,
         keep_wanted: bool = False,
     ) -> None:
-        self.scheme, self.grid, self.order, self.regroup = scheme, scheme.grid, order, regroup
+        self.options, self.grid, self.order, self.regroup = options, options.grid, order, regroup
         self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
-        self.shared = share(_ordered(weight, order) if regroup else weight, self.grid, scheme.group_size, scheme.peak)
+        self.shared = share(_ordered(weight, order) if regroup else weight, self.grid, options.group_size, options.peak)
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
         self._codes: list[Tensor] = []
@@ -76,28 +76,29 @@ class Rounding:
         self._fixed: tuple[Tensor, Tensor | None] | None = None
         self._per_column: tuple[Tensor, Tensor | None] | None = None
         static = order is not None and not regroup
-        if static or not isinstance(scheme.group_size, int):
+        if static or not isinstance(options.group_size, int):
             kept = weight if mask is None else weight * mask
-            self._fixed = scale, zero = self._fit(kept, scheme.group_size, self.shared)
+            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared)
             if static:  # every column keeps the scale of its original group, whatever the order
                 width = weight.shape[1]
                 self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
 
     def _fit(self, weight: Tensor, group_size: GroupSize, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return fit(weight, self.grid, group_size, self.scheme.symmetric, self.scheme.search, self.scheme.dtype, shared)
+        options = self.options
+        return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared)
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Values per group, for every column in the order of the sweep."""
-        every = spread(per_group, width, self.scheme.group_size).expand(-1, width)
+        every = spread(per_group, width, self.options.group_size).expand(-1, width)
         return _ordered(every, self.order).T.contiguous()
 
     def starts(self, width: int) -> Sequence[int]:
-        size = self.scheme.group_size
+        size = self.options.group_size
         return [0] if self._fixed is not None or not isinstance(size, int) else range(0, width, size)
 
     def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
         if self._fixed is None:
-            size = self.scheme.group_size
+            size = self.options.group_size
             assert isinstance(size, int)
             part = rest[:size].T
             if self.keep is not None:
@@ -133,7 +134,7 @@ class Rounding:
             scale, zero = torch.cat(self._scales, dim=1), torch.cat(self._zeros, dim=1) if self._zeros else None
         else:
             scale, zero = self._fixed
-        size, index = self.scheme.group_size, None
+        size, index = self.options.group_size, None
         if self.order is not None and self.regroup:
             assert isinstance(size, int)
             index = (torch.arange(len(self.order), device=scale.device) // size)[self.order.argsort()].to(torch.int32)

@@ -72,7 +72,7 @@ class Sparsifying:
         inner = self.inner
         if inner is None or column not in inner.starts(column + rest.shape[0]):
             return
-        size = inner.scheme.group_size
+        size = inner.options.group_size
         if isinstance(size, int):
             # the group's scale is to fit what will be kept; what is not chosen yet is foreseen from how it looks now
             ahead = max(self._decided, column)

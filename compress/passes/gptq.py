@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.contract import Layer
 from compress.numerics.codes import Codes
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import Scheme, round_columns
+from compress.numerics.rounding import GridOptions, round_columns
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import CrossGram, Gram, Observer
 
@@ -70,5 +70,5 @@ class GPTQ(QuantizingPass):
         if isinstance(seen, CrossGram):
             # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
             weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
-        scheme = Scheme(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.peak)
-        return round_columns(weight, factor, scheme, layer.mask, order, regroup=self.indexed).codes
+        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.peak)
+        return round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes

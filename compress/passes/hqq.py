@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,7 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer
+from compress.contract import Layer, WeightSpec
 from compress.numerics.codes import Codes, fit, grouped, spread, store
 from compress.numerics.grids import IntGrid
 from compress.quantizing import QuantizingPass
@@ -21,8 +23,8 @@ class HQQ(QuantizingPass):
 
     W_e stands for the error W - Q(W). The half steps are a generalized soft threshold for W_e, and the least-squares
     zero point (and scale) for W - W_e, beta growing by kappa each time. A group is left alone as soon as its mean
-    error no longer falls. Zero points are whole numbers, as layouts hold them: each step rounds its own, so that the
-    scale is found for the zero point that will be stored.
+    error no longer falls. Each step rounds its zero point (to a whole number, or a float as it will be stored), so that
+    the scale is found for what will be stored.
     """
 
     paper: ClassVar[str] = "https://mobiusml.github.io/hqq_blog/"
@@ -32,6 +34,11 @@ class HQQ(QuantizingPass):
     beta: float = Field(default=10.0, gt=0, description="how close W_e is held to the error at first")
     kappa: float = Field(default=1.01, ge=1, description="factor on beta per iteration")
     iterations: int = Field(default=20, ge=1, le=1000, description="at most so many per group")
+    zero_point: Literal["integer", "float"] = Field(
+        default="integer",
+        description="'integer' zero points are whole numbers, as most layouts hold them; 'float' ones, as of the "
+        "original, lose less and need save: {format: native}",
+    )
     optimize: Literal["zero", "scale", "both"] = Field(
         default="both", description="what is found; the original finds the zero point alone"
     )
@@ -40,6 +47,12 @@ class HQQ(QuantizingPass):
         super().model_post_init(context)
         if not self.grid.scaling.free:
             raise ValueError(f"weights: {self.weights} has scales that cannot be any float, which hqq finds; use rtn")
+        if self.symmetric and self.zero_point == "float":
+            raise ValueError("zero_point: float has no meaning without zero points; add symmetric: false")
+
+    @property
+    def spec(self) -> WeightSpec:
+        return replace(super().spec, float_zeros=self.zero_point == "float")
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
@@ -47,14 +60,24 @@ class HQQ(QuantizingPass):
         kept = grouped(torch.ones_like(weight) if layer.mask is None else layer.mask.float(), self.group_size)
         parts, shape = grouped(weight, self.group_size), scale.shape
         flat_zero = None if zero is None else zero.reshape(-1, 1)
+        float_zeros = self.zero_point == "float" and layer.mask is None
+        if self.zero_point == "float" and not float_zeros:
+            layer.note("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
+
+        def store_zero(zero: Tensor) -> Tensor:
+            if float_zeros:
+                return zero.to(layer.storage).to(zero.dtype)
+            assert isinstance(self.grid, IntGrid)
+            return zero.round_().clamp_(self.grid.lowest, self.grid.highest)
+
         scale, zero = self._refine(
-            parts.flatten(0, 1), kept.flatten(0, 1), scale.reshape(-1, 1), flat_zero, layer.storage
+            parts.flatten(0, 1), kept.flatten(0, 1), scale.reshape(-1, 1), flat_zero, layer.storage, store_zero
         )
         scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
         width = weight.shape[1]
         spread_zero = None if zero is None else spread(zero, width, self.group_size)
         codes = self.grid.encode(weight, spread(scale, width, self.group_size), spread_zero)
-        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size)
+        return Codes(store(codes, self.grid), scale, zero, self.grid, self.group_size, float_zeros=float_zeros)
 
     def _refine(
         self,
@@ -63,6 +86,7 @@ class HQQ(QuantizingPass):
         scale: Float[Tensor, "groups 1"],
         zero: Float[Tensor, "groups 1"] | None,
         storage: torch.dtype,
+        store_zero: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """The best scale and zero point of every group; kept: 0 where a weight is pruned or only fills up a group."""
         best_scale, best_zero = scale.clone(), None if zero is None else zero.clone()
@@ -82,12 +106,20 @@ class HQQ(QuantizingPass):
             if zero is not None and best_zero is not None:
                 zero = zero[falls]
                 best_zero[live] = zero
-            scale, zero = self._step(parts - shrink(error, beta, self.norm), kept, codes, scale, zero, storage)
+            target = parts - shrink(error, beta, self.norm)
+            scale, zero = self._step(target, kept, codes, scale, zero, storage, store_zero)
             beta *= self.kappa
         return best_scale, best_zero
 
     def _step(
-        self, target: Tensor, kept: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, storage: torch.dtype
+        self,
+        target: Tensor,
+        kept: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        zero: Tensor | None,
+        storage: torch.dtype,
+        store_zero: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Least squares for (codes - zero) scale = target: the scale given the zero point, then the zero point."""
         if self.optimize != "zero" or zero is None:
@@ -97,11 +129,9 @@ class HQQ(QuantizingPass):
             found = found.to(storage).to(scale.dtype)
             scale = torch.where((found > 0) & found.isfinite(), found, scale)
         if self.optimize != "scale" and zero is not None:
-            assert isinstance(self.grid, IntGrid)
             # z = mean(codes - target / s)
             count = kept.sum(1, keepdim=True).clamp_(min=1)
-            found = ((codes - target / scale) * kept).sum(1, keepdim=True) / count
-            zero = found.round_().clamp_(self.grid.lowest, self.grid.highest)
+            zero = store_zero(((codes - target / scale) * kept).sum(1, keepdim=True) / count)
         return scale, zero
 
 

@@ -16,8 +16,9 @@ from compress.numerics.codes import quantize
 from compress.numerics.inputs import InputRounding
 from compress.numerics.learned import LearnedRounding
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import Scheme, round_columns
+from compress.numerics.rounding import GridOptions, round_columns
 from compress.quantizing import Quantizing
+from compress.reconstruction import ErrorName, block_error
 from compress.stream.observers import Gram
 from compress.types import Note
 
@@ -42,7 +43,7 @@ class SignRound(Quantizing, BlockPass):
         default=None, gt=0, le=1, description=f"of the shifts, falling to 0; {RATES['adam']} (adam), {RATES['sign']}"
     )
     scale_rate: float = Field(default=0.1, ge=0, description="the rate of the scales, as a share of learning_rate")
-    error: Literal["symmetric", "asymmetric"] = Field(
+    error: ErrorName = Field(
         default="asymmetric", description="'asymmetric' aims at the uncompressed model, whose activations run alongside"
     )
     seed: int = Field(default=0, ge=0, description="of the order of the batches")
@@ -61,12 +62,12 @@ class SignRound(Quantizing, BlockPass):
         learned = self._begin(block, inputs, note)
         roundings = {name: self._rounding(inputs, name) for name in learned}
         with _running(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
-            before = _error(block, inputs, targets)
+            before = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         with _running(block, learned, roundings):
             self._learn(block, inputs, targets, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
         with _running(block, {name: item.dense() for name, item in codes.items()}, roundings):
-            after = _error(block, inputs, targets)
+            after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         note("note", "error of the block's output", start=before, learned=after)
         if not after < before:
             note("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
@@ -107,8 +108,8 @@ class SignRound(Quantizing, BlockPass):
             return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
-        scheme = Scheme(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
-        found = round_columns(weight, factor, scheme, mask, order, keep_wanted=True)
+        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
+        found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return LearnedRounding(found.wanted, found.codes, mask)
 
     def _learn(
@@ -182,9 +183,3 @@ def _forward(layer: CompressedLinear, weight: LearnedRounding | Tensor, rounding
         return nn.functional.linear(x, dense.to(x.dtype), layer.bias)
 
     return forward
-
-
-def _error(block: nn.Module, inputs: BlockInputs, targets: list[Tensor]) -> float:
-    """||block(X) - target||^2 / ||target||^2 over all batches."""
-    wrong = sum(float((inputs.forward(block, i).float() - t.float()).square().sum()) for i, t in enumerate(targets))
-    return wrong / max(sum(float(target.float().square().sum()) for target in targets), 1e-30)

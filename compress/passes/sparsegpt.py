@@ -13,15 +13,15 @@ from torch import Tensor
 from compress.contract import Layer, LayerPass, Solution, WeightSpec, Zeros
 from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS
+from compress.numerics.linalg import DAMPING
 from compress.numerics.masks import Pattern
-from compress.numerics.rounding import Rounding, Scheme
+from compress.numerics.rounding import GridOptions, Rounding
 from compress.numerics.sparsifying import Sparsifying, order_by
 from compress.pruning import PruningPass
 from compress.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
 from compress.stream.observers import Gram, Observer
 from compress.types import Fact
 
-DAMPING = 0.01  # SparseGPT, appendix A: 1% of the mean diagonal
 PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
 GROUP_SIZE = 64  # as the quantizing passes
 
@@ -145,8 +145,8 @@ class SparseGPT(PruningPass):
         """The rule that rounds what is kept, in the order of the sweep; weight and foreseen are in the original one."""
         likely = weight if foreseen is None else weight * foreseen
         grid = GRIDS[str(self.weights)]
-        scheme = Scheme(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.peak)
-        rule = Rounding(likely, scheme, order=order)
+        options = GridOptions(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.peak)
+        rule = Rounding(likely, options, order=order)
         rule.keep = keep.T
         return rule
 

@@ -32,7 +32,7 @@ PACKAGES = (
     "compressed-tensors",
     "gguf",
 )
-DESCRIPTIONS = ("report.json", "report.md", "report.html", "recipe.yaml")
+DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml")
 
 
 def build_report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from compress.errors import VerificationError
 from compress.model.packed import CompressedLinear
 from compress.plan import Step
-from compress.pruning import PruningPass
+from compress.pruning import Pruning, PruningPass
 
 TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding
 
@@ -26,12 +27,16 @@ def check_sparsity(
     Raises VerificationError when a pass has left one of its layers out, has asked for less (or more) than its own
     sparsity over all layers, or a layer of the checkpoint holds fewer zeros than were due.
     """
-    pruned = [(label, step, names) for label, step, names in steps if isinstance(step, PruningPass)]
+    pruned = [(label, step, names) for label, step, names in steps if isinstance(step, Pruning)]
     if not pruned:
         return None
     layers: dict[str, dict[str, float]] = {}
     for label, step, names in pruned:
-        found = {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
+        found: Mapping[str, Mapping[str, Any]] = (
+            {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
+            if isinstance(step, PruningPass)
+            else {name: asdict(step.zeros(_layer(model, name).shape, step.share)) for name in names}
+        )
         if missing := [name for name in names if name not in found]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
         _check_mean(label, step, found, model)
@@ -51,7 +56,7 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
     return CompressedLinear.of(model.get_submodule(name))
 
 
-def _check_mean(label: str, step: PruningPass, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
+def _check_mean(label: str, step: Pruning, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
     """What was asked of the layers must come to the sparsity of the pass; tails stay dense and do not count."""
     sizes = {name: prod(step.pattern.whole(_layer(model, name).shape)) for name in found}
     mean = sum(found[name]["asked"] * size for name, size in sizes.items()) / sum(sizes.values())

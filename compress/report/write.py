@@ -1,4 +1,4 @@
-"""report.json and report.md on disk."""
+"""report.json, report.md and, where something was trained, its curves on disk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 import yaml
 
 from compress.model.save import write_json, write_text
+from compress.report.curves import picture, sparks
 
+CURVES = "training.svg"
 MB = 1e6
 WORST = 10  # layers listed in report.md; all are in report.json
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write report.json and report.md atomically."""
+    """Write report.json, report.md and training.svg atomically."""
     write_json(folder / "report.json", report)
+    if report["training"]:
+        write_text(folder / CURVES, picture(report["training"]))
     write_text(folder / "report.md", markdown(report))
 
 
@@ -126,14 +130,13 @@ def training(report: dict[str, Any]) -> list[str]:
     """A section on the passes that trained; none where there were none."""
     rows = []
     for label, told in report["training"].items():
-        losses = [point["loss"] for point in told["curve"] if "loss" in point]
-        tenth = max(1, len(losses) // 10)
         best = told["best"]
         held = "none" if best is None else f"{best['held_out']:.4g} (step {best['step']})"
-        first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
-        rows.append((label, str(told["steps"]), f"{first:.4g}", f"{last:.4g}", held, f"{told['seconds']:.1f}"))
-    head = ("pass", "steps", "loss, first tenth", "last tenth", "best held out", "seconds")
-    return ["## Training\n\n" + table(head, rows)] if rows else []
+        losses = f"{told['first_loss']:.4g}", f"{told['last_loss']:.4g}"
+        rows.append((label, str(told["steps"]), *losses, held, f"{told['seconds']:.1f}"))
+    head = ("pass", "steps", "loss, first quarter", "last quarter", "best held out", "seconds")
+    curves = f"```\n{sparks(report['training'])}\n```\n\n![training]({CURVES})"
+    return [f"## Training\n\n{table(head, rows)}\n\n{curves}"] if rows else []
 
 
 def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:

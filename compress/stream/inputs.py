@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ from compress.stream.store import ActivationStore
 class Inputs:
     """BlockInputs of one block in a sweep.
 
-    behind: the uncompressed model's activations behind the block, where the pass needs them. results: of the layers
-    that the pass has put in place.
+    behind: the uncompressed model's activations behind the block, before: the block's outputs before the sweep, each
+    where the pass needs them. results: of the layers that the pass has put in place.
     """
 
     site: Site
     names: list[str]
     behind: ActivationStore | None = None
+    before: ActivationStore | None = None
     groups: list[Group] = field(init=False)
     results: list[LayerResult] = field(init=False, default_factory=list)
     _samples: dict[str, Sample] = field(init=False, default_factory=dict)
@@ -47,6 +49,22 @@ class Inputs:
             for part in of_one_input(module, group.linears)
         ]
         self.groups = [group for group in found if set(group.linears) & set(self.names)]
+
+    @property
+    def name(self) -> str:
+        return self.site.block.name
+
+    @property
+    def label(self) -> str:
+        return f"{self.site.label} {self.name}"
+
+    @property
+    def storage(self) -> torch.dtype:
+        return self.site.run.storage
+
+    @property
+    def work(self) -> Path | None:
+        return self.site.run.at(self.label).folder_of_pass()
 
     def check(self, step: BlockPass) -> None:
         """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
@@ -63,8 +81,8 @@ class Inputs:
     def links(self) -> list[Link]:
         if self._links is None:  # looked for when first asked for: not every pass folds
             block, kept = self.site.block.module, self.site.state.links
-            found = find_links(block, self.probe, kept.get(make(block), ()))
-            kept[make(block)] = found
+            made = make(block)
+            found = kept[made] = find_links(block, self.probe, kept.get(made, ()))
             self._links = [link for link in found if set(link.readers) & set(self.names)]
         return self._links
 
@@ -116,11 +134,19 @@ class Inputs:
         return len(self.site.state.hidden)
 
     def forward(self, block: nn.Module, batch: int) -> Tensor:
-        return self.site.forwards(block, self.site.state.hidden)[batch]()
+        state, dtype = self.site.state, next(block.parameters()).dtype
+        call, hidden = state.calls[batch][self.site.block.index], state.hidden[batch]
+        if hidden.dtype != dtype:  # a block that is trained is in float32, whatever the model computes in
+            call, hidden = _cast(call, dtype), hidden.to(dtype)
+        return call.run(block, hidden)
 
     def reference(self, batch: int) -> Tensor:
         assert self.behind is not None, "the pass did not ask for the uncompressed model's activations"
         return self.behind[batch]
+
+    def original(self, batch: int) -> Tensor:
+        assert self.before is not None, "the pass did not ask for what the block was before"
+        return self.before[batch]
 
     def layer(self, name: str) -> Layer:
         module = self.site.block.module.get_submodule(name)

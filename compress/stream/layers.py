@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.contract import Layer, LayerPass
 from compress.model.experts import in_experts
 from compress.model.packed import replace_linear
-from compress.stream.lockstep import lockstep
+from compress.stream.lockstep import in_turn, lockstep
 from compress.stream.observers import CrossGram, Nothing, Observer, Sample, without_data
 from compress.stream.place import LayerResult, of_one_input, settle
 from compress.stream.reference import Reference, twin
@@ -60,22 +60,20 @@ class LayerWork:
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
         """Run; with keep_outputs the state's activations become the compressed block's outputs."""
         module, hidden = self.site.block.module, self.site.state.hidden
-        sequential = self.step.true_sequential
         forwards = self.site.forwards(module, hidden)
         if self.reference is not None:
             forwards = [self.reference.beside(i, forward) for i, forward in enumerate(forwards)]
-        # Without true_sequential all layers see the block as it was: they form one stage that is solved at the end.
-        solve = self._solve_stage if sequential else lambda stage: None
-        stages = self.stages if sequential else [[name] for members in self.stages for name in members[:1]]
-        outputs = lockstep(module, stages, forwards, self._arrive, solve)
-        if not sequential:
+        if self.step.true_sequential:
+            outputs = lockstep(module, self.stages, forwards, self._arrive, self._solve_stage)
+            if keep_outputs:
+                for i, output in enumerate(outputs):
+                    hidden[i] = self.site.checked(output)
+        else:  # all layers see the block as it was
+            in_turn(module, self.stages, forwards, self._arrive)
             for stage in range(len(self.stages)):
                 self._solve_stage(stage)
-        if keep_outputs and sequential:
-            for i, output in enumerate(outputs):
-                hidden[i] = self.site.checked(output)
-        elif keep_outputs:
-            self.site.propagate()
+            if keep_outputs:
+                self.site.propagate()
         if self.reference is not None:
             self.behind = ActivationStore(self.site.store_bytes)
             for i in range(len(hidden)):

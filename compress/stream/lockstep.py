@@ -1,18 +1,63 @@
-"""Forward passes in lockstep: all batches stop where a stage of linears begins, and go on when it has been solved.
+"""Forward passes that are watched: in turn, or in lockstep.
 
-Each batch runs in a greenlet of its own. A later stage is so calibrated on the output of the already compressed
-earlier ones, every batch passes through the block exactly once, and the outputs are those of the compressed block.
+In lockstep all batches stop where a stage of linears begins, and go on when it has been solved. Each batch runs in a
+greenlet of its own. A later stage is so calibrated on the output of the already compressed earlier ones, every batch
+passes through the block exactly once, and the outputs are those of the compressed block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import greenlet
 from torch import Tensor, nn
 
 Arrive = Callable[[int, str, Tensor], None]
 """arrive(stage, name of the linear, rows [tokens, in]): a batch has reached a stage."""
+
+
+class _Done(Exception):  # noqa: N818 - not an error
+    """All stages have been reached."""
+
+
+def in_turn(
+    block: nn.Module, stages: Sequence[Sequence[str]], forwards: Sequence[Callable[[], Tensor]], arrive: Arrive
+) -> None:
+    """Run one forward pass after the other, each as far as its last stage; arguments as of `lockstep`."""
+    reached: set[int] = set()
+
+    def hook_for(stage: int, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if stage not in reached:
+                reached.add(stage)
+                arrive(stage, name, args[0].reshape(-1, args[0].shape[-1]))
+            if len(reached) == len(stages):
+                raise _Done
+
+        return hook
+
+    with _hooks(block, stages, hook_for):
+        for forward in forwards:
+            reached.clear()
+            with suppress(_Done):
+                forward()
+
+
+@contextmanager
+def _hooks(
+    block: nn.Module, stages: Sequence[Sequence[str]], hook_for: Callable[[int, str], Callable[..., None]]
+) -> Iterator[None]:
+    handles = [
+        block.get_submodule(name).register_forward_pre_hook(hook_for(stage, name))
+        for stage, names in enumerate(stages)
+        for name in names
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def lockstep(
@@ -39,11 +84,6 @@ def lockstep(
 
         return hook
 
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(hook_for(stage, name))
-        for stage, names in enumerate(stages)
-        for name in names
-    ]
     outputs: dict[int, Tensor] = {}
     waiting: dict[int, tuple[greenlet.greenlet, int]] = {}
 
@@ -55,22 +95,21 @@ def lockstep(
         else:
             waiting[index] = (batch, result)
 
-    try:
-        for index, forward in enumerate(forwards):
-            advance(index, greenlet.greenlet(forward))
-        while waiting:
-            stage = min(stage for _, stage in waiting.values())
-            done.add(stage)  # before solving, so that forward passes of the linears alone are not taken for arrivals
-            solve(stage)
-            for index, (batch, at) in sorted(waiting.items()):
-                if at == stage:
-                    advance(index, batch)
-        for stage in sorted(set(range(len(stages))) - done):
-            done.add(stage)
-            solve(stage)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for batch, _ in waiting.values():  # after an error: their frames hold activations
-            batch.throw()
+    with _hooks(block, stages, hook_for):
+        try:
+            for index, forward in enumerate(forwards):
+                advance(index, greenlet.greenlet(forward))
+            while waiting:
+                stage = min(stage for _, stage in waiting.values())
+                done.add(stage)  # before solving, so that forward passes of linears alone are not taken for arrivals
+                solve(stage)
+                for index, (batch, at) in sorted(waiting.items()):
+                    if at == stage:
+                        advance(index, batch)
+            for stage in sorted(set(range(len(stages))) - done):
+                done.add(stage)
+                solve(stage)
+        finally:
+            for batch, _ in waiting.values():  # after an error: their frames hold activations
+                batch.throw()
     return [outputs[index] for index in range(len(forwards))]

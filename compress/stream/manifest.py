@@ -21,6 +21,7 @@ OWN_FILES = (
     "recipe.yaml",
     "report.md",
     "report.html",
+    "training.svg",
 )
 """What a run writes into its folder, and --overwrite therefore removes."""
 

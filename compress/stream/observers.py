@@ -57,7 +57,7 @@ class InputNorm(Observer):
         self._squares = torch.zeros(width, dtype=torch.float64, device=device)
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        self._squares += rows.square().sum(0, dtype=torch.float64)
+        self._squares += rows.square().sum(0)  # one batch in float32, in a third of the time, all of them in float64
 
     @property
     def norm(self) -> Float[Tensor, " in"]:

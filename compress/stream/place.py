@@ -64,18 +64,13 @@ def settle(
     if solution.zeros is not None:
         _check_mask(f"{site.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, site.run)
-    if (mask := layer.mask) is not None and bool(layer.weight.masked_fill(mask, 0).any()):
+    zero, mask = layer.weight == 0, layer.mask
+    if mask is not None and not bool((zero | mask).all()):
         raise NumericError(f"{site.label} {full}: weights that were pruned are no longer zero")
     error = None if before is None else relative_error(layer(rows), before)
     zeros = solution.zeros
     owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
-    return LayerResult(full, site.label, error, zero_share(layer), *owed)
-
-
-def zero_share(layer: CompressedLinear) -> float:
-    """The share of the layer's weights that are exactly zero."""
-    weight = layer.weight
-    return int((weight == 0).sum()) / weight.numel()
+    return LayerResult(full, site.label, error, int(zero.sum()) / zero.numel(), *owed)
 
 
 def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:

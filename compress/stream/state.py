@@ -75,8 +75,12 @@ class Site:
     def behind(self, original: nn.Module) -> ActivationStore:
         """The uncompressed model's activations behind the block; `original`: the block as it is there."""
         assert self.state.reference is not None
+        return self.outputs(original, self.state.reference)
+
+    def outputs(self, module: nn.Module, inputs: ActivationStore) -> ActivationStore:
+        """What `module` makes of all batches in the block's place."""
         found = ActivationStore(self.store_bytes)
-        for forward in self.forwards(original, self.state.reference):
+        for forward in self.forwards(module, inputs):
             found.append(forward())
         return found
 

@@ -7,6 +7,7 @@ layers before it in the same block.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -124,6 +125,7 @@ class Sweep:
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
         behind: ActivationStore | None = None  # the uncompressed model's activations behind this block
+        original: ActivationStore | None = None  # what the block made of these inputs as it came
         for label, step, names in self.steps:
             inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
@@ -133,9 +135,11 @@ class Sweep:
                 compares_itself = isinstance(step, LayerPass) and step.needs_reference
                 if state.reference is not None and behind is None and not compares_itself:
                     behind = site.behind(block.module)  # before anything is changed
+                if original is None and self._compares(block):
+                    original = site.outputs(block.module, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
-                    results += self._block_pass(site, step, inside, behind)
+                    results += self._block_pass(site, step, inside, behind, original)
                 else:
                     work = LayerWork(site, step, inside, self.decided.get(label))
                     results += work(is_last)
@@ -150,13 +154,21 @@ class Sweep:
                 site.propagate()
         return results
 
+    def _compares(self, block: Block) -> bool:
+        """Whether a pass compares the block with what it was."""
+        mine = [s for _, s, names in self.steps if any(name.startswith(block.name + ".") for name in names)]
+        return any(isinstance(step, BlockPass) and step.needs_original for step in mine)
+
     def _block_pass(
-        self, site: Site, step: BlockPass, names: list[str], behind: ActivationStore | None
-    ) -> list[LayerResult]:
-        inputs = Inputs(site, names, behind)
+        self, site: Site, step: BlockPass, names: list[str], behind: ActivationStore | None,
+        original: ActivationStore | None,
+    ) -> list[LayerResult]:  # fmt: skip
+        inputs = Inputs(site, names, behind, original)
         inputs.check(step)
         step.solve_block(site.block.module, inputs, site.noter(site.block.name))
         round_to_storage(site.block.module, self.run)
+        if inputs.work is not None:
+            shutil.rmtree(inputs.work, ignore_errors=True)
         return inputs.results
 
     def _absorb(self, block: Block) -> bool:

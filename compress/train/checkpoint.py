@@ -32,14 +32,17 @@ def write_state(
     key: str,
     told: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
     best: Mapping[str, Tensor],
     moments: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> None:
     """Everything that the next step depends on. told: plain values. Raises SaveError; the file before stays whole."""
     tensors = {f"parameter/{name}": p.detach() for name, p in parameters.items()}
+    tensors |= {f"buffer/{name}": tensor for name, tensor in buffers.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
     for name, parameter in parameters.items():
-        tensors |= {f"{moment}/{name}": moments[parameter][moment] for moment in MOMENTS if parameter in moments}
+        found = moments[parameter] if parameter in moments else {}
+        tensors |= {f"{moment}/{name}": found[moment] for moment in MOMENTS if moment in found}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
         found = {name: t.cpu().clone().contiguous() for name, t in tensors.items()}
@@ -50,9 +53,10 @@ def read_state(
     path: Path,
     key: str,
     parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
     moments: MutableMapping[Tensor, Any],
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """(plain values, best state) of the same training, its parameters and moments put in place; None: there is none."""
+    """(plain values, best state) of the same training, its tensors put in place; None: there is none."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -66,5 +70,7 @@ def read_state(
         held = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
         if held:
             moments[parameter] = {m: t if m == "step" else t.to(parameter.device) for m, t in held.items()}
+    for name, buffer in buffers.items():
+        buffer.copy_(tensors[f"buffer/{name}"])
     best = {name.removeprefix("best/"): t for name, t in tensors.items() if name.startswith("best/")}
     return json.loads(about["state"]), best

@@ -14,6 +14,7 @@ from compress.model.packed import CompressedLinear
 from compress.numerics.codes import GroupSize, grouped, spread
 from compress.numerics.packed import PackedCodes
 from compress.numerics.scales import positive
+from compress.train.parametrization import Masked, Parametrization, Shares
 
 SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
 
@@ -30,63 +31,75 @@ def sum_groups(
 class _PackedProduct(torch.autograd.Function):
     """x W^T with W = (code - zero) * scale * factor, a factor per scale; W is computed where it is used, and not kept.
 
+    plain: (code - zero) * scale where that is kept, so that codes need not be unpacked.
+
     dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * (code - zero) * scale.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes) -> Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor)
-        ctx.packed, ctx.shape, ctx.dtype = packed, x.shape, x.dtype
-        return x @ _weight(packed, factor, x.dtype).T
+    def forward(
+        ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes, plain: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor, plain)
+        ctx.packed, ctx.shape = packed, x.shape
+        return x @ _scaled(packed, factor, plain).to(x.dtype).T
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
-        x, factor = ctx.saved_tensors
+        x, factor, plain = ctx.saved_tensors
         packed: PackedCodes = ctx.packed
         to_x = to_factor = None
-        plain = reference.dense_weight(packed, torch.float32)
+        plain = reference.dense_weight(packed, torch.float32) if plain is None else plain
         if ctx.needs_input_grad[1]:
             to_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
             product = to_weight.float().mul_(plain)
             to_factor = sum_groups(product, packed.group_size, packed.scale.shape[1], packed.group_index)
         if ctx.needs_input_grad[0]:
-            if factor is not None:
-                plain.mul_(spread(factor, packed.shape[1], packed.group_size, packed.group_index))
-            to_x = (gradient @ plain.to(gradient.dtype)).reshape(ctx.shape)
-        return to_x, to_factor, None
+            to_x = (gradient @ _scaled(packed, factor, plain).to(gradient.dtype)).reshape(ctx.shape)
+        return to_x, to_factor, None, None
 
 
-def _weight(packed: PackedCodes, factor: Tensor | None, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-    """The weight with its scales times their factors."""
-    if factor is not None:
-        packed = replace(packed, scale=packed.scale.float() * factor)
-    return reference.dense_weight(packed, torch.float32).to(dtype)
+def _scaled(packed: PackedCodes, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
+    """The weight in float32 with its scales times their factors."""
+    if plain is None:
+        packed = packed if factor is None else replace(packed, scale=packed.scale.float() * factor)
+        return reference.dense_weight(packed, torch.float32)
+    return plain if factor is None else plain * spread(factor, packed.shape[1], packed.group_size, packed.group_index)
 
 
 def packed_product(
-    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes
-) -> Float[Tensor, "*batch out"]:
-    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product."""
-    return _PackedProduct.apply(x, factor, packed)  # type: ignore[return-value]
+    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes,
+    plain: Float[Tensor, "out in"] | None = None,
+) -> Float[Tensor, "*batch out"]:  # fmt: skip
+    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product.
+
+    plain: W with factors of 1, for whoever has kept it.
+    """
+    return _PackedProduct.apply(x, factor, packed, plain)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
     """In place of a linear while it is trained: y = W q(x / s) + bias as in CompressedLinear.
 
-    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; `weight` [out, in] is the
-    dense weight, where that is trained, held at zero outside of the mask; codes never change. Rounding of inputs is
-    passed straight through in the backward pass.
+    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; codes never change. `weight`
+    [out, in] is the dense weight, where that is trained, and `parametrization` makes of it what is multiplied by.
+    Rounding of inputs is passed straight through in the backward pass. unpacked: keep what packed codes stand for in
+    floats meanwhile, which is faster.
     """
 
     factor: nn.Parameter | None
     weight: nn.Parameter | None
+    parametrization: Parametrization | None
 
-    def __init__(self, layer: CompressedLinear) -> None:
+    def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
         super().__init__()
         self.layer = layer
+        packed = layer.packed
+        self.plain = reference.dense_weight(packed, torch.float32) if unpacked and packed is not None else None
         self.register_parameter("factor", None)
         self.register_parameter("weight", None)
+        self.parametrization = None
 
     def train_scales(self) -> nn.Parameter:
         """Train a factor, 1 at first, on every scale."""
@@ -95,21 +108,28 @@ class TrainedLinear(nn.Module):
         self.factor = nn.Parameter(torch.ones_like(packed.scale, dtype=torch.float32))
         return self.factor
 
-    def train_weight(self) -> nn.Parameter:
-        """Train the dense weight, in float32."""
-        dense = self.layer.dense
-        assert dense is not None
-        self.weight = nn.Parameter(dense.detach().float().clone())  # it may be a view of a file
-        self.layer.dense = self.weight.detach()
+    def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
+        """Train the dense weight, in float32; parametrization: how, without one as the layer's mask has it."""
+        self.parametrization = Masked(self.layer.mask) if parametrization is None else parametrization
+        self.weight = nn.Parameter(self.layer.weight.detach().float().clone())  # it may be a view of a file
+        self.weight.requires_grad_(self.parametrization.trains_weight)
+        self.parametrization.to(self.weight.device)
+        self.layer.put(self.weight.detach())
         return self.weight
 
+    def adjust(self) -> None:
+        """Once the gradients of a step are there: what the parametrization does to that of the weight."""
+        if self.parametrization is not None and self.weight is not None:
+            self.parametrization.adjust(self.weight)
+
     @torch.no_grad()
-    def limit(self) -> None:
-        """Bring what was trained back to where it may be, after a step: scales above 0, pruned weights at 0."""
+    def update(self, done: int, of: int) -> Shares:
+        """Bring what was trained to where it may be, after `done` steps: scales above 0, pruned weights at 0."""
         if self.factor is not None:
             self.factor.clamp_(min=SMALLEST_FACTOR)
-        if self.weight is not None and self.layer.mask is not None:
-            self.weight.mul_(self.layer.mask)
+        if self.parametrization is None or self.weight is None:
+            return {}
+        return self.parametrization.update(self.weight, done, of)
 
     @torch.no_grad()
     def settle(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
@@ -118,8 +138,9 @@ class TrainedLinear(nn.Module):
         if packed is not None and self.factor is not None:
             scale = positive(packed.scale.float() * self.factor, storage).to(packed.scale.dtype)
             self.layer.put(replace(packed, scale=torch.where(self.factor == 1, packed.scale, scale)))
-        if self.weight is not None:
-            self.layer.put(self.weight.detach().to(storage).to(dtype))
+        if self.weight is not None and self.parametrization is not None:
+            weight, mask = self.parametrization.settle(self.weight.detach(), storage)
+            self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
         return self.layer
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
@@ -129,14 +150,12 @@ class TrainedLinear(nn.Module):
             with torch.no_grad():
                 change = rounding(x) - x
             x = x + change
-        if self.weight is not None:
-            weight = self.weight if layer.mask is None else self.weight * layer.mask
-            return nn.functional.linear(x, weight, layer.bias)
-        if layer.dense is not None:
-            return nn.functional.linear(x, layer.dense, layer.bias)
+        if self.weight is not None and self.parametrization is not None:
+            return nn.functional.linear(x, self.parametrization(self.weight), layer.bias)
         packed = layer.packed
-        assert packed is not None
+        if packed is None:
+            return nn.functional.linear(x, layer.weight_as(x.dtype), layer.bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = packed_product(x, self.factor, packed)
+        y = packed_product(x, self.factor, packed, self.plain)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

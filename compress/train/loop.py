@@ -23,14 +23,15 @@ from compress.train.settings import Settings
 from compress.train.student import Student
 
 STATE = "training.safetensors"
+KEPT = "kept/"  # tensors in the file of the state that a span keeps
 RISEN = 2.0  # times the first loss: sequences differ by less
 
 
 class Objective(Protocol):
     """What training makes small."""
 
-    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: list[int]) -> Tensor:
-        """The mean loss of some sequences; rows: their numbers among all."""
+    def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
+        """The mean loss of some examples; ids: as `train` was given them. rows: their numbers among all."""
         ...
 
 
@@ -47,11 +48,22 @@ class Where:
 
 
 @dataclass
+class Span:
+    """The part of a schedule that is trained, in shares of its steps: what is behind `begin`. keep: after which share
+    what is trained is copied into `kept`; None: never.
+    """
+
+    begin: float = 0.0
+    keep: float | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class State:
     """Where training stands: steps that are done, the loss of each, and what the best state so far was worth.
 
-    curve: {step, loss, rate} of every step and {step, held_out} of every look at the sequences held out, in order.
-    waited: looks since the best one.
+    curve: {step, loss, rate} of every step, with what parametrizations tell, and {step, held_out} of every look at the
+    sequences held out, in order. waited: looks since the best one.
     """
 
     step: int = 0
@@ -63,21 +75,28 @@ class State:
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "sequences length"], settings: Settings, where: Where
-) -> dict[str, Any]:
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where,
+    span: Span | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
+
+    ids: what the objective knows examples by: the tokens of each, or a number. span: the part of the schedule that is
+    trained, all of it if it is not given.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
     """
-    trainer = _Trainer(student, objective, ids, settings, where)
+    trainer = _Trainer(student, objective, ids, settings, where, span or Span())
     with torch.enable_grad():
         return trainer.run()
 
 
 class _Trainer:
-    def __init__(self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where) -> None:
+    def __init__(
+        self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where, span: Span
+    ) -> None:
         self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
-        self.parameters = student.named()
+        self.span = span
+        self.parameters, self.buffers = student.named(), student.buffers()
         self.device = next(iter(self.parameters.values())).device
         # Precision is set here step by step: the state of accelerate is one for the whole process.
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that no token reached
@@ -89,15 +108,17 @@ class _Trainer:
             for kind, p in student.parameters.items()
             if p
         ]
-        self.optimizer = torch.optim.AdamW(groups, betas=settings.betas, foreach=False)
+        self.optimizer = settings.optimizer_of(groups)
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.highest = [group["lr"] for group in groups]
         self.rows, self.held = settings.split(len(ids))
         self.order = settings.order(self.rows, self.accelerator.num_processes)
         self.rates = settings.rates(len(self.order)).tolist()
-        self.state = State()
+        self.first = round(span.begin * len(self.order))
+        self.state = State(step=self.first, best_step=self.first)
         self.good = self._copy()
         told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        told |= {"begin": span.begin, "keep": span.keep}
         self.key = digest(told, {"ids": ids, **self.good})
         self.begun = perf_counter()
 
@@ -107,10 +128,10 @@ class _Trainer:
 
     def run(self) -> dict[str, Any]:
         """All steps that are left."""
-        self._resume()
+        resumed = self._resume()
         before = self.state.seconds
-        if self.state.step == 0:
-            self._look()
+        if not resumed:
+            self._begin()
         for step in range(self.state.step, len(self.order)):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
                 self.where.journal.add("note", self.where.label, "stopped early: nothing better was found", step=step)
@@ -126,6 +147,15 @@ class _Trainer:
             self._put(self.good)
         return self._told()
 
+    def _begin(self) -> None:
+        """What is due before the first step."""
+        found = self.student.update(self.state.step, len(self.order))
+        if found:
+            self.state.curve.append({"step": self.state.step, **found})
+        self.good = self._copy()
+        self._keep()
+        self._look()
+
     def _take(self, step: int) -> None:
         """One step of the optimizer."""
         for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
@@ -137,6 +167,7 @@ class _Trainer:
                 part = self._loss(rows) / len(mine)
                 self.accelerator.backward(part)
             loss += part.detach()
+        self.student.adjust()
         clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
         mean: Any = self.accelerator.reduce(loss, "mean")
         found, norm = float(mean), float(clipped)
@@ -144,10 +175,16 @@ class _Trainer:
             self._fail(step + 1, found, norm)
         self.stepper.step()
         self.stepper.zero_grad()
-        self.student.limit()
+        shares = self.student.update(step + 1, len(self.order))
         self.state.step = step + 1
-        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step]})
+        self.state.curve.append({"step": step + 1, "loss": found, "rate": self.rates[step], **shares})
+        self._keep()
         self._progress(found)
+
+    def _keep(self) -> None:
+        """A copy of what is trained, where one was asked for."""
+        if self.span.keep is not None and self.state.step == round(self.span.keep * len(self.order)):
+            self.span.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     def _loss(self, rows: list[int]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
@@ -164,6 +201,8 @@ class _Trainer:
         if not math.isfinite(found):
             self._fail(self.state.step, found, math.nan)
         self.state.curve.append({"step": self.state.step, "held_out": found})
+        if not self.student.ready(self.state.step, len(self.order)):
+            return
         if self.state.best is None or found < self.state.best:
             self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
             self.good = self._copy()
@@ -180,29 +219,33 @@ class _Trainer:
         raise NumericError(f"{self.where.label}: {what} in step {step} of {len(self.order)}; {hint}{kept}")
 
     def _copy(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.parameters.items()}
+        return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     @torch.no_grad()
     def _put(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+        for name, tensor in (*self.parameters.items(), *self.buffers.items()):
+            tensor.copy_(tensors[name])
 
-    def _resume(self) -> None:
-        """The state that a killed run left, if it is one of this very training."""
+    def _resume(self) -> bool:
+        """Whether a killed run has left a state of this very training, which is then put in place."""
         if self._file is None:
-            return
-        found = read_state(self._file, self.key, self.parameters, self.optimizer.state)
+            return False
+        found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if found is not None:
-            told, self.good = found
+            told, best = found
+            self.good = {name: best[name] for name in self.good}
+            self.span.kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
             self.state = State(**told)
             self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
+        return found is not None
 
     def _write(self) -> None:
         if not self.held:
             self.good = self._copy()
         if self._file is not None and self.accelerator.is_main_process:
-            told = vars(self.state)
-            write_state(self._file, self.key, told, self.parameters, self.good, self.optimizer.state)
+            told, moments = vars(self.state), self.optimizer.state
+            best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
+            write_state(self._file, self.key, told, self.parameters, self.buffers, best, moments)
 
     def _progress(self, loss: float) -> None:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
@@ -215,19 +258,27 @@ class _Trainer:
         part = max(1, len(losses) // 4)
         first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
         counts = {kind: sum(p.numel() for p in group.values()) for kind, group in self.student.parameters.items()}
-        journal.add("note", self.where.label, "trained", steps=state.step, first_loss=first, last_loss=last, **counts)
-        if self.held and state.best_step == 0:
+        steps, of = state.step - self.first, len(self.order) - self.first
+        journal.add("note", self.where.label, "trained", steps=steps, first_loss=first, last_loss=last, **counts)
+        if self.held and state.best_step == self.first:
             message = "training gained nothing on the sequences held out; the model stays as it was"
             journal.add("fallback", self.where.label, message, held_out=state.best)
-        elif not self.held and len(losses) > 1 and last > min(first, RISEN * losses[0]):
+        elif self._rose(first, last, losses):
             message = "the loss rose in training; use a smaller learning_rate"
             journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
         return {
-            "steps": state.step,
-            "of": len(self.order),
+            "first_loss": first,
+            "last_loss": last,
+            "steps": steps,
+            "of": of,
             "trained": counts,
             "seconds": state.seconds,
             "held_out": self.held,
             "best": {"step": state.best_step, "held_out": state.best} if self.held else None,
             "curve": state.curve,
         }
+
+    def _rose(self, first: float, last: float, losses: list[float]) -> bool:
+        """Whether the loss got worse, of a model that was not pruned meanwhile."""
+        pruned = not self.student.ready(0, len(self.order))
+        return not self.held and not pruned and len(losses) > 1 and last > min(first, RISEN * losses[0])

@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import get_scheduler
 
-from compress.train.student import Kind
+from compress.train.lion import Lion
+from compress.train.parametrization import Kind
 from compress.types import Extent
 
 EPOCHS = 2  # where neither steps nor epochs are given
@@ -41,8 +42,13 @@ class Settings(BaseModel):
     weight_rate: float = Field(
         default=WEIGHT_RATE, gt=0, description="the rate of weights and biases, as a share of learning_rate"
     )
-    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="AdamW's averages of gradients and squares")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, of weights alone")
+    optimizer: Literal["adamw", "lion"] = Field(
+        default="adamw", description="lion needs half of its memory, and a learning_rate 3 to 10 times smaller"
+    )
+    betas: tuple[Share, Share] | None = Field(
+        default=None, description="the optimizer's averages; if not given, 0.9 and 0.95 of adamw, 0.9 and 0.99 of lion"
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="the optimizer's, of weights alone")
     warmup: int = Field(default=4, ge=0, description="steps in which the rate rises")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="of the rate afterwards")
     clip: float | None = Field(default=None, gt=0, description="the largest norm of the gradient of a step")
@@ -59,6 +65,12 @@ class Settings(BaseModel):
     )
     checkpoint_every: int = Field(default=16, ge=1, description="steps after which a killed run can go on")
 
+    @field_validator("train", mode="before")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        """One kind may be written without a list."""
+        return (value,) if isinstance(value, str) else value
+
     def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs are two ways to say how long; leave one of them out")
@@ -69,20 +81,27 @@ class Settings(BaseModel):
         """The highest rate of what is trained."""
         return self.learning_rate * (self.weight_rate if kind in ("weights", "biases") else 1)
 
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer of groups of parameters, each with its rate and decay."""
+        if self.optimizer == "lion":
+            return Lion(groups, self.betas or (0.9, 0.99))
+        return torch.optim.AdamW(groups, betas=self.betas or (0.9, 0.95), foreach=False)
+
     def decay_of(self, kind: Kind) -> float:
         """Weight decay of what is trained."""
         return self.weight_decay if kind == "weights" else 0.0
 
     def memory_bytes(self, extent: Extent) -> int:
         """What training holds beside the model: four floats for each number that is trained (itself, the best so far,
-        two moments; gradients come and go), dense weights widened to float32, what the backward pass needs, and logits
-        with their gradient.
+        two moments, or one of Lion; gradients come and go), dense weights widened to float32, what the backward pass
+        needs, and logits with their gradient.
         """
         kinds = self.train or get_args(Kind)
         trained = extent.scales * ("scales" in kinds) + extent.weights * ("weights" in kinds)
         widened = (4 - extent.itemsize) * (extent.weights + extent.outside)
         tokens = self.batch * extent.length
-        return 16 * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
+        floats = 3 if self.optimizer == "lion" else 4
+        return 4 * floats * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the sequences to train on and of those held out: one at least of each, where there are two."""

@@ -6,17 +6,17 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compress.errors import TargetError
 from compress.model.blocks import find_blocks
 from compress.model.packed import CompressedLinear, linears
 from compress.train.linear import TrainedLinear
+from compress.train.parametrization import Kind, Parametrize, masked
 
-Kind = Literal["scales", "norms", "weights", "biases"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -44,20 +44,49 @@ class Student:
             found.update(f"{name} {trained.layer.sha256()} ".encode())
         return found.hexdigest()
 
-    def limit(self) -> None:
-        """After a step: scales stay positive, pruned weights stay exactly zero."""
+    def buffers(self) -> dict[str, Tensor]:
+        """What the next step depends on beside parameters, by full name: masks that can change, say."""
+        return {
+            f"{name}.{own}": tensor
+            for name, trained in self.layers.items()
+            if trained.parametrization is not None
+            for own, tensor in trained.parametrization.named_buffers()
+        }
+
+    def adjust(self) -> None:
+        """Once the gradients of a step are there: what parametrizations do to those of their weights."""
+        with torch.no_grad():
+            for layer in self.layers.values():
+                layer.adjust()
+
+    def update(self, done: int, of: int) -> dict[str, float]:
+        """After each step, and before the first (done = 0): scales stay positive, pruned weights exactly zero.
+
+        Returns what parametrizations tell of the step: shares of all weights concerned.
+        """
+        parts: dict[str, list[tuple[Tensor | float, int]]] = {}
         for layer in self.layers.values():
-            layer.limit()
+            for name, share in layer.update(done, of).items():
+                parts.setdefault(name, []).append(share)
+        return {name: float(sum(n for n, _ in told)) / sum(m for _, m in told) for name, told in parts.items()}
+
+    def ready(self, done: int, of: int) -> bool:
+        """Whether the state after so many steps could be kept."""
+        found = [layer.parametrization for layer in self.layers.values()]
+        return all(p.ready(done, of) for p in found if p is not None)
 
 
 @contextmanager
 def trainable(
-    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str
-) -> Iterator[Student]:
+    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str,
+    parametrize: Parametrize = masked, whole: bool = True,
+) -> Iterator[Student]:  # fmt: skip
     """The model made ready for training, in float32, and at the end, whatever happened, as it will be stored.
 
     train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
     weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
+    parametrize: how the weights of dense linears are trained. whole: `model` is a whole model; False: one block, whose
+    codes are kept as floats meanwhile.
 
     Raises TargetError when a kind that was asked for applies to nothing.
     """
@@ -66,7 +95,7 @@ def trainable(
     dtypes = _widen(model)
     try:
         model.requires_grad_(False)
-        _choose(student, train or KINDS, takes)
+        _choose(student, train or KINDS, takes, parametrize, whole)
         _check(student, train, where)
         for parameter in student.named().values():
             parameter.requires_grad_(True)
@@ -78,30 +107,39 @@ def trainable(
             parameter.grad = None
 
 
-def _choose(student: Student, train: Sequence[Kind], takes: Callable[[str], bool]) -> None:
+def _choose(
+    student: Student, train: Sequence[Kind], takes: Callable[[str], bool], parametrize: Parametrize, whole: bool
+) -> None:
     """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
     model, found = student.model, student.parameters
-    blocks = tuple(f"{block.name}." for block in find_blocks(model))
+    blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
     every = linears(model)
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
         packed = isinstance(module, CompressedLinear) and module.packed is not None
         some = "weights" in train or ("biases" in train and module.bias is not None)
         if packed or (chosen and some):
-            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module))
+            trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
             _put(model, name, trained)
             if chosen:
-                _choose_of(student, name, trained, train)
+                _choose_of(student, name, trained, train, parametrize)
     held = tuple(f"{name}." for name in every)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and not name.startswith(held) and takes(name.rpartition(".")[0]) and "norms" in train:
             found["norms"][name] = parameter
 
 
-def _choose_of(student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind]) -> None:
+def _choose_of(
+    student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind], parametrize: Parametrize
+) -> None:
     packed, bias = trained.layer.packed, trained.layer.bias
     if packed is None and "weights" in train:
-        student.parameters["weights"][f"{name}.weight"] = trained.train_weight()
+        how = parametrize(name, trained.layer)
+        weight = trained.train_weight(how)
+        if how.trains_weight:
+            student.parameters["weights"][f"{name}.weight"] = weight
+        for own, parameter in how.named_parameters():
+            student.parameters[how.own][f"{name}.{own}"] = parameter
     elif packed is not None and "scales" in train:
         if packed.grid.scaling.free:
             student.parameters["scales"][f"{name}.factor"] = trained.train_scales()

@@ -41,13 +41,16 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments, arguments.recipes[0])))
         return
-    failed = False
-    for recipe in arguments.recipes:
-        command = [sys.executable, __file__, "--one", recipe, *forwarded(arguments)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        failed |= done.returncode != 0
-        print(done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"{recipe}: failed", flush=True)
-    sys.exit(failed)
+    done = [run(recipe, forwarded(arguments)) for recipe in arguments.recipes]
+    sys.exit(not all(done))
+
+
+def run(recipe: str, options: list[str]) -> bool:
+    """Measure a recipe in a process of its own and print its line; returns whether that went well."""
+    command = [sys.executable, __file__, "--one", recipe, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    print(done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"{recipe}: failed", flush=True)
+    return done.returncode == 0
 
 
 def parse() -> argparse.Namespace:

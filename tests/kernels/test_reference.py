@@ -2,15 +2,12 @@
 
 import pytest
 import torch
+from draws import random
 
 from compress.kernels import reference
 from compress.numerics.codes import Codes, quantize
 from compress.numerics.grids import GRIDS
 from compress.numerics.packed import PackedCodes
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_a_weight_by_hand():

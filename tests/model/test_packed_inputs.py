@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import random
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -13,10 +14,6 @@ from compress.numerics.inputs import InputRounding
 
 INT8 = GRIDS["int8"]
 WIDTH = 12
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def dense(transposed):

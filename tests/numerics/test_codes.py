@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,10 +29,6 @@ from compress.numerics.grids import GRIDS, IntGrid
 SIZES = ["tensor", "channel", 1, 3, 4, 8, 64]  # of 11 columns: 3, 4 and 8 leave a short last group, 64 is one group
 GRID = st.sampled_from(list(GRIDS.values()))
 quick = settings(deadline=None, max_examples=60)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def units(rows, width, group_size):

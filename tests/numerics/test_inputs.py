@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from draws import random
 
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
 from compress.numerics.inputs import InputRounding
 
 INT8 = GRIDS["int8"]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def integer_product(x, weight, scale):

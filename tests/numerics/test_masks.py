@@ -45,7 +45,6 @@ def test_n_of_each_whole_m_are_kept_and_the_tail_stays_dense(shape, seed, n_of_m
             assert int(keep.sum()) == n
             assert values[keep].min() >= values[~keep].max()
     assert kept[:, whole:].all()
-    assert pattern.violations(kept.float()) == 0
 
 
 @pytest.mark.parametrize(
@@ -66,13 +65,6 @@ def test_the_highest_scores_by_sorting(pattern):
     unit = {"row": 16, "layer": 80, "2:4": 4}[pattern]
     cut = score.reshape(-1, unit).median(dim=1, keepdim=True).values  # the lower of the two middle ones
     assert torch.equal(Pattern(pattern).keep(score, 0.5), (score.reshape(-1, unit) > cut).reshape(5, 16))
-
-
-def test_violations_are_counted_per_group_and_the_tail_is_no_group():
-    weight = torch.tensor([[1.0, 2, 3, 0, 1, 1, 0, 0, 5, 5], [1, 1, 1, 1, 0, 0, 0, 0, 5, 5]])
-    assert Pattern("2:4").violations(weight) == 2
-    assert Pattern("3:4").violations(weight) == 1
-    assert Pattern("row").violations(weight) == Pattern("layer").violations(weight) == 0
 
 
 def test_n_of_m_is_read_from_the_text():

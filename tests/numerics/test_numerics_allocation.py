@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,11 +17,6 @@ from compress.numerics.allocation import (
     least_error,
     outlier_weighed,
 )
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
 
 # Outlier-weighed
 

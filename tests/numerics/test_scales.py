@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from draws import random
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +26,6 @@ def by_name(kind):
 
 def scales(kind, extents, span=SPAN, dtype=F32):
     return kind.round(torch.tensor(extents), span, dtype, None)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)

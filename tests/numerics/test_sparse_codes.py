@@ -25,7 +25,7 @@ def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
     return PackedCodes.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask, dtype=dtype))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     grid=st.sampled_from(list(GRIDS)),
     shape=st.tuples(st.integers(1, 20), st.integers(1, 120)),

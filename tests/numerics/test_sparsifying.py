@@ -11,7 +11,7 @@ from compress.numerics.grids import GRIDS
 from compress.numerics.linalg import inverse_factor
 from compress.numerics.masks import Pattern
 from compress.numerics.obs import sweep
-from compress.numerics.rounding import Rounding, Scheme
+from compress.numerics.rounding import GridOptions, Rounding
 from compress.numerics.sparsifying import Sparsifying, order_by
 
 
@@ -117,7 +117,7 @@ def test_columns_that_cost_nothing_go_first():
 
 def joint(weight, factor, pattern, size, block, grid="int4", symmetric=True):
     def rounding(keep):
-        rule = Rounding(weight, Scheme(GRIDS[grid], size, symmetric, "absmax", torch.float32))
+        rule = Rounding(weight, GridOptions(GRIDS[grid], size, symmetric, "absmax", torch.float32))
         rule.keep = keep.T
         return rule
 
@@ -145,7 +145,7 @@ def test_with_independent_inputs_it_is_pruning_and_then_rounding_what_is_left():
     weight = random(6, 64).float()
     rule, found = joint(weight, torch.eye(64), "2:4", 16, 32)
     keep = Pattern("2:4").keep(weight.abs(), 0.5)
-    alone = Rounding(weight, Scheme(GRIDS["int4"], 16, True, "absmax", torch.float32), keep)
+    alone = Rounding(weight, GridOptions(GRIDS["int4"], 16, True, "absmax", torch.float32), keep)
     assert torch.equal(rule.kept(None), keep)
     assert torch.equal(found, sweep(weight * keep, torch.eye(64), alone))
     assert torch.equal(rule.inner.codes.scale, alone.codes.scale)

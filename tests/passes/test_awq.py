@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from draws import random
 from gated import Gated, Inputs, TwoReaders
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +22,6 @@ from compress.passes.awq import AWQ, Fed, Moments, diagonal_blocks, normalized, 
 
 WIDTH, HIDDEN = 16, 24
 CPU = torch.device("cpu")
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def fed_by(rows):

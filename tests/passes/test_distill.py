@@ -15,9 +15,9 @@ from compress.errors import CalibrationError, ModelError, NumericError, TargetEr
 from compress.journal import Journal
 from compress.model.packed import CompressedLinear
 from compress.numerics.divergences import SoftTargets, divergence, soft_targets
-from compress.passes import distill
 from compress.passes.distill import Distill
 from compress.train.loop import STATE
+from compress.train.objective import LanguageLoss
 
 RTN3 = {"weights": "int3", "group_size": 32}
 
@@ -66,7 +66,7 @@ def test_the_loss_by_hand(hard):
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.25, 0.5])
     model = Answers(q.log().expand(1, 2, 3).clone())
     targets = SoftTargets(p.log().expand(2, 3))
-    objective = distill._Objective(Distill(hard=hard), lambda ids, rows: targets)
+    objective = LanguageLoss(hard, teacher=lambda ids, rows: targets)
     loss = objective(model, torch.tensor([[0, 2]]), [0])
     soft = float((p * (p / q).log()).sum())
     assert loss.item() == pytest.approx((1 - hard) * soft + hard * -float(q[2].log()), rel=1e-5)
@@ -176,7 +176,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_pa
     asked = recipe(compress.RTN(**RTN3), Distill(steps=6, checkpoint_every=2, hold_out=0.2, evaluate_every=3))
     wanted = compress.run(asked, tmp_path / "whole").report
     taken = []
-    real = distill._Objective.__call__
+    real = LanguageLoss.__call__
 
     def dying(self, model, ids, rows):
         taken.append(rows)
@@ -184,7 +184,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_pa
             raise Killed
         return real(self, model, ids, rows)
 
-    monkeypatch.setattr(distill._Objective, "__call__", dying)
+    monkeypatch.setattr(LanguageLoss, "__call__", dying)
     with pytest.raises(Killed):
         compress.run(asked, tmp_path / "killed")
     work = tmp_path / "killed" / ".compress" / "passes"
@@ -205,9 +205,10 @@ def test_the_report_tells_of_the_curve(recipe, tmp_path):
     told = json.loads((tmp_path / "report.json").read_text())["training"]["passes[1] distill"]
     assert [point["step"] for point in told["curve"] if "loss" in point] == [1, 2, 3, 4, 5]
     assert [point["step"] for point in told["curve"] if "held_out" in point] == [0, 2, 4, 5]
+    assert told["first_loss"] == told["curve"][1]["loss"] and told["last_loss"] == told["curve"][-2]["loss"]
     shown = (tmp_path / "report.md").read_text()
-    assert "| pass | steps | loss, first tenth | last tenth | best held out | seconds |" in shown
-    assert f"| passes[1] distill | 5 | {told['curve'][1]['loss']:.4g} |" in shown
+    assert "| pass | steps | loss, first quarter | last quarter | best held out | seconds |" in shown
+    assert f"| passes[1] distill | 5 | {told['first_loss']:.4g} |" in shown
 
 
 def test_the_plan_counts_what_training_holds(recipe):
@@ -241,7 +242,7 @@ def test_kinds_that_apply_to_nothing_name_the_pass(pico_model, pico_ids):
 
 
 def test_a_loss_that_is_no_number_names_pass_and_step(pico_model, pico_ids, monkeypatch):
-    monkeypatch.setattr(distill._Objective, "__call__", lambda *_: torch.tensor(float("nan"), requires_grad=True))
+    monkeypatch.setattr(LanguageLoss, "__call__", lambda *_: torch.tensor(float("nan"), requires_grad=True))
     with pytest.raises(NumericError, match=r"passes\[1\] distill: the loss is nan in step 1 of 12; use a smaller"):
         compress.apply(pico_model, [compress.RTN(), Distill()], pico_ids)
     assert len(packed(pico_model)) == 21

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import correlated, random, seen_of
 from pydantic import ValidationError
 
 from compress.errors import NumericError
@@ -15,25 +16,9 @@ from compress.numerics.packed import PackedCodes
 from compress.passes.gptq import GPTQ
 from compress.stream.observers import CrossGram, Gram
 
-WIDTH = 36
+WIDTH = 40
 ORDERS = ["none", "static", "group"]
 SIZES = [12, 16, 64, "channel", "tensor"]  # 16 leaves a short last group of 36 columns, 64 is larger than all of them
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def seen_of(rows):
-    seen = Gram(rows.shape[1], torch.device("cpu"))
-    seen.update(rows)
-    return seen
-
-
-def correlated(tokens=200, width=WIDTH, seed=0):
-    """Inputs that share a common part, channels of very different size in no order."""
-    size = torch.linspace(0.2, 3, width)[torch.randperm(width, generator=torch.Generator().manual_seed(seed))]
-    return (random(tokens, width, seed=seed) + 2 * random(tokens, 1, seed=seed + 1)) * size
 
 
 def combinations():

@@ -1,16 +1,17 @@
-"""HQQ: never worse than its start, exact where a weight lies on a grid, whole zero points, the mask kept."""
+"""HQQ: never worse than its start, exact where a weight lies on a grid, zero points whole or any number, the mask kept."""
+
+import json
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 
+import compress
+from compress.errors import TargetError
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
 from compress.passes.hqq import HQQ, shrink
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(found, weight, size=16):
@@ -61,6 +62,48 @@ def test_zero_points_are_whole_numbers_that_codes_can_have(layer_of):
     assert found.zero.min() >= -4 and found.zero.max() <= 3
 
 
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16], ids=str)
+def test_a_zero_point_that_is_any_number_is_found_by_least_squares(layer_of, storage):
+    # Steps of 0.5 that start at 0.3: with so small a beta all errors are thresholded away, and one step finds them.
+    codes = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(0))
+    codes[:, ::16], codes[:, 1::16] = 0, 15
+    weight = codes * 0.5 - 3.7
+    exact = HQQ(weights="int4", group_size=16, zero_point="float", beta=1e-6)
+    found = exact.codes(weight, None, layer_of(storage=storage))
+    assert found.float_zeros and torch.equal(found.zero.to(storage).float(), found.zero)
+    assert not torch.equal(found.zero, found.zero.round())
+    assert (found.dense() - weight).abs().max() < (1e-5 if storage == torch.float32 else 0.02)
+    whole = HQQ(weights="int4", group_size=16, beta=1e-6).codes(weight, None, layer_of(storage=storage))
+    assert (whole.dense() - weight).abs().max() > 0.05
+
+
+def test_pruned_weights_stay_zero_also_where_zero_points_are_any_number(layer_of, notes):
+    weight, mask = random(8, 64), random(8, 64, seed=1) > 0
+    found = HQQ(group_size=16, zero_point="float").codes(weight, None, layer_of(mask))
+    assert not found.float_zeros and (found.dense()[~mask] == 0).all()
+    assert [(kind, message) for kind, message, _ in notes] == [
+        ("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
+    ]
+
+
+def test_zero_points_in_floats_are_stored_planned_and_read(recipe, tmp_path):
+    step = HQQ(group_size=32, zero_point="float")
+    report = compress.run(recipe(step, save={"format": "native"}), tmp_path).report
+    assert report["verified"]["own"] == 0
+    assert report["size"]["tensor_bytes"] == report["predicted"]["tensor_bytes"]
+    layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.mlp.up_proj")
+    assert layer.zero.is_floating_point() and layer.scheme.float_zeros
+    assert "float_zeros" in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["layers"][
+        "model.layers.1.mlp.up_proj"
+    ]
+
+
+def test_a_format_with_whole_zero_points_refuses_others(recipe, tmp_path):
+    with pytest.raises(TargetError, match="are whole numbers; use zero_point: integer, or format: native"):
+        compress.run(recipe(HQQ(group_size=32, zero_point="float")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_original_form_leaves_the_scale_alone(layer_of):
     weight = random(8, 64) + 0.3
     found = HQQ(weights="int3", group_size=16, optimize="zero").codes(weight, None, layer_of())
@@ -103,6 +146,7 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"beta": 0}, "greater than 0"),
         ({"kappa": 0.9}, "greater than or equal to 1"),
         ({"iterations": 0}, "greater than or equal to 1"),
+        ({"symmetric": True, "zero_point": "float"}, "zero_point: float has no meaning without zero points"),
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
         ({"weights": "nf4_dq", "symmetric": True}, "nf4_dq has scales that cannot be any float, which hqq finds; use rtn"),
         ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that cannot be any float"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
@@ -18,10 +19,6 @@ from compress.stream.observers import Nothing, OutlierShare
 PICO = Path(__file__).parents[1] / "pico" / "model"
 INT8 = GRIDS["int8"]
 W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def planted():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 
 from compress.errors import NumericError, TargetError
@@ -11,10 +12,6 @@ from compress.numerics.grids import GRIDS
 from compress.passes.gptq import GPTQ
 from compress.passes.obq import OBQ
 from compress.stream.observers import Gram
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def problem(rows=6, width=24, seed=0):

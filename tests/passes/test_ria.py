@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 
 from compress.passes.ria import RIA
@@ -15,10 +16,6 @@ def seen_of(norms):
     seen = InputNorm(len(norms), torch.device("cpu"))
     seen.update(torch.diag(torch.tensor(norms)))
     return seen
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_score_by_hand():

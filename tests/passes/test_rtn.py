@@ -4,16 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draws import random
 from pydantic import ValidationError
 
 from compress.numerics.codes import Percentile, quantize
 from compress.numerics.grids import GRIDS
 from compress.passes.rtn import RTN
 from compress.stream.observers import Nothing
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def solve(rtn, weight, layer):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from draws import random
 from gated import Gated, Inputs, TwoReaders
 from pydantic import ValidationError
 from torch import nn
@@ -14,10 +15,6 @@ from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 class OnePlus(nn.Module):

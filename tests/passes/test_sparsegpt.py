@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import correlated, random, seen_of
 from pydantic import ValidationError
 
 import compress
@@ -10,26 +11,11 @@ from compress.numerics.codes import fit
 from compress.numerics.grids import GRIDS
 from compress.passes.sparsegpt import SparseGPT
 from compress.passes.wanda import Wanda
-from compress.stream.observers import Gram, InputNorm
+from compress.stream.observers import InputNorm
 
 WIDTH = 40
 PATTERNS = ["layer", "row", "2:4", "4x1", "4x2"]
 ORDERS = ["none", "static"]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def seen_of(rows, kind=Gram):
-    seen = kind(rows.shape[1], torch.device("cpu"))
-    seen.update(rows)
-    return seen
-
-
-def correlated(tokens=200, width=WIDTH, seed=0):
-    size = torch.linspace(0.2, 3, width)[torch.randperm(width, generator=torch.Generator().manual_seed(seed))]
-    return (random(tokens, width, seed=seed) + 2 * random(tokens, 1, seed=seed + 1)) * size
 
 
 def error(found, weight, rows):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from draws import random, seen_of
 from pydantic import ValidationError
 
-from compress.numerics.masks import Pattern
 from compress.passes.wanda import Wanda
 from compress.stream.observers import InputNorm
 
@@ -13,18 +13,8 @@ WEIGHT = torch.tensor([[4.0, -1.0, 1.0, 1.0], [-3.0, 0.5, -2.0, -1.0]])
 INPUTS = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, -4.0, -2.0, 2.0], [0.0, 0.0, 1.0, 0.0]])
 
 
-def seen_of(rows):
-    seen = InputNorm(rows.shape[1], torch.device("cpu"))
-    seen.update(rows)
-    return seen
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def test_the_score_by_hand():
-    seen = seen_of(INPUTS)
+    seen = seen_of(INPUTS, InputNorm)
     assert seen.norm.tolist() == [1, 5, 3, 2]
     assert Wanda().score(WEIGHT, seen).tolist() == [[4, 5, 3, 2], [3, 2.5, 6, 2]]
 
@@ -43,7 +33,7 @@ def test_the_score_by_hand():
     ],
 )
 def test_what_is_kept_by_hand(layer_of, options, kept):
-    solution = Wanda(**options).solve(WEIGHT, seen_of(INPUTS), layer_of())
+    solution = Wanda(**options).solve(WEIGHT, seen_of(INPUTS, InputNorm), layer_of())
     assert solution.mask.int().tolist() == kept
     assert torch.equal(solution.weight, WEIGHT * torch.tensor(kept))
     assert solution.activations is None
@@ -51,23 +41,24 @@ def test_what_is_kept_by_hand(layer_of, options, kept):
 
 def test_the_norm_of_the_inputs_decides_between_equal_weights(layer_of):
     rows = random(50, 8) * torch.tensor([1.0, 5, 2, 8, 3, 7, 4, 6])
-    solution = Wanda(sparsity=0.5).solve(torch.ones(3, 8), seen_of(rows), layer_of())
+    solution = Wanda(sparsity=0.5).solve(torch.ones(3, 8), seen_of(rows, InputNorm), layer_of())
     assert solution.mask.int().tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]] * 3
 
 
 @pytest.mark.parametrize("pattern", ["row", "layer", "2:4"])
 def test_pruning_again_keeps_what_was_pruned_pruned(layer_of, pattern):
-    weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2))
+    weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2), InputNorm)
     old = random(6, 16, seed=3) > -0.4  # some weights are gone, not by any pattern
     solution = Wanda(pattern=pattern).solve(weight * old, seen, layer_of(old))
     assert not (solution.mask & ~old).any()
     assert (solution.weight[~solution.mask] == 0).all()
     assert torch.equal(solution.weight[solution.mask], weight[solution.mask])
-    assert Pattern("2:4").violations(solution.weight) == 0 or pattern != "2:4"
+    if pattern == "2:4":
+        assert int((solution.weight != 0).reshape(6, 4, 4).sum(2).max()) <= 2
 
 
 def test_pruned_weights_count_towards_the_sparsity(layer_of):
-    weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2))
+    weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2), InputNorm)
     first = Wanda(sparsity=0.25).solve(weight, seen, layer_of())
     second = Wanda(sparsity=0.5).solve(first.weight, seen, layer_of(first.mask))
     at_once = Wanda(sparsity=0.5).solve(weight, seen, layer_of())
@@ -79,7 +70,7 @@ def test_pruned_weights_count_towards_the_sparsity(layer_of):
 def test_a_weight_that_is_zero_but_kept_ranks_above_a_pruned_one(layer_of):
     mask = torch.tensor([[False, True, True, True]])
     weight = torch.tensor([[0.0, 0.0, 5.0, 6.0]])
-    solution = Wanda(sparsity=0.25).solve(weight, seen_of(torch.ones(1, 4)), layer_of(mask))
+    solution = Wanda(sparsity=0.25).solve(weight, seen_of(torch.ones(1, 4), InputNorm), layer_of(mask))
     assert solution.mask.tolist() == mask.tolist()
 
 

@@ -10,7 +10,6 @@ from compress.contract import LayerPass, Solution
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.report.sparsity import check_sparsity
 from compress.report.write import markdown
-from compress.stream import place
 
 NAMES = ["a", "b"]
 
@@ -162,11 +161,6 @@ def test_a_layer_too_small_for_what_is_asked_is_refused_before_any_work(options,
     with pytest.raises(TargetError, match=message):
         compress.run(asked, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_shares_of_zeros_are_counted_exactly():
-    layer = compress.model.packed.CompressedLinear.of(model_of(a=7).a)
-    assert place.zero_share(layer) == 7 / 20
 
 
 def test_joint_pruning_and_rounding_is_planned_as_it_ends(recipe, tiny_folder, tmp_path):

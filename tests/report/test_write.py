@@ -65,10 +65,10 @@ def test_training_by_hand(report):
     assert training(report) == [] and "## Training" not in markdown(report)
     curve = [{"step": i + 1, "loss": float(20 - i), "rate": 1.0} for i in range(20)]
     curve.insert(3, {"step": 3, "held_out": 7.5})
-    told = {"steps": 20, "seconds": 1.26, "best": None, "curve": curve}
+    told = {"first_loss": 19.5, "last_loss": 1.5, "steps": 20, "seconds": 1.26, "best": None, "curve": curve}
     report["training"] = {"one": told, "two": {**told, "best": {"step": 3, "held_out": 7.5}}}
     (section,) = training(report)
-    assert section.splitlines()[-2:] == [
+    assert section.splitlines()[4:6] == [
         "| one | 20 | 19.5 | 1.5 | none | 1.3 |",
         "| two | 20 | 19.5 | 1.5 | 7.5 (step 3) | 1.3 |",
     ]

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import compress
-from compress import runner
 from compress.contract import BlockPass
 from compress.errors import TargetError
 from compress.model.packed import CompressedLinear, replace_linear
@@ -78,22 +77,12 @@ def test_the_native_checkpoint_holds_the_scales(recipe, tmp_path):
     assert f"{predicted} were predicted" in (tmp_path / "report.md").read_text()
 
 
-def test_a_stopped_run_goes_on_with_scales_in_place(recipe, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_with_scales_in_place(recipe, tmp_path, stop):
     """A file's `input_scale` is the static scale of the inputs; the layer's buffer of that name is another."""
     static = compress.RTN(weights="int8", group_size="channel", activations="int8", activation_scale="static")
     asked = recipe(Rescale(targets=ATTENTION), static, save={"format": "native"})
     whole = compress.run(asked, tmp_path / "whole").report
-    write = runner.Job._write_block
-
-    def stopping(self, block, results):
-        write(self, block, results)
-        if block.index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner.Job, "_write_block", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress.run(asked, tmp_path / "stopped")
-    monkeypatch.undo()
+    stop(asked, tmp_path / "stopped")
     resumed = compress.run(asked, tmp_path / "stopped").report
     assert resumed["checkpoint_sha256"] == whole["checkpoint_sha256"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compress.stream.lockstep import lockstep
+from compress.stream.lockstep import in_turn, lockstep
 
 WIDTH = 4
 STAGES = [("a",), ("b", "c"), ("d",)]
@@ -167,3 +167,39 @@ def test_the_failing_batch_is_the_one_whose_error_is_raised():
     with pytest.raises(ValueError, match=r"after a: \(2, 3, 4\)"):
         lockstep(block, STAGES, forwards, lambda *_: None, lambda stage: None)
     assert reached == [True]
+
+
+def test_in_turn_every_batch_goes_as_far_as_its_last_stage():
+    block, events, ran = Block(), [], []
+    block.d.register_forward_hook(lambda module, args, output: ran.append(output))
+    arrive = lambda stage, name, rows: events.append((stage, name, rows))  # noqa: E731
+    inputs = batches(2)
+    in_turn(block, STAGES, forwards_of(block, inputs), arrive)
+    assert [(stage, name) for stage, name, _ in events] == [(0, "a"), (1, "b"), (2, "d")] * 2
+    assert not ran, "what is behind the last stage was computed"
+    for i, x in enumerate(inputs):
+        h = block.a(x)
+        for (_, _, rows), wanted in zip(events[3 * i : 3 * i + 3], (x, h, block.b(h) * block.c(h)), strict=True):
+            assert torch.equal(rows, wanted.reshape(-1, WIDTH))
+    block(inputs[0])
+    assert len(events) == 6 and len(ran) == 1
+
+
+def test_in_turn_a_batch_that_does_not_come_by_a_stage_runs_to_its_end():
+    block, events = Block(), []
+    short = lambda: block.a(batches(1)[0])  # noqa: E731
+    in_turn(block, STAGES, [short, *forwards_of(block, batches(1))], lambda stage, name, rows: events.append(stage))
+    assert events == [0, 0, 1, 2]
+
+
+def test_in_turn_errors_come_through_and_hooks_go():
+    block, events = Block(), []
+
+    def failing():
+        block.a(batches(1)[0])
+        raise ValueError("no such luck")
+
+    with pytest.raises(ValueError, match="no such luck"):
+        in_turn(block, STAGES, [failing], lambda *found: events.append(found))
+    block(batches(1)[0])
+    assert len(events) == 1

@@ -6,7 +6,6 @@ from torch import nn
 
 from compress import GPTQ, Wanda, run
 from compress.errors import TargetError
-from compress.runner import Job
 from compress.stream.reference import Reference, twin
 
 
@@ -27,20 +26,10 @@ def test_a_layer_that_sees_some_of_the_tokens_cannot_be_compared():
 
 
 @pytest.mark.parametrize("before", [(), pytest.param((Wanda(sparsity=0.3),), marks=pytest.mark.slow)])
-def test_a_stopped_run_ends_with_the_same_bytes(recipe, tmp_path, monkeypatch, before):
+def test_a_stopped_run_ends_with_the_same_bytes(recipe, tmp_path, stop, before):
     wanted = recipe(*before, GPTQ(weights="int3", group_size=32, error="asymmetric"))
     whole = run(wanted, tmp_path / "whole").report
-    write = Job._write_block
-
-    def stopping(self, block, results):
-        write(self, block, results)
-        if block.index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Job, "_write_block", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        run(wanted, tmp_path / "stopped")
-    monkeypatch.setattr(Job, "_write_block", write)
+    stop(wanted, tmp_path / "stopped")
     assert run(wanted, tmp_path / "stopped").report["checkpoint_sha256"] == whole["checkpoint_sha256"]
     symmetric = run(recipe(*before, GPTQ(weights="int3", group_size=32)), tmp_path / "symmetric").report
     assert symmetric["checkpoint_sha256"] != whole["checkpoint_sha256"]

@@ -149,7 +149,7 @@ def test_factors_stay_positive():
     factor = linear.train_scales()
     with torch.no_grad():
         factor[0, 0] = -3.0
-    linear.limit()
+    linear.update(1, 2)
     assert factor[0, 0].item() == pytest.approx(SMALLEST_FACTOR)
 
 
@@ -162,7 +162,7 @@ def test_pruned_weights_get_no_gradient_and_stay_zero():
     assert bool((weight.grad[~mask] == 0).all()) and bool((weight.grad[mask] != 0).all())
     with torch.no_grad():
         weight += 1.0
-    linear.limit()
+    linear.update(1, 2)
     assert bool((weight[~mask] == 0).all())
     assert bool((linear.settle(torch.float32, torch.float32).weight[~mask] == 0).all())
 

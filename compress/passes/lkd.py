@@ -1,0 +1,91 @@
+"""LKD: each compressed block learns, by itself, to give what it gave before it was compressed (ZeroQuant, Yao 2022)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.contract import BlockInputs, BlockPass
+from compress.journal import Entry, Journal
+from compress.model.packed import replace_linear
+from compress.reconstruction import ErrorName, Targets, block_error, relative_square
+from compress.train.loop import Where, train
+from compress.train.settings import Settings, Share
+from compress.train.student import trainable
+from compress.types import Note
+
+
+class LKD(Settings, BlockPass):
+    """Minimize ||block(X) - target||^2 / ||target||^2 over what is learned of a block, by a few steps of AdamW.
+
+    It comes behind the passes that compress the block, in their sweep; the block as it was before them is the teacher
+    (section 3.3 of the paper). What is compressed stays so: codes are fixed, and a factor of each scale is learned;
+    pruned weights stay zero. With `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784). Norms are trained
+    where their own names match the targets. What is learned is kept where the block, as it will be stored, is better
+    on the batches held out (on all of them, where none are).
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2206.01861"
+
+    error: ErrorName = Field(
+        default="symmetric",
+        description="'symmetric' aims at what the block as it was makes of the same inputs; 'asymmetric' at the "
+        "uncompressed model, whose activations run alongside",
+    )
+    batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
+    hold_out: Share = Field(
+        default=0.1, description="share of the batches that is not trained on; the state that is best on them is kept"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.error == "asymmetric"
+
+    @property
+    def needs_original(self) -> bool:
+        return True
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        for name in inputs.names:
+            replace_linear(block, name)
+        targets = inputs.reference if self.error == "asymmetric" else inputs.original
+        trained, held = self.split(inputs.batches)
+        judged = held or trained
+        start = block_error(block, inputs, targets, judged)
+        if start == 0:
+            note("note", "the block gives what it gave before; there is nothing to learn")
+            return
+        before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
+        steps = self._learn(block, inputs, targets, note)
+        learned = block_error(block, inputs, targets, judged)
+        if learned < start:
+            note("note", "error of the block's output", start=start, learned=learned, steps=steps)
+        else:
+            note("fallback", "nothing was gained by learning; the block stays as it was", start=start, learned=learned)
+            block.load_state_dict(before, assign=True)
+
+    def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, note: Note) -> int:
+        """Train; returns the number of steps."""
+
+        def show(entry: Entry) -> None:
+            if entry.kind == "progress":
+                note(entry.kind, entry.message, **entry.figures)
+
+        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
+            return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
+
+        where = Where(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+
+        def takes(name: str) -> bool:
+            return self.takes(f"{inputs.name}.{name}")
+
+        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, whole=False)
+        with chosen as student:
+            if student.kept:
+                message = "scales that are not stored as floats are not trained"
+                note("fallback", message, layers=len(student.kept), first=student.kept[0])
+            told: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
+        return told["steps"]

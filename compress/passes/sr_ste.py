@@ -1,0 +1,99 @@
+"""SR-STE: an N:M mask chosen anew in every step, and a decay that lets pruned weights shrink (Zhou 2021)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.context import Run
+from compress.model.packed import CompressedLinear
+from compress.numerics.masks import Pattern
+from compress.train.parametrization import Parametrization, Shares, magnitudes
+from compress.training import SparseTrainingPass
+
+DECAY = 2e-4  # section 4 of the paper: the lambda_W of all its experiments
+
+
+class SRSTE(SparseTrainingPass):
+    """Multiply by the N largest of each M weights, and train all of them by the gradient of what was multiplied by.
+
+    Equation 9 of the paper: W_{t+1} = W_t - rate * (g(W~_t) + decay * (1 - mask_t) * W_t), with W~ = mask * W and g the
+    gradient with respect to W~, passed straight through; what is pruned shrinks, so that masks settle. The bracket is
+    what AdamW gets as the gradient. decay: 0 is the plain straight-through estimator.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2102.04010"
+
+    pattern: Pattern = Field(default=Pattern("2:4"), description="N:M, such as '2:4': N are kept of each M")
+    decay: float = Field(default=DECAY, ge=0, description="lambda_W, of the weights that are pruned at the time")
+    regrow: bool = Field(
+        default=False, description="whether what earlier passes removed may come back; without it, it stays zero"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is None:
+            raise ValueError(f'pattern {self.pattern.text} is not N:M; write "2:4", or use gmp or top_kast')
+
+    def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
+        return _Chosen(self, None if self.regrow else layer.mask, layer.shape)
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and self.takes(n)]
+        stuck = sum(layer.mask is not None and self.pattern.violations(layer.mask.float()) == 0 for layer in layers)
+        if stuck and not self.regrow:
+            message = "an earlier mask leaves no choice in these layers; with regrow: true it may change"
+            run.journal.add("fallback", run.label or self.key(), message, layers=stuck)
+        super().apply(model, run)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """W * mask, with the gradient of the product for all of W."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Chosen(Parametrization):
+    """The mask is that of the largest weights after every step. allowed: what may be kept at all."""
+
+    mask: Tensor
+    allowed: Tensor | None
+
+    def __init__(self, step: SRSTE, allowed: Bool[Tensor, "out in"] | None, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.pattern, self.decay = step.pattern, step.decay
+        self.register_buffer("allowed", allowed)
+        self.register_buffer("mask", torch.ones(shape, dtype=torch.bool))
+
+    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        return _StraightThrough.apply(weight, self.mask)  # type: ignore[return-value]
+
+    def adjust(self, weight: nn.Parameter) -> None:
+        if weight.grad is not None:
+            # g + lambda_W * (1 - mask) * W: a step against it makes pruned weights smaller
+            weight.grad.add_(weight * ~self.mask, alpha=self.decay)
+
+    def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
+        if self.allowed is not None:
+            weight.mul_(self.allowed)
+        chosen = self.pattern.keep(magnitudes(weight, self.allowed), 0.0)
+        if self.allowed is not None:
+            chosen &= self.allowed
+        flips = (chosen != self.mask).sum()
+        self.mask.copy_(chosen)
+        return {} if done == 0 else {"flips": (flips, chosen.numel())}
+
+    def settle(
+        self, weight: Float[Tensor, "out in"], storage: torch.dtype
+    ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"]]:
+        return weight * self.mask, self.mask

@@ -1,0 +1,103 @@
+"""The rows of the tables in README and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
+
+    python tests/benchmarks/rows.py [ROW...] --model PATH --test IDS.npy --calibration IDS.npy [--threads 1]
+
+Without names all rows are run, one after the other; --list prints them. One JSON line per row, as quality.py prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+from quality import forwarded, run
+
+GROUPS = {"group_size": 64}
+ZEROS = {"group_size": 64, "symmetric": False}
+ROWS: dict[str, list[dict]] = {
+    "rtn-int8": [{"rtn": {"weights": "int8", "group_size": "channel"}}],
+    "rtn-int4": [{"rtn": {"weights": "int4", **GROUPS}}],
+    "rtn-int4-zeros": [{"rtn": {"weights": "int4", **ZEROS}}],
+    "rtn-int4-g128": [{"rtn": {"weights": "int4", "group_size": 128}}],
+    "rtn-int3": [{"rtn": {"weights": "int3", **GROUPS}}],
+    "rtn-int3-zeros": [{"rtn": {"weights": "int3", **ZEROS}}],
+    "rtn-int2": [{"rtn": {"weights": "int2", **GROUPS}}],
+    "rtn-int2-zeros": [{"rtn": {"weights": "int2", **ZEROS}}],
+    "rtn-nf4": [{"rtn": {"weights": "nf4", **GROUPS}}],
+    "rtn-fp8": [{"rtn": {"weights": "fp8_e4m3", "group_size": "channel"}}],
+    "rtn-fp4": [{"rtn": {"weights": "fp4_e2m1", "group_size": 32}}],
+    "rtn-mxfp4": [{"rtn": {"weights": "mxfp4"}}],
+    "rtn-nvfp4": [{"rtn": {"weights": "nvfp4"}}],
+    "llm_int8": [{"llm_int8": {}}],
+    "w8a8": [
+        {"smoothquant": {"alpha": 0.8}},
+        {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
+    ],
+    "hqq-zeros": [{"hqq": {"weights": "int4", "group_size": 64}}],
+    "hqq-float-zeros": [{"hqq": {"weights": "int4", "group_size": 64, "zero_point": "float", "optimize": "zero"}}],
+    "awq-zeros": [{"awq": {"weights": "int4", **ZEROS}}, {"rtn": {"weights": "int4", **ZEROS}}],
+    "awq-g128": [
+        {"awq": {"weights": "int4", "group_size": 128}},
+        {"rtn": {"weights": "int4", "group_size": 128}},
+    ],
+    "awq-gptq-zeros": [
+        {"awq": {"weights": "int4", **ZEROS}},
+        {"gptq": {"weights": "int4", **ZEROS, "act_order": "static"}},
+    ],
+    "gptq": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static"}}],
+    "gptq-mse": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse"}}],
+    "gptaq-mse": [
+        {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "error": "asymmetric"}}
+    ],
+    "signround": [{"signround": {"weights": "int4", **GROUPS}}],
+    "magnitude-20": [{"magnitude": {"sparsity": 0.2, "pattern": "layer"}}],
+    "magnitude-30": [{"magnitude": {"sparsity": 0.3, "pattern": "layer"}}],
+    "magnitude-40": [{"magnitude": {"sparsity": 0.4, "pattern": "layer"}}],
+    "magnitude-50": [{"magnitude": {"sparsity": 0.5, "pattern": "layer"}}],
+    "magnitude-60": [{"magnitude": {"sparsity": 0.6, "pattern": "layer"}}],
+    "magnitude-2:4": [{"magnitude": {"pattern": "2:4"}}],
+    "wanda": [{"wanda": {"sparsity": 0.5}}],
+    "wanda-2:4": [{"wanda": {"pattern": "2:4"}}],
+    "wanda-60": [{"wanda": {"sparsity": 0.6}}],
+    "wanda-60-owl": [{"wanda": {"sparsity": 0.6, "allocate": "owl"}}],
+    "wanda-60-sensitivity": [{"wanda": {"sparsity": 0.6, "allocate": "sensitivity"}}],
+    "ria": [{"ria": {"sparsity": 0.5}}],
+    "ria-2:4": [{"ria": {"pattern": "2:4"}}],
+    "sparsegpt": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row"}}],
+    "sparsegpt-2:4": [{"sparsegpt": {"pattern": "2:4"}}],
+    "sparsegpt-2:4-int4": [{"sparsegpt": {"pattern": "2:4", "weights": "int4", "group_size": 64}}],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW")
+    parser.add_argument("--list", action="store_true", help="print the names of all rows")
+    for name in ("model", "test", "calibration"):
+        parser.add_argument(f"--{name}", required="--list" not in sys.argv)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(ROWS))
+        return
+    unknown = set(arguments.rows) - set(ROWS)
+    if unknown:
+        parser.error(f"no row is called {', '.join(sorted(unknown))}; --list prints them")
+    arguments.out = None
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.rows or ROWS:
+            path = Path(folder) / f"{name}.yaml"
+            recipe = {"model": "m", "passes": ROWS[name], "save": {"format": "native", "verify": "own"}}
+            recipe["calibration"] = {"source": "embedded", "batch": 4}
+            path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+            failed |= not run(str(path), forwarded(arguments))
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

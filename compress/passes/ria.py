@@ -12,8 +12,6 @@ from compress.numerics.scores import RIA_EXPONENT, ria
 from compress.pruning import PruningPass
 from compress.stream.observers import InputNorm, Observer
 
-SMALLEST = 1e-30  # sums of rows and columns of zeros are kept above this, so that their scores are zero
-
 
 class RIA(PruningPass):
     """Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.

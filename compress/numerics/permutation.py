@@ -273,19 +273,21 @@ def _optimize(stripes: Stripes, escapes: int, draw: torch.Generator) -> None:
         best = stripes.order.clone(), stripes.kept.clone()
         table.refresh(_joint(stripes, draw))
         table.climb()
-        _regress(table)
+        _regress(table, draw)
         if stripes.total <= float(best[1].sum()):
             table.restore(*best)
 
 
-def _regress(table: Table) -> None:
-    """Make the swaps that lose the least, climb without taking them back, then climb with that allowed."""
-    gain = table.gain
-    pairs = mutual(torch.where(gain > 0, -torch.inf, (gain / table.far.mean()).exp()))
+def _regress(table: Table, draw: torch.Generator) -> None:
+    """Make some swaps that lose little, climb without taking them back, then climb with that allowed."""
+    loss = -table.gain
+    usual = loss[loss < torch.inf].median() if len(loss) > 1 else loss.new_ones(())
+    chance = torch.rand(loss.shape, generator=draw).to(loss)  # another choice after each escape that was taken back
+    pairs = mutual((chance + chance.T) * torch.exp(-loss / usual.clamp(min=1e-30)))
     if not len(pairs):
         return
-    most = max(1, int(len(gain) * REGRESSIONS))
-    pairs = pairs[gain[pairs[:, 0], pairs[:, 1]].argsort(descending=True)[:most]]
+    most = max(1, int(len(loss) * REGRESSIONS))
+    pairs = pairs[loss[pairs[:, 0], pairs[:, 1]].argsort()[:most]]
     table.stripes.swap(pairs, table.at(pairs), force=True)
     for allowed in (False, True):
         table.refresh(pairs.flatten())

@@ -163,8 +163,8 @@ def chain(*more):
 
 def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     native = compress.run(recipe(*chain(), save={"format": "native"}), tmp_path / "native").report
-    dense = compress.run(recipe(*chain(), save={"format": "dense"}), tmp_path / "dense").report
-    assert native["verified"]["own"] == dense["verified"]["own"] == 0
+    dense = compress.run(recipe(*chain(), save={"format": "dense"}), tmp_path / "dense")
+    assert native["verified"]["own"] == dense.report["verified"]["own"] == 0
     here, plain = compress.load(tmp_path / "native")[0], compress.load(tmp_path / "dense")[0]
     layer = here.get_submodule(Q)
     assert layer.scheme.input_permuted and layer.scheme.sparsity.text == "2:4"
@@ -173,7 +173,7 @@ def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     assert torch.equal(layer.weight[:, layer.input_permutation.long().argsort()], weight)
     assert bool((weight[:, layer.input_permutation.long()] != 0).reshape(-1, 4).sum(1).le(2).all())
     assert bool((weight != 0).reshape(-1, 4).sum(1).gt(2).any())
-    assert any("N:M does not stand in consecutive columns" in e["message"] for e in dense["journal"])
+    assert any("N:M does not stand in consecutive columns" in entry.message for entry in dense.journal.entries)
     size, predicted = native["size"]["tensor_bytes"], native["predicted"]["tensor_bytes"]
     assert size == predicted + 3 * 5 * 128 * 4  # of five layers of each block, known only afterwards
 

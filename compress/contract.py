@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
+from compress.model.permutations import Permutation
 from compress.model.select import chosen
 from compress.numerics.codes import Codes, GroupSize
 from compress.numerics.grids import Grid
@@ -246,6 +247,11 @@ class BlockInputs(Protocol):
         """Links to readers of which the pass is to work on one at least: where a scale per channel can be folded."""
         ...
 
+    @property
+    def permutations(self) -> list[Permutation]:
+        """Channels that may trade places, with readers of which the pass is to work on one at least."""
+        ...
+
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         """Forward all calibration inputs once; what an observer gathers at the input of each group."""
         ...
@@ -287,6 +293,11 @@ class BlockInputs(Protocol):
 
 class BlockPass(Pass):
     """One block and the inputs that reach it (SmoothQuant, AWQ, channel permutation, ...)."""
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether calibration inputs are looked at."""
+        return True
 
     @property
     def needs_reference(self) -> bool:

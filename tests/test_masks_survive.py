@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import compress
-from compress import AWQ, GPTQ, HQQ, RTN, SignRound, SmoothQuant, Wanda
+from compress import AWQ, GPTQ, HQQ, RTN, ChannelPermutation, SignRound, SmoothQuant, Wanda
 from compress.formats import FORMATS
 from compress.model.packed import CompressedLinear, linears
 from compress.numerics.grids import GRIDS, IntGrid
@@ -64,6 +64,9 @@ def chains(draw):
     steps = draw(st.lists(pruning(), min_size=1, max_size=2)) + draw(preparing())
     if draw(st.booleans()):
         steps.insert(0, SmoothQuant())
+    if draw(st.booleans()):  # an order that is kept with inputs is taken back where masks are not stored
+        unlinked = "keep" if save.get("sparse") == "always" else "skip"
+        steps.insert(0, ChannelPermutation(score="magnitude", escapes=0, unlinked=unlinked))
     if draw(st.integers(0, 3)):
         steps.append(draw(quantizing(integers=name == "compressed-tensors")))
     return steps, save

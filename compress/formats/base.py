@@ -16,7 +16,14 @@ from compress.numerics.grids import GRIDS, Grid
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import SparseWeight, Sparsity
 
-UNUSUAL = ("activation_scale", "outlier_threshold", "outlier_columns", "input_scaled", "float_zeros")
+UNUSUAL = (
+    "activation_scale",
+    "outlier_threshold",
+    "outlier_columns",
+    "input_scaled",
+    "input_permuted",
+    "float_zeros",
+)
 """Fields of a scheme that its JSON leaves out where they have their defaults, as it does `sparsity`."""
 
 
@@ -26,8 +33,9 @@ class Scheme:
 
     indexed: columns have a group index. activations: the grid of the inputs, with one scale per token found when the
     layer runs, or one 'static' scale found before. width: the layer's inputs. outlier_threshold, outlier_columns: see
-    `numerics.inputs`. input_scaled: inputs are divided by a scale per channel. sparsity: kept weights alone are stored,
-    and where they stand; grid: None where they are floats. float_zeros: zero points need not be whole numbers.
+    `numerics.inputs`. input_scaled: inputs are divided by a scale per channel. input_permuted: they are put in another
+    order first. sparsity: kept weights alone are stored, and where they stand; grid: None where they are floats.
+    float_zeros: zero points need not be whole numbers.
     """
 
     grid: Grid | None
@@ -40,6 +48,7 @@ class Scheme:
     outlier_threshold: float | None = None
     outlier_columns: bool = False
     input_scaled: bool = False
+    input_permuted: bool = False
     sparsity: Sparsity | None = None
     float_zeros: bool = False
 
@@ -58,6 +67,7 @@ class Scheme:
         """The tensors beside the weight's, by the layer's names: (length, dtype or None for that of the scales)."""
         width = self.width or 0
         there = {
+            "input_permutation": (self.input_permuted, (width, torch.int32)),
             "input_scale": (self.input_scaled, (width, torch.float32)),
             "activation_scale": (self.activation_scale == "static", (1, None)),
             "outliers": (self.outlier_columns, (width, torch.bool)),
@@ -101,9 +111,14 @@ def _name(grid: Grid | None) -> str | None:
 
 
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
-    """Why a format that knows nothing of outliers or of scaled inputs cannot hold a layer; None if it can."""
+    """Why a format that knows of no outliers, scaled or permuted inputs cannot hold a layer; None if it can."""
     if scheme.outlier_threshold is not None or scheme.outlier_columns:
         return f"{here} cannot say that outlier columns are computed in floats (LLM.int8); use format: native"
+    if scheme.input_permuted:
+        return (
+            f"its inputs are put in another order, which nothing before it could take up and {here} cannot say; "
+            "use format: native, or unlinked: skip for the permutation"
+        )
     if scheme.input_scaled:
         return (
             f"its inputs are divided by a scale that nothing before it could take up, which {here} cannot say; "

@@ -10,12 +10,14 @@
                                                       scale = mean + (byte - 128) * step
     <m>.weight_zero_point   int8  [O, G]              only with zero points; float where float_zeros says so
     <m>.weight_g_idx        int32 [I]                 only with a group index
-    <m>.input_channel_scale float32 [I]               inputs are divided by it first; only where a scale stayed there
+    <m>.input_permutation   int32 [I]                 input j of the matrix is input p[j] of the layer; only where a
+                                                      permutation stayed there
+    <m>.input_channel_scale float32 [I]               inputs are divided by it then; only where a scale stayed there
     <m>.input_scale         float [1]                 only with a static scale of the (divided) inputs' grid
     <m>.input_outliers      bool [I]                  columns whose inputs are not rounded; only where calibrated
     config.json: quantization_config = {quant_method: compress, version, layers: {name: {grid, group_size,
                  symmetric, indexed, activations, width}}}, and where they are not the usual: activation_scale
-                 (static), outlier_threshold, outlier_columns, input_scaled, float_zeros
+                 (static), outlier_threshold, outlier_columns, input_scaled, input_permuted, float_zeros
 
 Pruned layers whose config says sparse: {pattern, kept} hold their kept weights alone, in the order of rows, then
 columns; `kept` counts them. The pattern is N:M (N kept of every M columns, in the K = floor(I/M) whole groups of every
@@ -58,6 +60,7 @@ class Native(Format):
     name = "native"
     sparse = True
     input_names = {
+        "input_permutation": "input_permutation",
         "input_scale": "input_channel_scale",
         "activation_scale": "input_scale",
         "outliers": "input_outliers",

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from compress.model.coding import Found, all_at_once, by_halves
 from compress.model.experts import Expert, exercised, in_experts
-from compress.model.packed import linears
-from compress.model.probing import Forward, Probe, in_float32, norms_of, relative_error, width_in, width_out
+from compress.model.packed import CompressedLinear, linears
+from compress.model.probing import Change, Forward, Probe, in_float32, norms_of, relative_error, width_in, width_out
 from compress.model.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
 
 FOLD_TOLERANCE = 1e-5  # relative, float32: true folds are exact to 1e-6, wrong ones are off by more than 1e-2
@@ -43,7 +43,8 @@ class Link:
 
     source: the module inside the block that writes the channels, a norm or a linear. readers: the modules whose input
     columns are scaled: linears, and routers of experts. channels: for each input column of the readers, the source's
-    output channel. kind: which of the two the source is. Links are equal when they are the same object.
+    output channel, in the order that the readers' columns are stored in. kind: which of the two the source is. Links
+    are equal when they are the same object.
     """
 
     source: str
@@ -162,7 +163,7 @@ def _norm_link(probe: Probe, source: str) -> Link | None:
             break
         readers |= dict.fromkeys(more, torch.arange(width))
     names = tuple(name for name in probe.readers if name in readers)
-    return _checked(probe, Link(source, names, torch.arange(width), "norm")) if names else None
+    return _proved(probe, source, names, torch.arange(width), "norm") if names else None
 
 
 def _scaled(before: Tensor, after: Tensor, scale: Tensor) -> bool:
@@ -200,7 +201,23 @@ def _best(probe: Probe, source: str, found: Found) -> Link | None:
     first = next(iter(found.values()))
     if not all(torch.equal(channels, first) for channels in found.values()):
         return None
-    return _checked(probe, Link(source, tuple(n for n in probe.readers if n in found), first, "linear"))
+    return _proved(probe, source, tuple(n for n in probe.readers if n in found), first, "linear")
+
+
+def _proved(
+    probe: Probe, source: str, readers: tuple[str, ...], channels: Int[Tensor, " in"], kind: Kind
+) -> Link | None:
+    """The link, if it holds; readers that put these channels in different orders cannot share a scale."""
+    stored = [channels if (order := _order(probe.readers[name])) is None else channels[order] for name in readers]
+    if not all(torch.equal(other, stored[0]) for other in stored):
+        return None
+    return _checked(probe, Link(source, readers, stored[0], kind))
+
+
+def _order(module: nn.Module) -> Int[Tensor, " in"] | None:
+    """The order that a reader puts its inputs in; None where they stay."""
+    order = module.input_permutation if isinstance(module, CompressedLinear) else None
+    return None if order is None else order.cpu()
 
 
 def _checked(probe: Probe, link: Link) -> Link | None:
@@ -215,7 +232,11 @@ def _checked(probe: Probe, link: Link) -> Link | None:
     scale = _random_scale(width)[link.channels]
     divisor = link.per_channel(scale, width)
     outputs = {link.source: lambda y: y / divisor.to(y) if y.shape[-1] == width else y}
-    inputs = {name: lambda x: x * scale.to(x) for name in link.readers}
+    inputs: dict[str, Change] = {}
+    for name in link.readers:
+        order = _order(probe.readers[name])
+        before = scale if order is None else scale[order.argsort()]
+        inputs[name] = lambda x, s=before: x * s.to(x)
     found = probe.run(outputs, inputs)
     return link if relative_error(found, probe.output) < FOLD_TOLERANCE else None
 

@@ -101,6 +101,7 @@ def fill(
         try:
             weight = _decoded(inside, scheme, format_, dtype)
             beside = {here: inside[format_.input_names[here]] for here in scheme.input_tensors}
+            _check_permutation(beside.get("input_permutation"), weight.shape[1])
         except KeyError as error:
             raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
         except ValueError as error:
@@ -109,6 +110,12 @@ def fill(
             here, there = list(layer.shape), list(weight.shape)
             raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
         layer.read(weight, scheme, beside)
+
+
+def _check_permutation(found: Tensor | None, width: int) -> None:
+    """Raise ValueError when the order of a layer's inputs does not hold each of them once."""
+    if found is not None and not torch.equal(found.long().sort().values, torch.arange(width, device=found.device)):
+        raise ValueError(f"input_permutation does not hold each number below {width} once")
 
 
 def _decoded(

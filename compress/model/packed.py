@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -28,7 +28,7 @@ PACKED = ("words", "scale", "zero", "group_index", "shared")
 """The tensors of packed codes, which a layer holds as buffers of the same names."""
 
 
-INPUT_TENSORS = ("input_scale", "activation_scale", "outliers")
+INPUT_TENSORS = ("input_permutation", "input_scale", "activation_scale", "outliers")
 """Tensors that say how inputs are treated, by the names that layers and schemes know them under."""
 
 
@@ -37,11 +37,12 @@ Held = Tensor | PackedCodes | SparseWeight
 
 
 class CompressedLinear(nn.Module):
-    """y = W q(x / s) + bias: a scale s per input channel, a rounding q of the inputs, W dense, in codes, or sparse.
+    """y = W q(x[p] / s) + bias: inputs in an order p, divided by scales s, rounded by q; W dense, in codes, or sparse.
 
     Weights are always seen as [out, in]. `transposed` remembers that the dense original stores [in, out]. `weight` is
-    what x / s is multiplied by. activations: the grid of q, None where inputs are not rounded. A mask says which
-    weights pruning has kept, however the weight is held; it is packed.
+    what x[p] / s is multiplied by: its columns, the scales and all else that is said of inputs have the order p, where
+    there is one. activations: the grid of q, None where inputs are not rounded. A mask says which weights pruning has
+    kept, however the weight is held; it is packed.
     """
 
     kept: Tensor | None
@@ -52,6 +53,7 @@ class CompressedLinear(nn.Module):
     zero: Tensor | None
     group_index: Tensor | None
     shared: Tensor | None
+    input_permutation: Tensor | None
     input_scale: Tensor | None
     activation_scale: Tensor | None
     outliers: Tensor | None
@@ -148,12 +150,41 @@ class CompressedLinear(nn.Module):
         self.put((weight.float() * scale).to(weight.dtype))
         self.input_scale = scale if self.input_scale is None else self.input_scale * scale
 
+    def permute_input(self, order: Int[Tensor, " in"]) -> None:
+        """Put the columns of the dense weight, and inputs, in another order, number order[j] at j: the same function.
+
+        For permutations that cannot be folded into what writes the input; those of several calls are combined.
+        """
+        assert self.packed is None, "codes cannot be permuted; passes that do so come before quantizing ones"
+        before = self.input_permutation
+        self._order_columns(order)
+        self.input_permutation = (order if before is None else before[order]).to(torch.int32)
+
+    def absorb_input_permutation(self) -> None:
+        """Put the columns of the weight back to the order of the inputs; codes become dense, a mask moves along."""
+        if self.input_permutation is not None:
+            self._order_columns(self.input_permutation.argsort())
+            self.input_permutation = None
+
+    def _order_columns(self, order: Int[Tensor, " in"]) -> None:
+        """Put the columns, and what belongs to each, in another order."""
+        mask = self.mask
+        self.put(self.weight[:, order].contiguous(), None if mask is None else mask[:, order])
+        for name in ("input_scale", "outliers"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor[order])
+
     def absorb_input_scale(self) -> None:
         """Divide the columns of the weight by the scale of the inputs, which is dropped; codes become dense."""
         if self.input_scale is not None:
             weight = self.weight
             self.put((weight.float() / self.input_scale).to(weight.dtype))
             self.input_scale = None
+
+    def absorb_inputs(self) -> None:
+        """Take back all that is done to inputs but their rounding: the same function, its weight dense."""
+        self.absorb_input_permutation()
+        self.absorb_input_scale()
 
     @property
     def rounding(self) -> InputRounding | None:
@@ -185,6 +216,7 @@ class CompressedLinear(nn.Module):
             outlier_threshold=self.outlier_threshold,
             outlier_columns=self.outliers is not None,
             input_scaled=self.input_scale is not None,
+            input_permuted=self.input_permutation is not None,
         )
 
     def read(self, weight: PackedCodes | SparseWeight, scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
@@ -220,7 +252,9 @@ class CompressedLinear(nn.Module):
         return self._facts["shape"]
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """The inputs as the weight sees them: divided by their scale, in their own dtype."""
+        """The inputs as the weight sees them: in its order, divided by their scale, in their own dtype."""
+        if self.input_permutation is not None:
+            x = x.index_select(-1, self.input_permutation)
         return x if self.input_scale is None else (x / self.input_scale).to(x.dtype)
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:

@@ -8,8 +8,8 @@ matrices of a feed-forward layer does not).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from compress.model.experts import in_experts
 from compress.model.links import FOLD_TOLERANCE, Fold
+from compress.model.packed import CompressedLinear
 from compress.model.probing import Forward, Probe, in_float32, relative_error, width_in, width_out
 from compress.model.rewrite import remember, rewrite_rows, rewrite_weight
 
 MOVED = 1e-4  # relative to a column's size: what is not reached is the same to 1e-6
 ALIKE = 1e-4
+NOWHERE = ("\0",)  # what no name begins with
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,25 @@ class Permutation:
     channels: Int[Tensor, "sources slots"]
     slots: Int[Tensor, " in"]
     parts: Int[Tensor, " slots"]
+
+    def runs(self, m: int) -> list[tuple[Int[Tensor, " part"], list[Int[Tensor, " part"]]]] | None:
+        """For every part its slots, and the runs of input columns that hold them, in that order.
+
+        A channel that several heads of queries share is in as many runs. None where the runs of several parts are not
+        whole groups of m columns, or hold their slots in different orders.
+        """
+        turns, columns, parts = _turns(self.slots), torch.arange(len(self.slots)), self.parts.unique()
+        found = []
+        for part in parts:
+            mine = self.parts[self.slots] == part
+            read = [columns[mine & (turns == turn)] for turn in turns[mine].unique()]
+            slots = self.slots[read[0]]
+            for run in read:
+                together = torch.equal(run, run[0] + torch.arange(len(run))) and torch.equal(self.slots[run], slots)
+                if not together or int(run[0]) % m or (len(slots) % m and len(slots) < len(self.slots)):
+                    return None
+            found.append((slots, read))
+        return found
 
     def columns(self, order: Int[Tensor, " slots"]) -> Int[Tensor, " in"]:
         """For each input column the one that takes its place when slot i takes what slot order[i] held."""
@@ -56,31 +77,51 @@ def _turns(slots: Int[Tensor, " in"]) -> Int[Tensor, " in"]:
     return torch.tensor(turns)
 
 
-def find_permutations(block: nn.Module, forward: Forward) -> list[Permutation]:
+def find_permutations(block: nn.Module, forward: Forward, alike: Sequence[Permutation] = ()) -> list[Permutation]:
     """All permutation links of a block that hold, in the order of their readers; those inside of experts too.
 
-    It takes two passes for each bit of a channel's number per linear, and one more per reader.
+    It takes two passes for each bit of a channel's number per linear, and one more per reader; one per link of a block
+    of the same `links.make`, if they are given (`alike`) and all hold here. Readers that put their inputs in another
+    order themselves are left out.
     """
     with in_float32(block) as proof:
         experts = in_experts(proof)
-        found = _within(Probe(proof, forward), tuple(f"{name}." for name in experts))
+        inside = tuple(f"{name}." for name in experts)
+        known = [link for link in alike if not link.readers[0].startswith(inside or NOWHERE)]
+        found = _within(Probe(proof, forward), inside, known)
         for prefix, expert in experts.items():
-            for link in _within(Probe(expert, expert.probe), ()):
-                names = [tuple(f"{prefix}.{n}" for n in some) for some in (link.sources, link.readers)]
-                found.append(Permutation(names[0], names[1], link.channels, link.slots, link.parts))
+            known = [_renamed(link, f"{prefix}.", "") for link in alike if link.readers[0].startswith(f"{prefix}.")]
+            found += [_renamed(link, "", f"{prefix}.") for link in _within(Probe(expert, expert.probe), (), known)]
         return found
 
 
-def _within(probe: Probe, apart: tuple[str, ...]) -> list[Permutation]:
-    names = [name for name in probe.linears if name in probe.ran and not name.startswith(apart or ("\0",))]
+def _renamed(link: Permutation, without: str, before: str) -> Permutation:
+    """The same link between modules of other names."""
+    both = link.sources, link.readers
+    sources, readers = (tuple(before + name.removeprefix(without) for name in names) for names in both)
+    return replace(link, sources=sources, readers=readers)
+
+
+def _within(probe: Probe, apart: tuple[str, ...], alike: Sequence[Permutation]) -> list[Permutation]:
+    if alike and all(_free(probe, link.readers[0]) and _holds(probe, link) for link in alike):
+        return list(alike)
+    names = [name for name in probe.linears if name in probe.ran and not name.startswith(apart or NOWHERE)]
     spelled = {name: _spell(probe, name) for name in names}
     found: list[Permutation] = []
     for reader in names:
         sources = {name: read[reader] for name, read in spelled.items() if reader in read and name != reader}
+        if not _free(probe, reader):
+            continue
         link = _link(probe, reader, sources)
         if link is not None and _holds(probe, link):
             found.append(link)
     return found
+
+
+def _free(probe: Probe, reader: str) -> bool:
+    """Whether a reader's columns are in the order of its inputs."""
+    module = probe.linears[reader]
+    return not isinstance(module, CompressedLinear) or module.input_permutation is None
 
 
 def _spell(probe: Probe, source: str) -> dict[str, Int[Tensor, " in"]]:
@@ -181,9 +222,7 @@ def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], f
     assert torch.equal(link.parts[order], link.parts), "slots trade places within their part only"
     for name, expert in in_experts(block).items():
         if all(place.startswith(name + ".") for place in (*link.sources, *link.readers)):
-            names = [tuple(n[len(name) + 1 :] for n in some) for some in (link.sources, link.readers)]
-            inside = Permutation(names[0], names[1], link.channels, link.slots, link.parts)
-            block, link, forward = expert, inside, expert.probe
+            block, link, forward = expert, _renamed(link, name + ".", ""), expert.probe
             break
     with in_float32(block) as proof:
         before = forward(proof)

@@ -21,7 +21,7 @@ from compress.errors import NumericError, SaveError
 from compress.formats.base import Format
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, linears
-from compress.numerics.sparse import SparsePolicy, SparseWeight, choose, sparsities
+from compress.numerics.sparse import SparsePolicy, SparseWeight, Sparsity, choose, sparsities
 from compress.types import dtype_name
 
 OUTSIDE = "outside"
@@ -95,16 +95,22 @@ def hold_as_stored(name: str, module: nn.Module, storage: torch.dtype, policy: S
     Raises NumericError when a weight that was pruned is no longer zero.
     """
     for child_name, layer in linears(module).items():
-        mask = layer.mask if isinstance(layer, CompressedLinear) and policy != "off" else None
-        if mask is None or not isinstance(layer, CompressedLinear):
+        if not isinstance(layer, CompressedLinear):
             continue
-        value = storage if layer.packed is None else layer.packed.grid.bits
-        sparsity = choose(sparsities(mask), layer.shape, value, policy)
+        sparsity = stored_sparsity(layer, storage, policy)
         try:
             if sparsity is not None:
                 layer.hold_kept(sparsity)
         except NumericError as error:
             raise NumericError(f"{name}.{child_name}: {error}") from error
+
+
+def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
+    """How the layer's kept weights will be stored alone; None where they will not be."""
+    mask = layer.mask if policy != "off" else None
+    if mask is None:
+        return None
+    return choose(sparsities(mask), layer.shape, storage if layer.packed is None else layer.packed.grid.bits, policy)
 
 
 def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
@@ -126,6 +132,7 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
     """The tensors of one compressed linear by their names inside the module."""
     held = layer.held
     if isinstance(held, Tensor):
+        assert layer.input_permutation is None, "an order of inputs is taken back before a layer is stored dense"
         found = {"weight": _stored(held.T if layer.transposed else held, storage)}
     else:
         if isinstance(held, SparseWeight):

@@ -8,10 +8,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.numerics.scores import RIA_EXPONENT, ria
 from compress.pruning import PruningPass
 from compress.stream.observers import InputNorm, Observer
-
-SMALLEST = 1e-30  # sums of rows and columns of zeros are kept above this, so that their scores are zero
 
 
 class RIA(PruningPass):
@@ -23,10 +22,7 @@ class RIA(PruningPass):
     paper: ClassVar[str] = "https://openreview.net/forum?id=Tr0lPx9woF"
     observes: ClassVar[type[Observer]] = InputNorm
 
-    a: float = Field(default=0.5, ge=0, description="how much the inputs count: the exponent of their norm")
+    a: float = Field(default=RIA_EXPONENT, ge=0, description="how much the inputs count: the exponent of their norm")
 
     def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
-        # RIA_ij = (|W_ij| / sum|W_*j| + |W_ij| / sum|W_i*|) * ||X_j||_2^a  (equation 4)
-        size = weight.abs()
-        by_column, by_row = (size.sum(axis, keepdim=True).clamp(min=SMALLEST) for axis in (0, 1))
-        return (size / by_column + size / by_row) * seen.norm.pow(self.a)
+        return ria(weight, seen.norm, self.a)

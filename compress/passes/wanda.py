@@ -7,6 +7,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from compress.numerics.scores import wanda
 from compress.pruning import PruningPass
 from compress.stream.observers import InputNorm, Observer
 
@@ -18,5 +19,4 @@ class Wanda(PruningPass):
     observes: ClassVar[type[Observer]] = InputNorm
 
     def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
-        # S_ij = |W_ij| * ||X_j||_2  (equation 1)
-        return weight.abs() * seen.norm
+        return wanda(weight, seen.norm)

@@ -16,9 +16,10 @@ from compress.contract import BlockPass, Layer, Solution
 from compress.errors import TargetError
 from compress.model.links import Group, Link, find_links, make
 from compress.model.packed import CompressedLinear, replace_linear
+from compress.model.permutations import Permutation, find_permutations
 from compress.stream.capture import Call
 from compress.stream.observers import Observer, Sample
-from compress.stream.place import LayerResult, of_one_scale, settle
+from compress.stream.place import LayerResult, of_one_input, settle
 from compress.stream.state import Site
 from compress.stream.store import ActivationStore
 
@@ -45,7 +46,7 @@ class Inputs:
         found = [
             replace(group, linears=tuple(part))
             for group in self.site.groups()
-            for part in of_one_scale(module, group.linears)
+            for part in of_one_input(module, group.linears)
         ]
         self.groups = [group for group in found if set(group.linears) & set(self.names)]
 
@@ -84,6 +85,13 @@ class Inputs:
             found = kept[made] = find_links(block, self.probe, kept.get(made, ()))
             self._links = [link for link in found if set(link.readers) & set(self.names)]
         return self._links
+
+    @property
+    def permutations(self) -> list[Permutation]:
+        block, kept = self.site.block.module, self.site.state.permutations
+        found = find_permutations(block, self.probe, kept.get(make(block), ()))
+        kept[make(block)] = found
+        return [link for link in found if set(link.readers) & set(self.names)]
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         with self.watching(observer) as seen:

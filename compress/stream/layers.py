@@ -13,7 +13,7 @@ from compress.model.experts import in_experts
 from compress.model.packed import replace_linear
 from compress.stream.lockstep import in_turn, lockstep
 from compress.stream.observers import CrossGram, Nothing, Observer, Sample, without_data
-from compress.stream.place import LayerResult, of_one_scale, settle
+from compress.stream.place import LayerResult, of_one_input, settle
 from compress.stream.reference import Reference, twin
 from compress.stream.state import Site
 from compress.stream.store import ActivationStore
@@ -34,7 +34,7 @@ class LayerWork:
         self.layers = {name: replace_linear(module, name) for name in names}
         self.steps = {name: step.for_layer(site.full(name)) or step for name in names}
         chosen = [[name for name in group.linears if name in self.layers] for group in site.groups()]
-        self.stages = [stage for members in chosen for stage in of_one_scale(module, members)]
+        self.stages = [stage for members in chosen for stage in of_one_input(module, members)]
         self.experts = in_experts(module)
         self.seen: dict[str, Observer] = {}
         self.inputs: dict[str, Observer] = {}

@@ -17,6 +17,9 @@ from compress.model.probing import relative_error
 from compress.numerics.codes import Codes, vanished
 from compress.stream.state import Site
 
+TRANSFORM = ("input_permutation", "input_scale")
+UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -99,7 +102,9 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     adapted = run.format.adapt(packed.in_storage(run.storage))
     if adapted is None:
         layer.put(layer.weight_as(dtype))
-        layer.absorb_input_scale()
+        if layer.input_permutation is not None:
+            run.journal.add("note", where, UNDONE)
+        layer.absorb_inputs()
         return
     reason = run.format.refuses(scheme, layer.shape)
     if reason is not None:
@@ -107,19 +112,23 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     layer.put(adapted)
 
 
-def of_one_scale(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Linears that read the same tensor, apart where they divide it by different scales."""
-    parts: list[tuple[Tensor | None, list[str]]] = []
+def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Linears that read the same tensor, apart where they put it in other orders or divide it by other scales."""
+    parts: list[tuple[list[Tensor | None], list[str]]] = []
     for name in names:
         module = block.get_submodule(name)
-        scale = module.input_scale if isinstance(module, CompressedLinear) else None
-        for other, members in parts:
-            if scale is other or (scale is not None and other is not None and torch.equal(scale, other)):
+        own = [getattr(module, tensor, None) for tensor in TRANSFORM]
+        for others, members in parts:
+            if all(_same(one, other) for one, other in zip(own, others, strict=True)):
                 members.append(name)
                 break
         else:
-            parts.append((scale, [name]))
+            parts.append((own, [name]))
     return [members for _, members in parts]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:

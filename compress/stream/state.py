@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compress.context import Run
 from compress.model.blocks import Block
 from compress.model.links import Group, Link, find_groups
+from compress.model.permutations import Permutation
 from compress.stream.capture import Call, check_hidden
 from compress.stream.store import ActivationStore
 from compress.types import Note
@@ -21,8 +22,8 @@ from compress.types import Note
 class SweepState:
     """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
 
-    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch. links:
-    those found last, by `make` of the block.
+    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch. links,
+    permutations: those found last, by `make` of the block.
     """
 
     hidden: ActivationStore
@@ -32,6 +33,7 @@ class SweepState:
     probe: Tensor
     probe_calls: list[Call]
     links: dict[Hashable, list[Link]] = field(default_factory=dict)
+    permutations: dict[Hashable, list[Permutation]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

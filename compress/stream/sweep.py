@@ -19,11 +19,12 @@ from compress.context import Run
 from compress.contract import BlockPass, LayerPass
 from compress.model.blocks import Block
 from compress.model.open import OpenModel
-from compress.model.packed import CompressedLinear
+from compress.model.packed import CompressedLinear, linears
+from compress.model.save import stored_sparsity
 from compress.stream.capture import Captured, Surroundings, check_hidden
 from compress.stream.inputs import Inputs
 from compress.stream.layers import LayerWork
-from compress.stream.place import LayerResult, round_to_storage
+from compress.stream.place import UNDONE, LayerResult, round_to_storage
 from compress.stream.reference import twin
 from compress.stream.state import Site, SweepState
 from compress.stream.store import ActivationStore
@@ -171,13 +172,25 @@ class Sweep:
         return inputs.results
 
     def _absorb(self, block: Block) -> bool:
-        """Take back scales of the inputs of layers that stayed dense; True when there were any."""
-        scaled = [m for m in block.module.modules() if isinstance(m, CompressedLinear) and m.input_scale is not None]
-        dense = [layer for layer in scaled if layer.packed is None]
-        for layer in dense:
+        """Take back what is done to the inputs of layers that stayed dense; True when there was anything.
+
+        The order of inputs stays where kept weights will be stored alone.
+        """
+        layers = {name: m for name, m in linears(block.module).items() if isinstance(m, CompressedLinear)}
+        dense = {name: layer for name, layer in layers.items() if layer.packed is None}
+        policy = self.run.sparse if self.run.format.sparse else "off"
+        ordered = {name for name, layer in dense.items() if layer.input_permutation is not None}
+        back = {name for name in ordered if stored_sparsity(dense[name], self.run.storage, policy) is None}
+        if back:
+            self.run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(back))}: {UNDONE}")
+        changed = [layer for name, layer in dense.items() if name in back or layer.input_scale is not None]
+        for layer in changed:
             layer.absorb_input_scale()
+        for name in back:
+            dense[name].absorb_input_permutation()
+        for layer in changed:
             round_to_storage(layer, self.run)
-        return bool(dense)
+        return bool(changed)
 
     def _site(self, block: Block, state: SweepState, label: str, shown: bool = True) -> Site:
         """The block as the pass `label` finds it; shown to whoever watches the progress."""
@@ -189,4 +202,4 @@ class Sweep:
 
 def needs_data(step: Any) -> bool:
     """Whether a pass looks at calibration inputs."""
-    return step.needs_data if isinstance(step, LayerPass) else True
+    return step.needs_data if isinstance(step, LayerPass | BlockPass) else True

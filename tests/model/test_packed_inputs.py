@@ -72,6 +72,7 @@ def test_a_half_precision_input_stays_in_half_precision():
 def full():
     """A layer with everything that can be stored about inputs."""
     layer = CompressedLinear.of(dense(False))
+    layer.permute_input(torch.arange(WIDTH).roll(5))
     layer.rescale_input(scale())
     layer.put(quantize(layer.weight, INT8))
     layer.round_inputs(InputRounding(INT8, torch.tensor([0.01]), 6.0, torch.arange(WIDTH) == 3))
@@ -80,7 +81,7 @@ def full():
 
 def test_what_is_stored_reads_back_as_the_same_layer():
     layer, format_ = full(), FORMATS["native"]
-    assert layer.scheme.input_scaled and layer.scheme.outlier_columns
+    assert layer.scheme.input_permuted and layer.scheme.input_scaled and layer.scheme.outlier_columns
     assert (layer.scheme.activation_scale, layer.scheme.outlier_threshold) == ("static", 6.0)
     sizes = {name: (t.numel(), t.dtype) for name, t in layer.input_tensors().items()}
     assert sizes == {n: (length, dtype or torch.float32) for n, (length, dtype) in layer.scheme.input_tensors.items()}
@@ -93,7 +94,7 @@ def test_what_is_stored_reads_back_as_the_same_layer():
     assert read.scheme == layer.scheme
 
 
-@pytest.mark.parametrize("name", ["input_scale", "activation_scale", "outliers", "outlier_threshold"])
+@pytest.mark.parametrize("name", ["input_permutation", "input_scale", "activation_scale", "outliers", "outlier_threshold"])
 def test_the_digest_covers_all_that_is_done_to_inputs(name):
     changed = full()
     setattr(changed, name, None)

@@ -1,0 +1,172 @@
+"""Channel permutation: put input channels in the order that loses least under N:M (Pool & Yu 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.contract import BlockInputs, BlockPass
+from compress.errors import TargetError
+from compress.model.links import Group
+from compress.model.packed import CompressedLinear, replace_linear
+from compress.model.permutations import Permutation, permute
+from compress.numerics.masks import Pattern
+from compress.numerics.permutation import search
+from compress.numerics.scores import ria, wanda
+from compress.stream.observers import InputNorm
+from compress.types import Fact, Note
+
+Score = Literal["magnitude", "wanda", "ria"]
+WILD = "*?[:"
+"""A pattern with none of these is the name of one linear."""
+
+
+class ChannelPermutation(BlockPass):
+    """Reorder the input channels of linears so that an N:M pattern, chosen after it, keeps the most; nothing is pruned.
+
+    Where linears of the block write the channels, and may write them in any order (what is between the matrices of a
+    feed-forward layer, values inside of a head), their rows are put in the same order, which costs nothing when the
+    model runs; each such rewrite is proved in float32, and undone when it changes the block's output. Linears that
+    read the same tensor share one permutation.
+    """
+
+    paper: ClassVar[str] = (
+        "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
+    )
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
+    pattern: Pattern = Field(default=Pattern("2:4"), description="the N:M that the pass after it will prune to")
+    score: Score = Field(
+        default="wanda",
+        description="what is to be kept: magnitude (no data needed), wanda or ria; best that of the pass after it, "
+        "wanda for those that make up for errors",
+    )
+    unlinked: Literal["keep", "skip", "refuse"] = Field(
+        default="keep",
+        description="linears whose input has one order for all, such as the residual stream: 'keep' puts their inputs "
+        "in order when they run (stored by format native; where layers are stored dense, columns go back to their "
+        "places: as much is kept, but N:M does not stand in consecutive columns), 'skip' leaves them, 'refuse': error",
+    )
+    escapes: int = Field(default=2, ge=0, description="how often the search goes on from where no swap helps any more")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is None:
+            raise ValueError(f"pattern {self.pattern.text} does not ask for any order; use N:M such as 2:4")
+
+    @property
+    def needs_data(self) -> bool:
+        return self.score != "magnitude"
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        seen = inputs.observe(InputNorm) if self.needs_data else {}
+        norms = {name: found for group, found in seen.items() for name in group.linears}
+        left: dict[str, str] = {}  # why readers are not folded
+        folded: set[str] = set()
+        for link in inputs.permutations:
+            names = [name for name in link.readers if name in inputs.names]
+            reason = self._fold(block, inputs, link, self._scores(block, names, norms, note), note)
+            folded |= set() if reason else set(link.readers)
+            left |= dict.fromkeys(names, reason or "")
+        for group in inputs.groups:
+            names = [name for name in group.linears if name in inputs.names and name not in folded]
+            if names:
+                self._unlinked(block, inputs, names, left.get(names[0]) or _reason(group), norms, note)
+
+    def _scores(
+        self, block: nn.Module, names: Sequence[str], norms: Mapping[str, InputNorm], note: Note
+    ) -> Float[Tensor, "rows in"]:
+        """The scores of all rows that share their input channels."""
+        found = []
+        for name in names:
+            weight, seen = CompressedLinear.of(block.get_submodule(name)).weight.float(), norms.get(name)
+            if seen is not None and not seen.tokens:
+                note("fallback", f"{name}: no calibration token reached it, so its order is that of magnitudes")
+            if seen is None or not seen.tokens:
+                found.append(weight.abs())
+            else:
+                found.append((wanda if self.score == "wanda" else ria)(weight, seen.norm))
+        return torch.cat(found)
+
+    def _search(self, score: Float[Tensor, "rows in"]) -> tuple[Int[Tensor, " in"], float, float]:
+        """(order, kept before, kept after)."""
+        n, m = self.pattern.n_of_m or (0, 1)
+        return search(score, n, m, self.escapes)
+
+    def _fold(
+        self, block: nn.Module, inputs: BlockInputs, link: Permutation, score: Float[Tensor, "rows in"], note: Note
+    ) -> str | None:
+        """Put the channels between sources and readers in order; the reason where that could not be done."""
+        for name in link.sources:
+            source = block.get_submodule(name)
+            if isinstance(source, CompressedLinear) and source.packed is not None:
+                return f"{name}, which writes its input, is quantized already"
+        runs = link.runs(self.pattern.span)
+        if runs is None:
+            span = self.pattern.span
+            return f"the heads within which channels may trade places are not whole groups of {span} columns"
+        order, before, after = torch.arange(len(link.parts)), 0.0, 0.0
+        for slots, read in runs:
+            found, *kept = self._search(torch.cat([score[:, columns.to(score.device)] for columns in read]))
+            order[slots] = slots[found.cpu()]
+            before, after = before + kept[0], after + kept[1]
+        done = permute(block, link, order, inputs.probe)
+        where, sources = ", ".join(link.readers), ", ".join(link.sources)
+        if not done.kept:
+            reason = f"folding an order into {sources} would change the block's output, so it was undone"
+            note("fallback", f"{where}: {reason}", relative_error=done.error)
+            return reason
+        _tell(note, f"{where}: in a new order, folded into {sources}", score, before, after)
+        return None
+
+    def _unlinked(
+        self,
+        block: nn.Module,
+        inputs: BlockInputs,
+        names: Sequence[str],
+        reason: str,
+        norms: Mapping[str, InputNorm],
+        note: Note,
+    ) -> None:
+        """Linears that read one tensor whose channels stay where they are."""
+        where = ", ".join(names)
+        if self.unlinked == "keep":
+            score = self._scores(block, names, norms, note)
+            order, before, after = self._search(score)
+            for name in names if after > before else ():
+                replace_linear(block, name).permute_input(order)
+            _tell(note, f"{where}: in a new order, kept with its inputs", score, before, after)
+            return
+        full = [inputs.layer(name).name for name in names]
+        asked = [name for name in full if self.unlinked == "refuse" or name in self._named()]
+        if asked:
+            raise TargetError(
+                f"{self.key()}: {asked[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
+                "or leave it out (ignore)"
+            )
+        note("note", f"{where}: left in their order: {reason}")
+
+    def _named(self) -> set[str]:
+        """Linears that targets call by their full names."""
+        return {target for target in self.targets if not set(WILD) & set(target)}
+
+
+def _reason(group: Group) -> str:
+    """Why the inputs of a group have no other order."""
+    if group.norm is not None:
+        return (
+            f"its input comes from {group.norm} and so from the residual stream, whose channels all blocks read and "
+            "write in one order"
+        )
+    return "nothing in the block writes its input channels so that they may trade places"
+
+
+def _tell(note: Note, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
+    """The shares of all scores that the pattern keeps."""
+    total = max(float(score.sum(dtype=torch.float64)), 1e-30)
+    note("note", message, kept_before=before / total, kept_after=after / total)

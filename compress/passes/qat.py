@@ -12,10 +12,11 @@ from torch import nn
 from compress.context import Run
 from compress.model.packed import CompressedLinear
 from compress.numerics.inputs import InputRounding
+from compress.numerics.rounding import GridOptions
 from compress.options import OF_THE_WHOLE
 from compress.quantizing import Quantizing
 from compress.stream.place import adapt
-from compress.train.fake_quantized import FakeQuantized, LearnedSteps, WeightGrid
+from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student, trainable
 from compress.training import TrainingPass
@@ -72,7 +73,7 @@ class QAT(Quantizing, TrainingPass):
         """How the weight of a layer is trained; own: the options that it has."""
         if own.input_grid is not None:
             layer.round_inputs(InputRounding(own.input_grid))
-        rounding = WeightGrid(own.grid, own.group_size, own.symmetric, own.scale, storage)
+        rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage)
         if own.grid.scaling.free and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
         return FakeQuantized(rounding, layer.mask)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from compress.numerics.codes import Codes, GroupSize, ScaleSearch, grouped, quantize, spread, store
+from compress.numerics.codes import Codes, grouped, quantize, spread, store
 from compress.numerics.fake import gradient_scale, levels, stepped, straight
-from compress.numerics.grids import Grid
+from compress.numerics.rounding import GridOptions
 from compress.numerics.scales import positive
 from compress.train.linear import SMALLEST_FACTOR
 from compress.train.parametrization import Kind, Parametrization, Shares
-
-
-@dataclass(frozen=True)
-class WeightGrid:
-    """What weights are rounded to: options of `codes.quantize`, under the same names."""
-
-    grid: Grid
-    group_size: GroupSize
-    symmetric: bool
-    search: ScaleSearch
-    dtype: torch.dtype
 
 
 class FakeQuantized(Parametrization):
@@ -36,7 +24,7 @@ class FakeQuantized(Parametrization):
 
     mask: Tensor | None
 
-    def __init__(self, rounding: WeightGrid, mask: Bool[Tensor, "out in"] | None) -> None:
+    def __init__(self, rounding: GridOptions, mask: Bool[Tensor, "out in"] | None) -> None:
         super().__init__()
         self.rounding = rounding
         self.register_buffer("mask", mask)
@@ -73,7 +61,7 @@ class LearnedSteps(FakeQuantized):
     zero: Tensor | None
 
     def __init__(
-        self, rounding: WeightGrid, mask: Bool[Tensor, "out in"] | None, weight: Float[Tensor, "out in"]
+        self, rounding: GridOptions, mask: Bool[Tensor, "out in"] | None, weight: Float[Tensor, "out in"]
     ) -> None:
         super().__init__(rounding, mask)
         assert rounding.grid.scaling.free

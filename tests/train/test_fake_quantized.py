@@ -7,7 +7,8 @@ from compress.numerics.codes import quantize
 from compress.numerics.fake import gradient_scale
 from compress.numerics.grids import GRIDS
 from compress.numerics.packed import PackedCodes
-from compress.train.fake_quantized import FakeQuantized, LearnedSteps, WeightGrid
+from compress.numerics.rounding import GridOptions
+from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 
 
 def weight_of(rows=4, width=40, seed=0):
@@ -15,7 +16,7 @@ def weight_of(rows=4, width=40, seed=0):
 
 
 def how(name, group_size=16, symmetric=True, search="absmax", dtype=torch.bfloat16):
-    return WeightGrid(GRIDS[name], group_size, symmetric, search, dtype)
+    return GridOptions(GRIDS[name], group_size, symmetric, search, dtype)
 
 
 def moved(made):

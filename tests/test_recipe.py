@@ -139,7 +139,7 @@ START = "model: x\npasses:\n  - "
 MISTAKES = {
     # name: (text, line:column, message)
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: there is no pass 'gtpq'; did you mean 'gptq'\?"),
-    "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, distill, "),
+    "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, channel_permutation, "),
     "unknown option": (START + "gptq: {group_sise: 64}", "3:12", "group_sise: unknown option; did you mean 'group_size'"),
     "option like no other": (START + "rtn:\n      zz: 1", "4:7", "zz: unknown option; known: activation_scale, activations, "),
     "unknown key": ("model: x\npasses: [rtn]\npases: []", "3:1", "pases: unknown option; did you mean 'passes'"),
@@ -171,7 +171,7 @@ MISTAKES = {
     "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; N:M needs quotes.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
     "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
-    "no search of scales": (START + "rtn: {scale: min}", "3:11", "scale 'min' is not known; write absmax, mse, percentile"),
+    "no search of scales": (START + "rtn: {scale: min}", "3:11", "scale 'min' is not known; write absmax, absmean, mse, percentile"),
     "half of a range": (START + "rtn: {scale: {percentile: 0.5}}", "3:11", "must be a share above 0.5 and at most 1"),
     "groups of another size": (START + "rtn: {weights: mxfp4, group_size: 64}", "3:5", "those of 32 columns; write 32, or"),
     "zero points of floats": (START + "rtn: {weights: nf4, symmetric: false}", "3:5", "needs an integer grid; nf4 has no"),

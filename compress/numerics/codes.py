@@ -148,6 +148,13 @@ def fit(
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
         return scales(low, high)
+    if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
+        # what fills up the last group would be an error
+        last, _ = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
+        if short == weight.shape[1]:
+            return last, None
+        first, _ = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
+        return torch.cat([first, last], dim=1), None
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
 
 

@@ -63,6 +63,8 @@ class SparseGPT(PruningPass):
         self._check_columns()
         if self.weights is not None:
             check_grid(self.weights, self.groups, self.symmetric)
+            if not GRIDS[self.weights].has_zero:
+                raise ValueError(f"weights: {self.weights} has no zero, which pruned weights need; use another grid")
             return
         for name in ("group_size", "symmetric", "scale"):
             if getattr(self, name) != type(self).model_fields[name].default:

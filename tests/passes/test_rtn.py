@@ -85,7 +85,7 @@ def test_a_grid_may_be_given_itself():
         ({"group_size": True}, "group_size True must be a positive"),
         ({"group_size": "row"}, "group_size 'row' must be a positive"),
         ({"weights": "nf4", "symmetric": False}, "symmetric: false needs an integer grid; nf4 has no zero point"),
-        ({"scale": "median"}, "scale 'median' is not known; write absmax, mse, percentile, or {percentile: 0.999}"),
+        ({"scale": "median"}, "scale 'median' is not known; write absmax, absmean, mse, percentile, or {percentile: 0.999}"),
         ({"scale": {"percentile": 0.9, "steps": 3}}, "scale .* is not known"),
         ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a share above 0.5 and at most 1, such as 0.999"),
         ({"weights": "mxfp4", "group_size": 64}, "group_size 64: the scales of mxfp4 are those of 32 columns; write 32"),

@@ -85,6 +85,21 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`few(count)`: of a parametrized test so many sets of parameters, evenly spaced, are for every run; others slow."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for found in tests.values():
+        (count,) = found[0].get_closest_marker("few").args
+        kept = {round(i * len(found) / count) for i in range(count)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish():
     """What was imported stays: no collection of garbage looks through it again, of which every run makes two."""
     gc.collect()

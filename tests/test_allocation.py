@@ -103,6 +103,7 @@ def test_a_pattern_with_a_sparsity_of_its_own_cannot_be_allocated(written):
 # What is decided
 
 
+@pytest.mark.few(8)
 @every_step
 @pytest.mark.parametrize("written", ["global", "owl", {"sensitivity": {"within": 0.2}}], ids=str)
 def test_the_sparsity_of_all_layers_is_the_one_asked_for(step, written, pico_model, in_memory, ids):
@@ -224,6 +225,7 @@ def test_an_expert_that_no_token_reached_is_looked_at_without_data(tiny, in_memo
     assert sum(decided.values()) / len(decided) == pytest.approx(0.5, abs=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("written", ["global", "owl", "sensitivity"])
 def test_a_killed_run_ends_with_the_same_bytes(written, recipe, tiny_folder, tmp_path, stop):
     asked = recipe(compress.Wanda(sparsity=0.5, allocate=written), model=tiny_folder("llama"), save={"format": "dense"})

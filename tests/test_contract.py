@@ -218,6 +218,7 @@ def with_outliers():
     return model
 
 
+@pytest.mark.slow
 @every_pass
 def test_what_is_not_targeted_stays_as_it_is(key, ids):
     *before, step = chain_of(key)

@@ -163,6 +163,7 @@ FLOATS = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("saved", "dtype", "options"), FLOATS, ids=str)
 def test_every_kind_of_scale_reads_back_and_has_the_planned_size(saved, dtype, options, tmp_path):
     changed = {"passes": (compress.RTN(**options),), "dtype": dtype, "save": compress.Save(format=saved)}

@@ -27,6 +27,7 @@ FAMILIES = {
 NATIVE = ["gpt2", "qwen3-tied"]  # a format is handed packed weights, whatever the family; these two are odd
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "format_"), [*((name, "compressed-tensors") for name in FAMILIES), *((name, "native") for name in NATIVE)]
 )

@@ -66,6 +66,7 @@ def test_a_model_is_compressed_and_read_again(tmp_path, capsys):
     assert "The with statement is used to" in shown
 
 
+@pytest.mark.slow
 def test_passes_are_composed_and_one_is_written(capsys):
     names = execute(NOTEBOOKS[1], {"MODEL": str(PICO), "SEQUENCES": 4, "LENGTH": 64, "WINDOWS": 2})
     shown = capsys.readouterr().out

@@ -52,6 +52,7 @@ def test_the_folder_is_small():
     assert sum(path.stat().st_size for path in (PICO / "model").iterdir()) <= MAX_BYTES
 
 
+@pytest.mark.slow
 def test_the_same_seed_trains_the_same_weights(script, monkeypatch, tmp_path):
     for name in ("a", "b"):
         command = ["train.py", "--steps", "2", "--out", str(tmp_path / name)]

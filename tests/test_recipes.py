@@ -3,6 +3,7 @@
 import importlib
 import json
 import platform
+from functools import cache
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from compress.errors import TargetError
 STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
 MOST_WORSE = 1.02  # kernels of another CPU may break ties otherwise; a broken algorithm loses more
 
+read = cache(Recipe.from_yaml)
 every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
 
@@ -42,9 +44,9 @@ def test_it_round_trips(path):
 @every_recipe
 def test_it_writes_only_what_differs_or_matters(path):
     """No recipe names a model of one machine, and no two recipes are the same."""
-    recipe = Recipe.from_yaml(path)
+    recipe = read(path)
     assert recipe.model.count("/") == 1 and not recipe.model.startswith((".", "/"))
-    assert [other.stem for other in RECIPES if Recipe.from_yaml(other) == recipe] == [path.stem]
+    assert [other.stem for other in RECIPES if read(other) == recipe] == [path.stem]
 
 
 QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests

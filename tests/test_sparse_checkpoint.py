@@ -57,6 +57,7 @@ RUNS = {
 
 
 # gpt2: transposed layers, biases, a tied head
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, recipe, one_block, tmp_path, monkeypatch):
@@ -121,6 +122,7 @@ def test_kept_weights_stay_alone_and_get_the_dtype_that_is_computed_in(recipe, t
         assert half(input_ids=torch.arange(8)[None]).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [[Wanda(pattern="2:4")], [Wanda(sparsity=0.5), GPTQ(group_size=32)]], ids=["floats", "codes"])
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path, stop):
     asked = recipe(*steps, save={"format": "native"})

@@ -195,6 +195,7 @@ def test_a_checkpoint_is_streamed_with_its_experts(family, tiny_folder, tiny, id
         torch.testing.assert_close(logits(model, ids()), logits(tiny(family), ids()), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("passes", "save", "skipped"),

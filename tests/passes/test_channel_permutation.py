@@ -38,6 +38,7 @@ def kept(model, n=2, m=4):
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "phi3", "gpt-neox-parallel", "mixtral"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("unlinked", ["keep", "skip"])
 def test_the_function_stays_as_it_was(tiny, ids, family, unlinked):
@@ -49,6 +50,7 @@ def test_the_function_stays_as_it_was(tiny, ids, family, unlinked):
     assert not any(order is not None for order in orders(model).values()), "stored dense, so taken back"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", [*FAMILIES, "pico"])
 def test_what_pruning_keeps_rises_in_every_family(tiny, pico_model, ids, family):
     """After magnitude pruning with and without; layers of which nothing is folded keep their order."""
@@ -161,6 +163,7 @@ def chain(*more):
     return ChannelPermutation(escapes=0), Wanda(pattern="2:4"), *more
 
 
+@pytest.mark.slow
 def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     native = compress.run(recipe(*chain(), save={"format": "native"}), tmp_path / "native").report
     dense = compress.run(recipe(*chain(), save={"format": "dense"}), tmp_path / "dense")
@@ -178,6 +181,7 @@ def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     assert size == predicted + 3 * 5 * 128 * 4  # of five layers of each block, known only afterwards
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("format_", ["native", "dense"])
 def test_quantization_keeps_the_permuted_mask(recipe, tmp_path, format_):
     steps = chain(compress.GPTQ(weights="int8", group_size=32))
@@ -201,6 +205,7 @@ def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, t
     assert report["verified"]["own"] == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_orders_in_place(recipe, tmp_path, monkeypatch):
     asked = recipe(*chain(), save={"format": "native"})
     whole = compress.run(asked, tmp_path / "whole").report
@@ -273,6 +278,7 @@ def test_a_permuted_layer_is_trained_as_it_runs(layer):
     torch.testing.assert_close(weight.grad, wanted[0])
 
 
+@pytest.mark.slow
 def test_smoothing_works_behind_a_permutation_as_before_it(pico_model, pico, pico_ids):
     """The scale of each channel is the same, whatever the order of columns is."""
     other = compress.load(pico)[0]

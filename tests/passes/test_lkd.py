@@ -102,6 +102,7 @@ def test_norms_alone_leave_scales_and_codes(pico_model, ids):
     assert moved and all("layernorm" in name for name in moved)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", ["symmetric", "asymmetric"])
 def test_codes_stay_and_the_same_run_gives_the_same_bits(error, pico_model, ids):
     steps = [RTN(**RTN3, symmetric=False), LKD(error=error, epochs=1, learning_rate=0.01)]
@@ -124,6 +125,7 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, ids):
             assert bool((layer.weight[~layer.mask] == 0).all())
 
 
+@pytest.mark.slow
 def test_the_two_targets_agree_in_the_first_block_alone(pico_model, ids):
     """No error comes before it; behind it, the uncompressed model's activations are further away."""
     starts = []

@@ -25,6 +25,7 @@ def test_a_layer_that_sees_some_of_the_tokens_cannot_be_compared():
         reference.beside(0, lambda: reference.rows(0, "expert.0", torch.ones(2, 3)))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [(), pytest.param((Wanda(sparsity=0.3),), marks=pytest.mark.slow)])
 def test_a_stopped_run_ends_with_the_same_bytes(recipe, tmp_path, stop, before):
     wanted = recipe(*before, GPTQ(weights="int3", group_size=32, error="asymmetric"))

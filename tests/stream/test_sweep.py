@@ -82,6 +82,7 @@ def batches(ids):
     return list(ids(6, 12).split(2))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("true_sequential", [True, False])
 @pytest.mark.parametrize("make", [wanda, gptq])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,6 +113,7 @@ class Watched(Sweep):
         return self.state
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("passes", [[wanda()], [wanda(true_sequential=False)], [wanda(), gptq()], [compress.SmoothQuant()]])
 @pytest.mark.parametrize("store_bytes", [0, 1 << 30])
 def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(passes, store_bytes, tiny, in_memory, batches):

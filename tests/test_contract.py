@@ -168,6 +168,7 @@ def test_it_changes_something_and_gives_finite_weights(key, applied):
     assert all(bool(torch.isfinite(t).all()) for t in applied(key).values() if t.is_floating_point())
 
 
+@pytest.mark.few(13)
 @every_pass
 def test_apply_is_deterministic_and_leaves_all_else_alone(key, applied, ids):
     """Neither the global random state nor what was asked changes, and neither has a say in the result."""
@@ -259,6 +260,7 @@ class Masking(LayerPass):
         return Solution(weight * keep, keep)
 
 
+@pytest.mark.few(11)
 @every_pass
 def test_what_was_pruned_before_stays_pruned(key, ids):
     """Exactly zero in the weight that is multiplied by, with zero points, too; or the pass may not come after pruning.

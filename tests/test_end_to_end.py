@@ -129,6 +129,7 @@ def test_a_target_that_matches_nothing(tmp_path):
         compress.run(recipe, tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,6 +20,7 @@ def test_two_quantizing_passes_may_share_a_model_out(recipe, tmp_path):
     assert model.get_submodule("model.layers.0.self_attn.q_proj").packed.grid.name == "int8"
 
 
+@pytest.mark.slow
 def test_what_an_override_leaves_alone_is_left_for_the_next_pass(recipe, tmp_path):
     first = compress.RTN(group_size=32, overrides={"*.self_attn.*": {"weights": "none"}})
     rest = compress.RTN(targets="*.self_attn.*", **ATTENTION)

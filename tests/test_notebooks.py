@@ -56,6 +56,7 @@ def test_it_tells_a_story(path):
         assert all(len(line) <= 120 for line in source(cell).splitlines())
 
 
+@pytest.mark.slow
 def test_a_model_is_compressed_and_read_again(tmp_path, capsys):
     small = {"MODEL": str(PICO), "OUT": str(tmp_path / "out"), "SEQUENCES": 4, "LENGTH": 64, "WINDOWS": 2}
     names = execute(NOTEBOOKS[0], small)

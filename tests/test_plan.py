@@ -74,7 +74,7 @@ RUNS = {
 ON_GPT2 = ["short last group", "some dense", "native, index", "dense"]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "family"), [*((n, "llama") for n in RUNS), *((n, "gpt2") for n in ON_GPT2)])
 def test_the_predicted_bytes_are_written(name, family, recipe, tiny_folder, tmp_path):
     format_, steps, save = RUNS[name]

@@ -49,7 +49,7 @@ def test_it_writes_only_what_differs_or_matters(path):
     assert [other.stem for other in RECIPES if read(other) == recipe] == [path.stem]
 
 
-QUICK = {"chain", "demo", "distill"}  # the passes of all others run in the contract's tests
+QUICK = {"demo"}  # the passes of all others run in the contract's tests
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ RUNS = {
 
 
 # gpt2: transposed layers, biases, a tied head
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, recipe, one_block, tmp_path, monkeypatch):
@@ -133,6 +133,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path
     assert resumed["verified"]["own"] == 0
 
 
+@pytest.mark.slow
 def test_passes_that_follow_on_a_loaded_checkpoint_keep_its_masks(recipe, tmp_path):
     compress.run(recipe(Wanda(sparsity=0.5), save={"format": "native"}), tmp_path)
     model, _ = compress.load(tmp_path)

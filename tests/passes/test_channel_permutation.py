@@ -38,7 +38,7 @@ def kept(model, n=2, m=4):
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "phi3", "gpt-neox-parallel", "mixtral"]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("unlinked", ["keep", "skip"])
 def test_the_function_stays_as_it_was(tiny, ids, family, unlinked):
@@ -50,7 +50,7 @@ def test_the_function_stays_as_it_was(tiny, ids, family, unlinked):
     assert not any(order is not None for order in orders(model).values()), "stored dense, so taken back"
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", [*FAMILIES, "pico"])
 def test_what_pruning_keeps_rises_in_every_family(tiny, pico_model, ids, family):
     """After magnitude pruning with and without; layers of which nothing is folded keep their order."""
@@ -196,6 +196,7 @@ def test_quantization_keeps_the_permuted_mask(recipe, tmp_path, format_):
         assert float((layer.weight == 0).float().mean()) >= 0.5
 
 
+@pytest.mark.slow
 def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, tmp_path):
     quantizing = compress.RTN(group_size=32)
     with pytest.raises(TargetError, match=r"q_proj: its inputs are put in another order.*format: native, or unlinked: skip"):

@@ -148,6 +148,7 @@ def test_every_divergence_brings_the_model_nearer_to_its_teacher_on_other_text(p
     assert kl(pico_model, teacher, text[1]) < 0.9 * start
 
 
+@pytest.mark.slow
 def test_few_of_the_teachers_tokens_are_nearly_as_good_as_all(pico_model, teacher, text):
     found = []
     for top_k in (64, None):

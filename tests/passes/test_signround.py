@@ -31,6 +31,7 @@ def distance(model, original, ids):
     return float((outputs(model, ids) - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("start", ["gptq", "rtn"])
 @pytest.mark.parametrize("optimizer", ["adam", "sign"])
 def test_the_output_is_nearer_than_by_rounding_alone(start, optimizer, pico_model, ids):

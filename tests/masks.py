@@ -2,6 +2,11 @@
 
 import torch
 
+from compress.numerics.grids import GRIDS
+
+WITH_ZERO = [name for name, grid in GRIDS.items() if grid.has_zero]
+"""Grids that a pruned weight may be rounded to."""
+
 
 def regular_mask(rows, width, n, m, seed=0):
     """Exactly n of every m columns, drawn at random; the tail is kept."""

@@ -154,7 +154,7 @@ def test_the_chain_narrow_prune_round_learn(recipe, tmp_path):
     report = compress.run(asked, tmp_path).report
     assert (report["verified"]["layers"], report["verified"]["own"], report["verified"]["transformers"]) == (21, 0, 0)
     assert report["size"]["tensor_bytes"] == plan(asked).checkpoint_bytes
-    assert report["sparsity"]["achieved"] >= report["sparsity"]["due"] > 0.298  # in whole weights per row
+    assert report["sparsity"]["achieved"] >= report["sparsity"]["due"] > 0.297  # in whole weights per row
     assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] == 224
     assert plan(asked).layers[6].shape == (128, 224)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -92,8 +93,8 @@ def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> N
 
     console, journal = Console(stderr=True, markup=False), Journal()
     folder = out or Path("out") / recipe.stem
-    with _Bar(console) as bar:
-        journal.listeners.append(bar)
+    with _Interrupt() as interrupt, _Bar(console) as bar:
+        journal.listeners += [interrupt, bar]
         result = run_recipe(asked, folder, overwrite, journal)
     _print_report(result.report, folder)
 
@@ -168,6 +169,31 @@ def _print_table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]])
     for row in rows:
         shown.add_row(*row)
     Console(markup=False).print(shown)
+
+
+class _Interrupt:
+    """An interrupt by the user raises KeyboardInterrupt at once, and again when the run next tells of itself.
+
+    An exception that is raised while a library runs a callback of its own may be lost there; the wish to stop is not.
+    """
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def __enter__(self) -> Callable[[Any], None]:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self._hear
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, *_: object) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
+
+    def _hear(self, entry: Any) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt
 
 
 class _Bar:

@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -237,6 +239,23 @@ def test_a_line_per_tenth_where_there_is_no_terminal():
         f"model.layers.{i}  passes[0] gptq  {i}/40" for i in range(0, 40, 4)
     ]
     assert lines[-2:] == ["perplexity of the base model  1/2", "fallback: passes[0] gptq x: [damping] raised"]
+
+
+def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, monkeypatch):
+    before, steps = signal.getsignal(signal.SIGINT), []
+
+    def run(recipe, folder, overwrite, journal):
+        with suppress(KeyboardInterrupt):  # as where an exception in a callback is printed and forgotten
+            signal.raise_signal(signal.SIGINT)
+        for step in range(3):
+            steps.append(step)
+            journal.add("progress", "x", "working", done=step, of=3)
+
+    path = spell()
+    monkeypatch.setattr("compress.runner.run", run)
+    result = call("run", path)
+    assert result.exit_code == 130 and "interrupted; the same command continues" in result.stderr
+    assert steps == [0] and signal.getsignal(signal.SIGINT) is before
 
 
 # ---- real processes ----

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import shutil
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from compress import corpus
 from compress.context import Cost, Run, device_of
 from compress.contract import ModelPass, Pass
-from compress.errors import CalibrationError, ModelError
+from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.evaluate.texts import calibration_ids, eval_ids
 from compress.formats import FORMATS
@@ -54,7 +53,7 @@ from compress.stream.place import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 from compress.verify import verify
 from compress.version import __version__
-from compress.whole import ended, segments, work_on_whole
+from compress.whole import ended, segments, teachers, work_on_whole
 
 PROBE_FILE = "probe.safetensors"
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -123,16 +122,7 @@ def apply(
     ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
-    if any(isinstance(step, ModelPass) and step.needs_teacher for step in passes):
-        known = copy.deepcopy(model) if teacher is None else teacher
-        sizes = known.config.vocab_size, model.config.vocab_size
-        if sizes[0] != sizes[1]:
-            raise ModelError(f"teacher: it knows {sizes[0]} tokens, the model {sizes[1]}; both need one vocabulary")
-
-        def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
-            return nullcontext(known.eval()) if other is None else open_model(other, device=opened.device).streaming()
-
-        context.open_teacher = open_teacher
+    context.open_teacher = teachers(passes, model, teacher, opened)
     for swept, segment in segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)

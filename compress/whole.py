@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 from compress.context import Run
-from compress.contract import ModelPass
+from compress.contract import ModelPass, Pass
+from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.model.blocks import find_blocks
-from compress.model.open import OpenModel, read_config
+from compress.model.open import OpenModel, open_model, read_config
+from compress.model.vocabulary import check_teacher
 from compress.plan import Plan, Step, follow, in_form, is_sweep, plan_on
 from compress.recipe import Recipe
 from compress.reshaping import ReshapingPass
@@ -32,6 +39,30 @@ def work_on_whole(steps: Sequence[Step], where: str, opened: OpenModel, context:
     if isinstance(step, ReshapingPass):
         opened.blocks = find_blocks(opened.model)
         follow(steps, opened, context.format, index + 1)
+
+
+def teachers(
+    passes: Sequence[Pass], model: PreTrainedModel, teacher: PreTrainedModel | None, opened: OpenModel
+) -> Callable[[str | None], AbstractContextManager[nn.Module]]:
+    """`Run.open_teacher` of a model in memory; `teacher`, or else a copy, is there where a pass learns from it.
+
+    Raises ModelError for a teacher with another vocabulary.
+    """
+    asked = {step.other_teacher for step in passes if isinstance(step, ModelPass) and step.needs_teacher}
+    for source in asked - {None}:
+        check_teacher(str(source), opened, trust_remote_code=False)
+    known = copy.deepcopy(model) if teacher is None and None in asked else teacher
+    if known is not None and known.config.vocab_size != model.config.vocab_size:
+        sizes = f"it knows {known.config.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise ModelError(f"teacher: {sizes}; both need one vocabulary")
+
+    def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
+        if other is not None:
+            return open_model(other, device=opened.device).streaming()
+        assert known is not None
+        return nullcontext(known.eval())
+
+    return open_teacher
 
 
 def ended(

@@ -25,3 +25,10 @@ def random_mask(rows, width, density, seed=0):
 def most_of(mask, m):
     """The largest number of weights that a group of m columns keeps; the tail does not count."""
     return int(mask[:, : mask.shape[1] // m * m].reshape(-1, m).sum(1).max())
+
+
+def kept_score(score, n, m):
+    """The sum of the n largest scores of each m columns, and of the columns behind the last whole group."""
+    width = score.shape[1] // m * m
+    best = score[:, :width].reshape(score.shape[0], -1, m).topk(n, dim=2).values
+    return best.sum(dtype=torch.float64) + score[:, width:].sum(dtype=torch.float64)

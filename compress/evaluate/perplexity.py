@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
 from compress.errors import NumericError
-
-ROWS = 128  # positions whose loss is computed at a time: a whole window's log-softmax would double the peak memory
+from compress.stream.depth import total_loss
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,12 @@ def perplexity(
 
     Raises NumericError when a loss is NaN.
     """
-    device = next(model.parameters()).device
     total, tokens, begin = 0.0, 0, perf_counter()
-    takes_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
-    with torch.no_grad():
-        for i, window in enumerate(ids):
-            window = window.to(device)
-            logits = model(input_ids=window[None], **takes_cache).logits[0]
-            for start in range(0, len(window) - 1, ROWS):
-                targets = window[start + 1 : start + 1 + ROWS]
-                rows = logits[start : start + len(targets)].float()
-                total += float(nn.functional.cross_entropy(rows, targets, reduction="sum"))
-            tokens += len(window) - 1
-            if math.isnan(total):
-                raise NumericError(f"the model's loss is NaN on window {i} of the evaluation text")
-            if progress is not None:
-                progress(i + 1, len(ids))
+    for i, window in enumerate(ids):
+        total += total_loss(model, window)
+        tokens += len(window) - 1
+        if math.isnan(total):
+            raise NumericError(f"the model's loss is NaN on window {i} of the evaluation text")
+        if progress is not None:
+            progress(i + 1, len(ids))
     return Perplexity(total / tokens, tokens, perf_counter() - begin)

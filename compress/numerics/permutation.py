@@ -59,13 +59,6 @@ def search(
     return order, kept[0], kept[1]
 
 
-def kept_score(score: Float[Tensor, "rows in"], n: int, m: int) -> Float[Tensor, ""]:
-    """The sum of the n largest scores of each m columns, and of the columns behind the last whole group."""
-    width = score.shape[1] // m * m
-    columns = score[:, :width].T.reshape(-1, m, score.shape[0])
-    return torch.stack(largest(columns, n)).sum(dtype=torch.float64) + score[:, width:].sum(dtype=torch.float64)
-
-
 def largest(values: Float[Tensor, "*batch m rows"], count: int) -> list[Float[Tensor, "*batch rows"]]:
     """The `count` largest of m, the largest first, row by row: insertion, which is fast for the few that m is."""
     found: list[Tensor] = []

@@ -14,7 +14,7 @@ from compress.model.packed import replace_linear
 from compress.reconstruction import ErrorName, Targets, block_error, relative_square
 from compress.train.loop import Where, train
 from compress.train.settings import Settings, Share
-from compress.train.student import trainable
+from compress.train.student import KEPT, trainable
 from compress.types import Note
 
 
@@ -85,7 +85,6 @@ class LKD(Settings, BlockPass):
         chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, whole=False)
         with chosen as student:
             if student.kept:
-                message = "scales that are not stored as floats are not trained"
-                note("fallback", message, layers=len(student.kept), first=student.kept[0])
+                note("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
             told: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
         return told["steps"]

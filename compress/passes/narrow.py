@@ -23,6 +23,7 @@ from compress.model.packed import CompressedLinear, linears
 from compress.model.reform import Path, become, build, changed, shapes, sketch, tensors
 from compress.model.rewrite import rewrite_weight
 from compress.model.widths import Width, ffn_widths, head_width, hidden_width
+from compress.numerics.linalg import DAMPING
 from compress.numerics.repair import repaired
 from compress.reshaping import ReshapingPass
 from compress.stream.capture import Surroundings
@@ -30,11 +31,10 @@ from compress.stream.depth import logits_of
 from compress.stream.inputs import Inputs
 from compress.stream.observers import Gram, InputNorm, Observer, without_data
 from compress.stream.residual import SAME, check_traded, with_fewer
-from compress.stream.state import Site, SweepState
-from compress.stream.store import ActivationStore
+from compress.stream.state import Site, captured
+from compress.stream.store import STORE_BYTES
 
-BATCH, PROBE, STORE_BYTES = 4, 64, 4 << 30
-DAMPING = 0.01  # of the mean diagonal, as GPTQ's
+BATCH, PROBE = 4, 64
 
 Cuts = dict[str, dict[int, Int[Tensor, " kept"]]]
 """Tensor name -> dimension -> what is kept along it."""
@@ -213,7 +213,8 @@ def _sites(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[
     assert run.calibration is not None
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
-    state = _captured(Surroundings(opened), run.calibration)
+    ids = run.calibration
+    state = captured(Surroundings(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES)
     for block in opened.blocks:
         run.journal.add("progress", where, f"{what} of {block.name}", done=block.index, of=len(opened.blocks))
         site = Site(block, state, run, first.dtype, where, STORE_BYTES, 0)
@@ -355,15 +356,3 @@ def _spread(values: Tensor, columns: Int[Tensor, "bundles columns"], width: int)
     found = values.new_zeros(width)
     found[columns] = (values / columns.shape[1])[:, None].expand_as(columns)
     return found
-
-
-def _captured(surroundings: Surroundings, ids: Tensor) -> SweepState:
-    """The calibration text before the first block, and the probe."""
-    probe = surroundings.capture(ids[:1, :PROBE])
-    state = SweepState(ActivationStore(STORE_BYTES), None, [], [], probe.hidden, probe.calls)
-    for batch in ids.split(BATCH):
-        captured = surroundings.capture(batch)
-        state.hidden.append(captured.hidden)
-        state.calls.append(captured.calls)
-        state.tokens.append(batch.numel())
-    return state

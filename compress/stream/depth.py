@@ -1,8 +1,8 @@
-"""A model with some of its blocks passed by, and the hidden states between all blocks."""
+"""A model run as a whole: its logits and losses, the hidden states between blocks, some of the blocks passed by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from compress.model.blocks import Block
 from compress.model.open import is_finite
 from compress.stream.capture import hidden_given, hidden_of
 
-ROWS = 128  # positions whose loss is computed at a time
+ROWS = 128  # positions whose loss is computed at a time: a whole window's log-softmax would double the peak memory
 
 
 @contextmanager
@@ -35,9 +35,13 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
 
 def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
     """The model's logits, in float32."""
+    return _logits(model, ids).float()
+
+
+def _logits(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Tensor:
     takes_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     with torch.no_grad():
-        return model(input_ids=ids.to(next(model.parameters()).device), **takes_cache).logits.float()
+        return model(input_ids=ids.to(next(model.parameters()).device), **takes_cache).logits
 
 
 def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:
@@ -60,15 +64,14 @@ def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch le
     return found
 
 
-def mean_loss(
-    model: nn.Module, ids: Int[Tensor, "sequences length"], tell: Callable[[int, int], None] | None = None
-) -> float:
-    """Mean next-token loss in nats, a sequence at a time. tell(done, of)."""
-    total = 0.0
-    for i, row in enumerate(ids):
-        logits, targets = logits_of(model, row[None])[0, :-1], row[1:].to(next(model.parameters()).device)
-        for part, wanted in zip(logits.split(ROWS), targets.split(ROWS), strict=True):
-            total += float(nn.functional.cross_entropy(part, wanted, reduction="sum"))
-        if tell is not None:
-            tell(i + 1, len(ids))
-    return total / (ids.shape[0] * (ids.shape[1] - 1))
+def total_loss(model: nn.Module, ids: Int[Tensor, " length"]) -> float:
+    """The sum of the losses, in nats, of each token given those before it; the first has none."""
+    targets = ids[1:].to(next(model.parameters()).device)
+    logits = _logits(model, ids[None])[0, :-1]
+    pairs = zip(logits.split(ROWS), targets.split(ROWS), strict=True)
+    return sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
+
+
+def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"]) -> float:
+    """Mean next-token loss in nats, a sequence at a time."""
+    return sum(total_loss(model, row) for row in ids) / (ids.shape[0] * (ids.shape[1] - 1))

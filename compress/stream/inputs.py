@@ -89,8 +89,8 @@ class Inputs:
     @property
     def permutations(self) -> list[Permutation]:
         block, kept = self.site.block.module, self.site.state.permutations
-        found = find_permutations(block, self.probe, kept.get(make(block), ()))
-        kept[make(block)] = found
+        made = make(block)
+        found = kept[made] = find_permutations(block, self.probe, kept.get(made, ()))
         return [link for link in found if set(link.readers) & set(self.names)]
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:

@@ -18,6 +18,8 @@ from compress.numerics.codes import Codes, vanished
 from compress.stream.state import Site
 
 TRANSFORM = ("input_permutation", "input_scale")
+"""What a layer does to its inputs before it rounds them."""
+
 UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
 
 

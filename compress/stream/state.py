@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from compress.context import Run
 from compress.model.blocks import Block
 from compress.model.links import Group, Link, find_groups
 from compress.model.permutations import Permutation
-from compress.stream.capture import Call, check_hidden
+from compress.stream.capture import Call, Surroundings, check_hidden
 from compress.stream.store import ActivationStore
 from compress.types import Note
 
@@ -34,6 +34,23 @@ class SweepState:
     probe_calls: list[Call]
     links: dict[Hashable, list[Link]] = field(default_factory=dict)
     permutations: dict[Hashable, list[Permutation]] = field(default_factory=dict)
+
+
+def captured(
+    surroundings: Surroundings, probe: Tensor, batches: Iterable[Tensor], store_bytes: int, compared: bool = False
+) -> SweepState:
+    """The state before the first block; batches: token ids. compared: with the uncompressed model's activations."""
+    first = surroundings.capture(probe)
+    reference = ActivationStore(store_bytes) if compared else None
+    state = SweepState(ActivationStore(store_bytes), reference, [], [], first.hidden, first.calls)
+    for ids in batches:
+        found = surroundings.capture(ids)
+        state.hidden.append(found.hidden)
+        if state.reference is not None:
+            state.reference.append(found.hidden)
+        state.calls.append(found.calls)
+        state.tokens.append(ids.numel())
+    return state
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from compress.errors import SaveError
 
+STORE_BYTES = 4 << 30  # activations of one store that are kept in memory; beyond it they go to files
+
 
 class ActivationStore:
     """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files of a folder.

@@ -21,17 +21,16 @@ from compress.model.blocks import Block
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, linears
 from compress.model.save import stored_sparsity
-from compress.stream.capture import Captured, Surroundings, check_hidden
+from compress.stream.capture import Surroundings, check_hidden
 from compress.stream.inputs import Inputs
 from compress.stream.layers import LayerWork
 from compress.stream.place import UNDONE, LayerResult, round_to_storage
 from compress.stream.reference import twin
-from compress.stream.state import Site, SweepState
-from compress.stream.store import ActivationStore
+from compress.stream.state import Site, SweepState, captured
+from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import Asked, look_over
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
-STORE_BYTES = 4 << 30  # activations kept in memory; beyond it they go to files
 
 BlockDone = Callable[[Block, list[LayerResult]], None]
 """Called with each finished block, its weights still present."""
@@ -67,7 +66,8 @@ class Sweep:
         """Work on all blocks; returns the last block's output for the probe."""
         with torch.no_grad():
             with self.run.phase("capture"):
-                state = self._capture()
+                compared = any(step.needs_reference for _, step, _ in self.steps)
+                state = captured(self.surroundings, self.probe, self.batches, self.store_bytes, compared)
             self._survey(state)
             for block in self.opened.blocks:
                 original = None if state.reference is None else twin(self._bring(block))
@@ -84,20 +84,6 @@ class Sweep:
                 check_hidden(state.probe, block)
                 self.opened.weights.release(block)
         return state.probe
-
-    def _capture(self) -> SweepState:
-        probe = self.surroundings.capture(self.probe)
-        compared = any(step.needs_reference for _, step, _ in self.steps)
-        reference = ActivationStore(self.store_bytes) if compared else None
-        tokens = [ids.numel() for ids in self.batches]
-        state = SweepState(ActivationStore(self.store_bytes), reference, [], tokens, probe.hidden, probe.calls)
-        for ids in self.batches:
-            captured: Captured = self.surroundings.capture(ids)
-            state.hidden.append(captured.hidden)
-            if state.reference is not None:
-                state.reference.append(captured.hidden)
-            state.calls.append(captured.calls)
-        return state
 
     def _survey(self, state: SweepState) -> None:
         """What passes must know of all layers before the first is solved; the model is left as it is."""

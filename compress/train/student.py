@@ -18,6 +18,8 @@ from compress.train.linear import TrainedLinear
 from compress.train.parametrization import Kind, Parametrize, masked
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+KEPT = "scales that are not stored as floats are not trained"
+"""What the journal says of `Student.kept`."""
 
 
 @dataclass

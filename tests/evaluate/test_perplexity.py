@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from compress.errors import NumericError
-from compress.evaluate.perplexity import ROWS, Perplexity, perplexity
+from compress.evaluate.perplexity import Perplexity, perplexity
+from compress.stream.depth import ROWS
 
 
 class Bigrams(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masks import kept_score
 
 from compress.numerics import permutation
 from compress.numerics.masks import Pattern
@@ -15,7 +16,6 @@ from compress.numerics.permutation import (
     Table,
     divisions,
     group_size,
-    kept_score,
     mutual,
     search,
     thresholds,

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from gated import Gated
+from masks import kept_score
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -16,7 +17,6 @@ from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.model.permutations import find_permutations, permute
 from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
-from compress.numerics.permutation import kept_score
 from compress.train.linear import TrainedLinear
 
 Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")

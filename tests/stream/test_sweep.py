@@ -13,6 +13,7 @@ from compress.model.links import find_groups, find_links
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.stream.capture import Surroundings
 from compress.stream.place import round_to_storage
+from compress.stream.state import captured
 from compress.stream.sweep import Sweep, needs_data
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
@@ -105,22 +106,18 @@ def test_true_sequential_is_another_calibration(tiny, in_memory, batches):
     assert not torch.equal(one[last], two[last])
 
 
-class Watched(Sweep):
-    """Keeps the activations after every block."""
-
-    def _capture(self):
-        self.state = super()._capture()
-        return self.state
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("passes", [[wanda()], [wanda(true_sequential=False)], [wanda(), gptq()], [compress.SmoothQuant()]])
 @pytest.mark.parametrize("store_bytes", [0, 1 << 30])
-def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(passes, store_bytes, tiny, in_memory, batches):
-    opened, after = in_memory(tiny("llama")), []
-    run = Watched(opened, steps_of(opened, *passes), batches, batches[0][:1], Run(), store_bytes=store_bytes)
-    probe = run(lambda block, _: after.append([x.clone() for x in run.state.hidden]), lambda _: False)
-    assert run.state.hidden.in_files == (3 if store_bytes == 0 else 0)
+def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
+    passes, store_bytes, tiny, in_memory, batches, monkeypatch
+):
+    opened, after, states = in_memory(tiny("llama")), [], []
+    watched = lambda *given: states.append(captured(*given)) or states[-1]  # noqa: E731
+    monkeypatch.setattr("compress.stream.sweep.captured", watched)
+    run = Sweep(opened, steps_of(opened, *passes), batches, batches[0][:1], Run(), store_bytes=store_bytes)
+    probe = run(lambda block, _: after.append([x.clone() for x in states[0].hidden]), lambda _: False)
+    assert states[0].hidden.in_files == (3 if store_bytes == 0 else 0)
     with torch.no_grad():
         for i, ids in enumerate(batches):
             wanted = opened.model(input_ids=ids, output_hidden_states=True, use_cache=False)

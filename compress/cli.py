@@ -96,7 +96,8 @@ def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> N
     with _Interrupt() as interrupt, _Bar(console) as bar:
         journal.listeners += [interrupt, bar]
         result = run_recipe(asked, folder, overwrite, journal)
-    _print_report(result.report, folder)
+    if result.report:
+        _print_report(result.report, folder)
 
 
 @main.command()
@@ -209,7 +210,6 @@ class _Bar:
         self._told: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Callable[[Any], None]:
-        self._bar.start()
         return self._hear
 
     def __exit__(self, *_: object) -> None:
@@ -228,6 +228,7 @@ class _Bar:
             self._show(entry.message, entry.message + loss, figures["done"], figures["of"])
 
     def _show(self, task: str, text: str, done: int, of: int) -> None:
+        self._bar.start()  # not before: of several processes only the first has anything to show
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(text, total=of)
         self._bar.update(self._tasks[task], description=text, completed=done)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,13 +29,11 @@ from compress.formats.native import Native
 from compress.journal import Entry, Journal
 from compress.model.blocks import Block, find_blocks
 from compress.model.experts import open_experts
-from compress.model.load import fill
-from compress.model.open import InMemory, Mapped, OpenModel, assign, open_model, stored_in
-from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
+from compress.model.open import InMemory, OpenModel, open_model
+from compress.model.packed import CompressedLinear, linears
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
-    file_sha256,
     hold_as_stored,
     outside_tensors,
     shard_name,
@@ -48,9 +47,11 @@ from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.sparsity import check_sparsity
 from compress.report.write import write_report
+from compress.restore import restore
 from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
 from compress.stream.place import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
+from compress.train.settings import Settings
 from compress.verify import verify
 from compress.version import __version__
 from compress.whole import ended, segments, teachers, work_on_whole
@@ -61,7 +62,10 @@ PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every bloc
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made: the folder, the report as it stands in report.json, and the journal."""
+    """What a run made: the folder, the report as it stands in report.json, and the journal.
+
+    report: empty in processes of a launcher that only took part in training; the first one writes it.
+    """
 
     folder: Path
     report: dict[str, Any]
@@ -71,14 +75,22 @@ class Result:
 def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
 
-    The same call continues a run that was killed; a run that is complete is only checked and evaluated again.
+    The same call continues a run that was killed; a run that is complete is only checked and evaluated again. Started
+    in several processes by `accelerate launch` or torchrun, all of them train together; the first does the rest.
 
     Raises the errors of `compress.errors`.
     """
-    job = Job.begin(recipe, Path(out), overwrite, journal or Journal())
-    if not job.manifest.complete:
+    processes = PartialState(cpu=device_of(recipe.device).type == "cpu")
+    first = processes.is_main_process
+    journal = (journal or Journal()) if first else Journal()
+    with processes.main_process_first():
+        job = Job.begin(recipe, Path(out), overwrite, journal)
+    job.first = first
+    processes.wait_for_everyone()  # so that all have read the same manifest
+    if not job.manifest.complete and (first or job.trains):
         job.compress()
-    return job.finish()
+    processes.destroy_process_group()
+    return job.finish() if first else Result(Path(out), {}, journal)
 
 
 def _tell(journal: Journal, text: str, which: str, done: int, of: int) -> None:
@@ -137,7 +149,8 @@ class Job:
     """One run on its way: compress into shards, then check them.
 
     ids: calibration token ids. texts: evaluation token ids by name, made before the work so that it is not in vain.
-    ended: the plan of the model in the shape that it was written in.
+    ended: the plan of the model in the shape that it was written in. first: whether this process writes; others of the
+    same launcher do the same work, for the steps that are trained together.
     """
 
     recipe: Recipe
@@ -149,6 +162,7 @@ class Job:
     texts: dict[str, Tensor]
     manifest: Manifest
     ended: Plan = field(init=False)
+    first: bool = True
     _noted: int = 0
     _earlier: dict[str, list[LayerResult]] = field(default_factory=dict)
 
@@ -177,6 +191,11 @@ class Job:
 
     def __post_init__(self) -> None:
         self.ended = self.planned
+
+    @property
+    def trains(self) -> bool:
+        """Whether any pass trains, which several processes do together."""
+        return any(isinstance(step, Settings) for _, step, _ in self.steps)
 
     @property
     def shards(self) -> int:
@@ -216,19 +235,22 @@ class Job:
                         self._write_block(block, [])
                     with torch.no_grad():
                         self._write_reference(self.opened.model(input_ids=self.probe).logits)
-        self._describe()
+        if self.first:
+            self._describe()
 
     def _write_reference(self, logits: Tensor) -> None:
         """The compressed model's logits for the probe as they were computed, for the comparison after reloading."""
         folder = self.manifest.folder / WORK
-        write_shard(folder / PROBE_FILE, {"ids": self.probe, "logits": logits.cpu().contiguous()})
+        if self.first:
+            write_shard(folder / PROBE_FILE, {"ids": self.probe, "logits": logits.cpu().contiguous()})
 
     def _take_up(self) -> None:
         """The costs of an earlier start of the same run, and the folder marked as this run's before its first shard."""
         self.context.costs |= {name: Cost(**cost) for name, cost in self.manifest.costs.items()}
         self.context.calibration, self.context.open_teacher = self.ids, self._source
         self.context.work = self.manifest.folder / WORK / "passes"
-        self.manifest.write()
+        if self.first:
+            self.manifest.write()
 
     def _source(self, other: str | None = None) -> AbstractContextManager[PreTrainedModel]:
         """The model as it came, or another; runnable with one block's weights in memory at a time."""
@@ -247,6 +269,8 @@ class Job:
         self._earlier.setdefault(block.name, []).extend(results)
 
     def _write_block(self, block: Block, results: list[LayerResult]) -> None:
+        if not self.first:
+            return
         results = self._earlier.pop(block.name, []) + results
         with self.context.phase("save"):
             if self.context.format.sparse:
@@ -270,34 +294,13 @@ class Job:
     def _restore(self, block: Block) -> bool:
         """The compressed block from its shard, if a killed run had finished it."""
         entry = self.manifest.shards.get(block.name)
-        path = None if entry is None else self.manifest.folder / entry.file
-        if entry is None or path is None or not path.exists() or file_sha256(path) != entry.sha256:
-            return False
-        mapped = Mapped(stored_in(path), self.opened.dtype, self.opened.device)
         targets = {name for _, _, names in self.steps for name in names}
-        for name in linears(block.module):
-            if f"{block.name}.{name}" in targets:
-                replace_linear(block.module, name)
-        schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
-        tensors = mapped.read_raw(entry.names)
-        fill(block.module, block.name + ".", tensors, schemes, self.context.format, self.opened.dtype)
-        self._assign_dense(block, mapped, schemes)
+        folder, format_ = self.manifest.folder, self.context.format
+        if entry is None or not restore(block, entry, folder, targets, format_, self.opened.dtype, self.opened.device):
+            return False
         self.context.journal.entries += [Entry(**values) for values in entry.journal]
         self._noted = len(self.context.journal.entries)
         return True
-
-    def _assign_dense(self, block: Block, mapped: Mapped, schemes: dict[str, Scheme]) -> None:
-        """Tensors that are stored as they are computed with."""
-        tensors = mapped.read(list(mapped.files))
-        for name, layer in linears(block.module).items():
-            full = f"{block.name}.{name}"
-            if isinstance(layer, CompressedLinear) and full not in schemes:
-                weight = tensors.pop(f"{full}.weight")
-                layer.put(weight.T if layer.transposed else weight)
-        held = {f"{block.name}.{name}" for name in block.module.state_dict()}
-        packed = {f"{name}.{tensor}" for name in schemes for tensor in ("scale", *INPUT_TENSORS)}
-        held -= packed  # they are in place, and a format may know other tensors by these names
-        assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
 
     def _describe(self) -> None:
         """The tensors outside of the blocks, and everything beside the shards."""

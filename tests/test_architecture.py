@@ -25,6 +25,7 @@ FLOORS = {
     "compress.__main__": 10,
     "compress.cli": 9,
     "compress.runner": 8,
+    "compress.restore": 8,
     "compress.plan": 8,
     "compress.verify": 8,
     "compress.whole": 8,

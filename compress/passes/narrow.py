@@ -214,7 +214,7 @@ def _sites(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
-    state = captured(Surroundings(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES)
+    state = captured(Surroundings(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", where, f"{what} of {block.name}", done=block.index, of=len(opened.blocks))
         site = Site(block, state, run, first.dtype, where, STORE_BYTES, 0)

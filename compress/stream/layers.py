@@ -75,7 +75,7 @@ class LayerWork:
             if keep_outputs:
                 self.site.propagate()
         if self.reference is not None:
-            self.behind = ActivationStore(self.site.store_bytes)
+            self.behind = ActivationStore(self.site.store_bytes, self.site.run.work)
             for i in range(len(hidden)):
                 self.behind.append(self.reference.output(i))
         return self.results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ class SweepState:
 
 
 def captured(
-    surroundings: Surroundings, probe: Tensor, batches: Iterable[Tensor], store_bytes: int, compared: bool = False
-) -> SweepState:
+    surroundings: Surroundings, probe: Tensor, batches: Iterable[Tensor], store_bytes: int, work: Path | None,
+    compared: bool = False,
+) -> SweepState:  # fmt: skip
     """The state before the first block; batches: token ids. compared: with the uncompressed model's activations."""
     first = surroundings.capture(probe)
-    reference = ActivationStore(store_bytes) if compared else None
-    state = SweepState(ActivationStore(store_bytes), reference, [], [], first.hidden, first.calls)
+    reference = ActivationStore(store_bytes, work) if compared else None
+    state = SweepState(ActivationStore(store_bytes, work), reference, [], [], first.hidden, first.calls)
     for ids in batches:
         found = surroundings.capture(ids)
         state.hidden.append(found.hidden)
@@ -96,7 +98,7 @@ class Site:
 
     def outputs(self, module: nn.Module, inputs: ActivationStore) -> ActivationStore:
         """What `module` makes of all batches in the block's place."""
-        found = ActivationStore(self.store_bytes)
+        found = ActivationStore(self.store_bytes, self.run.work)
         for forward in self.forwards(module, inputs):
             found.append(forward())
         return found

@@ -17,17 +17,18 @@ STORE_BYTES = 4 << 30  # activations of one store that are kept in memory; beyon
 
 
 class ActivationStore:
-    """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files of a folder.
+    """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files.
 
+    They are in a temporary folder inside of `within`, or of the system's, which is memory itself on many machines.
     Tensors on an accelerator stay there: the limit is one for that device's memory, too. A tensor that was read stays
     valid when its place is taken.
 
     Raises SaveError when a file cannot be written.
     """
 
-    def __init__(self, limit_bytes: int, folder: Path | None = None) -> None:
+    def __init__(self, limit_bytes: int, within: Path | None = None) -> None:
         self._limit = limit_bytes
-        self._folder = folder
+        self._within = within
         self._own: tempfile.TemporaryDirectory[str] | None = None
         self._items: list[Tensor | Path] = []
         self._devices: dict[int, str] = {}
@@ -69,17 +70,18 @@ class ActivationStore:
     def _write(self, index: int, tensor: Tensor) -> Path:
         """The tensor's file, written beside an older one and put in its place: what was read may be a view of that."""
         try:
-            if self._folder is None:
-                self._own = tempfile.TemporaryDirectory(prefix="compress-activations-")
-                self._folder = Path(self._own.name)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"activations-{index:05d}.safetensors"
+            if self._own is None:
+                if self._within is not None:
+                    self._within.mkdir(parents=True, exist_ok=True)
+                self._own = tempfile.TemporaryDirectory(prefix="compress-activations-", dir=self._within)
+            path = Path(self._own.name) / f"activations-{index:05d}.safetensors"
             part = path.with_suffix(".part")
             save_file({"x": tensor.contiguous()}, part)
             os.replace(part, path)
         except (OSError, SafetensorError) as error:
-            message = f"activations between blocks cannot be written to {self._folder} ({error})"
-            hint = "set TMPDIR to a folder with more room, or use fewer or shorter calibration sequences"
+            folder = self._within or tempfile.gettempdir()
+            message = f"activations between blocks cannot be written to {folder} ({error})"
+            hint = "make room there, or use fewer or shorter calibration sequences"
             raise SaveError(f"{message}; {hint}") from error
         self._devices[index] = str(tensor.device)
         return path

@@ -67,7 +67,8 @@ class Sweep:
         with torch.no_grad():
             with self.run.phase("capture"):
                 compared = any(step.needs_reference for _, step, _ in self.steps)
-                state = captured(self.surroundings, self.probe, self.batches, self.store_bytes, compared)
+                work = self.run.work
+                state = captured(self.surroundings, self.probe, self.batches, self.store_bytes, work, compared)
             self._survey(state)
             for block in self.opened.blocks:
                 original = None if state.reference is None else twin(self._bring(block))
@@ -91,7 +92,7 @@ class Sweep:
         asked = [Asked(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
         if not asked:
             return
-        apart = replace(state, hidden=ActivationStore(self.store_bytes))
+        apart = replace(state, hidden=ActivationStore(self.store_bytes, self.run.work))
         for hidden in state.hidden:
             apart.hidden.append(hidden)
         with self.run.phase("survey"):

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from compress.errors import NumericError
+from compress.errors import NumericError, RecipeError
 from compress.journal import Journal
 from compress.train.checkpoint import digest, read_state, write_state
 from compress.train.settings import Settings
@@ -74,6 +74,15 @@ class State:
     seconds: float = 0.0
 
 
+def check_whole(kind: DistributedType, label: str) -> None:
+    """Raise RecipeError for a launcher that splits parameters over processes: masks and grids need whole weights."""
+    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise RecipeError(
+            f"{label}: the launcher is set to {kind.value}, which splits weights over processes, but masks and scales "
+            "are made of whole ones; launch with --multi_gpu, or in one process"
+        )
+
+
 def train(
     student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where,
     span: Span | None = None,
@@ -83,7 +92,8 @@ def train(
     ids: what the objective knows examples by: the tokens of each, or a number. span: the part of the schedule that is
     trained, all of it if it is not given.
 
-    Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError.
+    Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError;
+    RecipeError for a launcher that splits weights.
     """
     trainer = _Trainer(student, objective, ids, settings, where, span or Span())
     with torch.enable_grad():
@@ -103,6 +113,7 @@ class _Trainer:
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
         )
+        check_whole(self.accelerator.distributed_type, where.label)
         groups = [
             {"params": list(p.values()), "lr": settings.rate_of(kind), "weight_decay": settings.decay_of(kind)}
             for kind, p in student.parameters.items()
@@ -246,6 +257,7 @@ class _Trainer:
             told, moments = vars(self.state), self.optimizer.state
             best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
             write_state(self._file, self.key, told, self.parameters, self.buffers, best, moments)
+        self.accelerator.wait_for_everyone()  # whoever is done may remove the folder
 
     def _progress(self, loss: float) -> None:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from accelerate import PartialState
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -107,7 +108,8 @@ def ask(
 ) -> Stored:  # fmt: skip
     """The teacher's likeliest tokens for every token of every sequence; the teacher is opened only if needed.
 
-    work: a folder to keep them in; those that are there already are of the same question, and are used. tell(done, of).
+    work: a folder to keep them in; those that are there already are of the same question, and are used. Several
+    processes fill it together; without a folder, each computes all. tell(done, of).
 
     Raises NumericError, SaveError.
     """
@@ -117,6 +119,10 @@ def ask(
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
+    processes = PartialState(cpu=device.type == "cpu")
+    processes.wait_for_everyone()  # so that all have seen the same ones missing
+    if folder is not None:
+        missing = missing[processes.process_index :: processes.num_processes]
     made: dict[int, dict[str, Tensor]] = {}
     if missing:
         with open_teacher() as model, torch.no_grad():
@@ -129,6 +135,7 @@ def ask(
                     with atomic(path) as part:
                         save_file(made.pop(i), part)
             tell(len(missing), len(missing))
+    processes.wait_for_everyone()
     for i, path in enumerate(paths):
         stored.append(made[i] if path is None else path)
     return stored

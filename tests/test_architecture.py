@@ -26,6 +26,7 @@ FLOORS = {
     "compress.cli": 9,
     "compress.runner": 8,
     "compress.plan": 8,
+    "compress.footprint": 8,
     "compress.verify": 8,
     "compress.whole": 8,
     "compress.evaluate": 8,

@@ -28,6 +28,7 @@ from compress.types import Extent, Fact, Note
 if TYPE_CHECKING:
     from compress.context import Run
 
+COPIES = 4  # of a weight in float32: itself, what becomes of it, and two on the way
 
 ActivationScale = Literal["token", "static"]
 
@@ -214,6 +215,10 @@ class LayerPass(Pass):
         """Whether the observer compares inputs with those in the uncompressed model, which then runs alongside."""
         return issubclass(self.observer, CrossGram)
 
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        """About what `solve` holds at its peak for a weight [out, in], what was observed apart."""
+        return COPIES * 4 * shape[0] * shape[1]
+
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         """The compressed layer; `seen` is an instance of `observer`. Pure: nothing is assigned, printed or timed."""
@@ -309,6 +314,10 @@ class BlockPass(Pass):
         """Whether the block is compared with what it was before the sweep, in which passes must have changed it."""
         return False
 
+    def memory_bytes(self, extent: Extent) -> int:
+        """About what it holds at its peak beside the block and the activations between blocks."""
+        return max(extent.forward_bytes, COPIES * 4 * extent.largest)
+
     @abstractmethod
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         """Rewrite the block in place; every function-preserving rewrite proves itself first."""
@@ -334,3 +343,7 @@ class ModelPass(Pass):
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:
         """Change the model in place; all of it is in memory."""
+
+
+Step = tuple[str, Pass, list[str]]
+"""(label, pass, full names of the linears it works on)."""

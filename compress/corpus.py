@@ -313,8 +313,16 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
 
 
-def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
-    """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
+def extent(source: str, sequences: int | None, length: int | None) -> tuple[int, int]:
+    """(sequences, length) of what `token_ids` will give, 0 where only the text can tell. Raises CalibrationError."""
+    if Path(source).suffix == ".npy" and (sequences is None or length is None):
+        rows, columns = _stored(Path(source)).shape
+        return rows if sequences is None else sequences, columns if length is None else length
+    return sequences or 0, length or 0
+
+
+def _stored(path: Path) -> np.ndarray:
+    """The integers [n, m] of a .npy file, mapped."""
     try:
         stored = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -329,6 +337,12 @@ def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Te
             f"calibration: {path} holds {stored.dtype} of shape {list(stored.shape)}; "
             f"write an integer array of shape [sequences, length]"
         )
+    return stored
+
+
+def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
+    """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
+    stored = _stored(path)
     rows, columns = stored.shape
     asked = (rows if sequences is None else sequences, columns if length is None else length)
     if stored.size == 0 or asked[0] > rows or asked[1] > columns:

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.context import device_of
-from compress.contract import BlockPass, LayerPass, ModelPass, Pass, WeightSpec
+from compress.contract import BlockPass, LayerPass, Pass, Step, WeightSpec
 from compress.errors import ModelError, TargetError
+from compress.footprint import Footprint, is_sweep
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
 from compress.model.blocks import find_blocks
@@ -21,7 +22,6 @@ from compress.model.packed import CompressedLinear, linears
 from compress.model.reform import sketch
 from compress.model.save import outside_state
 from compress.model.select import select
-from compress.numerics.codes import groups_in
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
 from compress.options import taken
@@ -29,11 +29,7 @@ from compress.pruning import Pruning
 from compress.quantizing import Quantizing
 from compress.recipe import Recipe, in_words, label
 from compress.reshaping import ReshapingPass
-from compress.stream.observers import Gram
-from compress.types import DTYPES, Extent, Fact
-
-Step = tuple[str, Pass, list[str]]
-"""(label, pass, full names of the linears it works on)."""
+from compress.types import DTYPES, Fact
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class LayerPlan:
 class Plan:
     """All layers; bytes of all tensors of the checkpoint, and of the dense model in the storage dtype.
 
-    memory_bytes: about what the process will hold at its peak in tensors, beside the libraries.
+    memory_bytes: about what the process will hold at its peak in tensors, beside the libraries and mapped files.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -250,7 +246,13 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     else:
         dense = sum(_bytes(t, storage_dtype(recipe, opened)) for t in _stored_once(opened).values())
     shapes = layer_shapes(form) | layer_shapes(opened)
-    return replace(planned, dense_bytes=dense, memory_bytes=_memory(recipe, opened, steps, shapes))
+
+    def before(count: int, name: str) -> Scheme | None:
+        mine = [(where, step) for where, step, names in steps[:count] if name in names]
+        return planned_scheme(mine, name, shapes[name], opened.dtype, "off")
+
+    footprint = Footprint(recipe, opened, steps, shapes, before)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
@@ -320,55 +322,3 @@ def _all_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 def _bytes(tensor: Tensor, storage: torch.dtype) -> int:
     return tensor.numel() * (storage.itemsize if tensor.is_floating_point() else tensor.element_size())
-
-
-def _memory(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], shapes: dict[str, tuple[int, int]]) -> int:
-    """What is in memory at once: outside weights, one block twice, activations, the largest solver's matrices."""
-    compute = opened.dtype.itemsize
-    outside = sum(_bytes(t, opened.dtype) for t in outside_state(opened).values())
-    sizes = [sum(t.numel() for t in block.module.state_dict().values()) * compute for block in opened.blocks]
-    blocks = sum(sizes) if any(isinstance(step, ModelPass) for _, step, _ in steps) else 2 * max(sizes)
-    calibration = recipe.calibration
-    tokens = (calibration.sequences or 0) * (calibration.length or 0)
-    hidden = getattr(opened.config, "hidden_size", max(width for _, width in shapes.values()))
-    widest = max(width for _, width in shapes.values())
-    one_batch = calibration.batch * (calibration.length or 0) * widest * compute * 4
-    activations = tokens * (2 * hidden + widest) * compute + one_batch
-    solver = 0
-    for _, step, names in steps:
-        if isinstance(step, LayerPass) and issubclass(step.observer, Gram):
-            width = max(shapes[name][1] for name in names)
-            solver = max(solver, 5 * width * width * 4)
-    logits = (recipe.eval.length or 1024) * getattr(opened.config, "vocab_size", 0) * compute
-    whole = [step.memory_bytes(_extent(recipe, opened, steps[:i], names, shapes)) for i, step, names in _whole(steps)]
-    return outside + blocks + max(activations + solver, logits, *whole)
-
-
-def _whole(steps: Sequence[Step]) -> list[tuple[int, ModelPass, list[str]]]:
-    """The passes over the whole model: (place, pass, its linears)."""
-    return [(i, step, names) for i, (_, step, names) in enumerate(steps) if isinstance(step, ModelPass)]
-
-
-def _extent(
-    recipe: Recipe, opened: OpenModel, before: Sequence[Step], names: Sequence[str], shapes: dict[str, tuple[int, int]]
-) -> Extent:
-    """What a pass over these linears finds behind the steps before it."""
-    weights = scales = 0
-    for name in names:
-        rows, width = shapes[name]
-        mine = [(where, step) for where, step, chosen in before if name in chosen]
-        scheme = planned_scheme(mine, name, (rows, width), opened.dtype, "off")
-        if scheme is None:
-            weights += rows * width
-        else:
-            scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)
-    return Extent(
-        weights, scales, sum(t.numel() for t in outside_state(opened).values()),
-        sum(rows + width for rows, width in shapes.values()), getattr(opened.config, "vocab_size", 0),
-        recipe.calibration.length or 0, opened.dtype.itemsize,
-    )  # fmt: skip
-
-
-def is_sweep(step: Pass) -> bool:
-    """Whether a pass works block by block."""
-    return isinstance(step, LayerPass | BlockPass)

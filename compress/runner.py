@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from compress import corpus
 from compress.context import Cost, Run, device_of
-from compress.contract import ModelPass, Pass
+from compress.contract import ModelPass, Pass, Step
 from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.evaluate.texts import calibration_ids, eval_ids
@@ -42,7 +42,7 @@ from compress.model.save import (
     write_text,
 )
 from compress.model.vocabulary import check_teacher
-from compress.plan import Plan, Step, plan_of, resolve, settle, storage_dtype
+from compress.plan import Plan, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
 from compress.report.sparsity import check_sparsity

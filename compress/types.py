@@ -23,11 +23,14 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Extent:
-    """How large the model is that a pass over all of it works on, in numbers.
+    """How large the model, or the one block, is that a pass works on, in numbers.
 
     weights: of its linears that are dense when it comes. scales: of those that are packed. outside: parameters that
-    are in no linear of the blocks. passed: inputs and outputs of all linears, per token. vocabulary. length: of a
-    calibration sequence. itemsize: bytes of a number of the dense model.
+    are in no linear of the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 of a block.
+    length: tokens of an example: of a calibration sequence; of a block, of a batch of them. itemsize: bytes of a number
+    of the dense model. packed: weights of the linears that are packed. inputs: widths of the tensors that the pass's
+    linears read. largest: the most weights that one linear has. forward_bytes: of a block, what a forward pass of an
+    example holds. states_bytes: of a block, its outputs on the whole calibration text.
     """
 
     weights: int
@@ -37,6 +40,11 @@ class Extent:
     vocabulary: int
     length: int
     itemsize: int
+    packed: int = 0
+    inputs: tuple[int, ...] = ()
+    largest: int = 0
+    forward_bytes: int = 0
+    states_bytes: int = 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

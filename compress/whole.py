@@ -14,13 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from compress.context import Run
-from compress.contract import ModelPass, Pass
+from compress.contract import ModelPass, Pass, Step
 from compress.errors import ModelError
+from compress.footprint import is_sweep
 from compress.formats import FORMATS
 from compress.model.blocks import find_blocks
 from compress.model.open import OpenModel, open_model, read_config
 from compress.model.vocabulary import check_teacher
-from compress.plan import Plan, Step, follow, in_form, is_sweep, plan_on
+from compress.plan import Plan, follow, in_form, plan_on
 from compress.recipe import Recipe
 from compress.reshaping import ReshapingPass
 

@@ -27,6 +27,7 @@ FLOORS = {
     "compress.runner": 8,
     "compress.restore": 8,
     "compress.plan": 8,
+    "compress.footprint": 8,
     "compress.verify": 8,
     "compress.whole": 8,
     "compress.evaluate": 8,

@@ -96,6 +96,16 @@ class LearnedRounding:
         return replace(start, codes=store(codes, self.grid), scale=scale[..., 0])
 
 
+def learned_bytes(weights: int, moments: int | None) -> int:
+    """What learning the rounding of so many weights holds beside them, with as many moments of the optimizer.
+
+    Of each weight what is wanted and its shift, in float32, and its code, in a byte; that is all before the first step
+    (None). Then the shift's gradient and moments; for the backward pass, the value that the weight is rounded to, with
+    its gradient, and, in a byte, whether it is clipped.
+    """
+    return (4 * 2 + 1 + (0 if moments is None else 4 * (3 + moments) + 1)) * weights
+
+
 def _half_step(grid: Grid) -> float:
     """Half of the widest distance between neighbouring levels of a grid, at scale 1."""
     one = torch.ones(1)

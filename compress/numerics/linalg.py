@@ -38,6 +38,14 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
     raise NumericError(f"the Hessian is not positive definite even with a damping of {used / ESCALATION:g}")
 
 
+def factor_bytes(width: int) -> int:
+    """What `inverse_factor` holds at its peak for a matrix of this width, with that matrix: six and a half of them.
+
+    Matrix, identity, damped matrix, Cholesky factor, the same turned round, its inverse, and parts of that.
+    """
+    return 26 * width * width
+
+
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
     """Upper Cholesky factor of the inverse, or None when the factorization fails or is not finite.
 

@@ -82,6 +82,11 @@ def sweep(
     return torch.stack(new, dim=1)
 
 
+def sweep_bytes(rows: int, width: int) -> int:
+    """What `sweep` holds at its peak: ratios, and the weight as it is worked on, in new columns, and in one piece."""
+    return 4 * width * width + 3 * 4 * rows * width
+
+
 def _parts(opens: Sequence[int], width: int, span: int) -> list[tuple[int, int]]:
     """[start, stop) ranges of about PART columns, whole spans, that begin anew at every opened column."""
     ends, step = [*opens[1:], width], max(PART // span, 1) * span
@@ -105,6 +110,11 @@ def greedy(
     step = max(1, CHUNK // (width * width))
     parts = [slice(start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step)]
     return torch.cat([_greedy_rows(weight[rows], inverse, rows, round_to, urgency) for rows in parts])
+
+
+def greedy_bytes(rows: int, width: int) -> int:
+    """What `greedy` holds at its peak in float64: an inverse for each row of a chunk, and copies of the weight."""
+    return 8 * width * width * min(rows, max(1, CHUNK // (width * width))) + 4 * 8 * rows * width
 
 
 def _greedy_rows(

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compress.numerics.codes import Codes, GroupSize, ScaleSearch, fit, groups_in, share, spread, store
 from compress.numerics.grids import Grid
-from compress.numerics.obs import sweep
+from compress.numerics.linalg import factor_bytes
+from compress.numerics.obs import sweep, sweep_bytes
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ def round_columns(
     rule = Rounding(weight, options, mask, order, regroup, keep_wanted)
     sweep(_ordered(weight, order), factor, rule)
     return rule
+
+
+def rounding_bytes(rows: int, width: int) -> int:
+    """What it takes to factor a Hessian, or then to round a weight [rows, width]: codes are floats until they stand in
+    one piece, and there may be a scale for every column."""
+    return max(factor_bytes(width), sweep_bytes(rows, width) + 3 * 4 * rows * width)
 
 
 def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, "out in"]:

@@ -10,13 +10,13 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass
+from compress.contract import COPIES, BlockInputs, BlockPass
 from compress.model.links import Group, fold
 from compress.model.packed import CompressedLinear, replace_linear
 from compress.numerics.codes import CHUNK, GroupSize, grouped, quantize, share, spread
 from compress.quantizing import WeightGrid
 from compress.stream.observers import Gram
-from compress.types import Fact, Note
+from compress.types import Extent, Fact, Note
 
 STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of what is clipped
 MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest share of a range that is cut off
@@ -56,6 +56,12 @@ class AWQ(WeightGrid, BlockPass):
         super().model_post_init(context)
         if self.group_size == "tensor":
             raise ValueError("group_size: tensor is one range for all rows, which cannot be searched; use channel")
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """Statistics of all inputs, and while scales are tried a few copies of a chunk of rows and of a matrix."""
+        widest = max(extent.inputs, default=0)
+        rows = COPIES * 4 * min(extent.largest, CHUNK)
+        return sum(map(Moments.memory_bytes, extent.inputs)) + max(extent.forward_bytes, 2 * 4 * widest**2 + rows)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         seen = {group: Fed(found) for group, found in inputs.observe(Moments).items()}
@@ -208,6 +214,10 @@ class Moments(Gram):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         super().gather(rows)
         self._magnitudes += rows.abs().sum(0, dtype=torch.float64)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 4 * width * width + 8 * width  # nothing is factored here
 
     @property
     def mean(self) -> Float[Tensor, " in"]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from compress.contract import Layer
 from compress.numerics.codes import Codes
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import GridOptions, round_columns
+from compress.numerics.rounding import GridOptions, round_columns, rounding_bytes
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import CrossGram, Gram, Observer
 
@@ -60,6 +60,9 @@ class GPTQ(QuantizingPass):
     @property
     def observer(self) -> type[Observer]:
         return CrossGram if self.error == "asymmetric" else Gram
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        return super().memory_bytes(shape) + rounding_bytes(*shape)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         order = None

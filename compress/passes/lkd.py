@@ -8,14 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass
+from compress.contract import COPIES, BlockInputs, BlockPass
 from compress.journal import Entry, Journal
 from compress.model.packed import replace_linear
 from compress.reconstruction import ErrorName, Targets, block_error, relative_square
 from compress.train.loop import Where, train
 from compress.train.settings import Settings, Share
 from compress.train.student import KEPT, trainable
-from compress.types import Note
+from compress.types import Extent, Note
 
 
 class LKD(Settings, BlockPass):
@@ -47,6 +47,10 @@ class LKD(Settings, BlockPass):
     @property
     def needs_original(self) -> bool:
         return True
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """As of any training; what codes stand for is kept as floats, and multiplied by its scales in every step."""
+        return super().memory_bytes(extent) + 4 * (2 * extent.packed + COPIES * extent.largest)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         for name in inputs.names:

@@ -13,7 +13,7 @@ from compress.errors import NumericError
 from compress.model.links import relative_error
 from compress.model.packed import CompressedLinear
 from compress.stream.observers import Rows
-from compress.types import Fact, Note
+from compress.types import Extent, Fact, Note
 
 # Measured on SmolLM2-135M, W8A8 by rtn, WikiText-2 (none rounded: 28.88): all layers rounded 29.66; below 25 dB, 20 of
 # 210 layers spared, 29.59; below 29.5 dB, 58 spared, 29.24.
@@ -42,6 +42,9 @@ class MixedPrecision(BlockPass):
     def model_post_init(self, context: Any) -> None:
         if self.threshold is not None and self.share is not None:
             raise ValueError("threshold and share are two ways to choose; leave one of them out")
+
+    def memory_bytes(self, extent: Extent) -> int:
+        return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         layers, ratios = {}, {}

@@ -13,8 +13,8 @@ from compress.contract import Layer
 from compress.errors import TargetError
 from compress.numerics.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.grids import Grid
-from compress.numerics.linalg import DAMPING
-from compress.numerics.obs import greedy
+from compress.numerics.linalg import DAMPING, factor_bytes
+from compress.numerics.obs import greedy, greedy_bytes
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import Gram, Observer
 
@@ -35,6 +35,9 @@ class OBQ(QuantizingPass):
 
     damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
     limit: float = Field(default=HOURS, gt=0, description="hours that one layer may take by estimate; beyond: an error")
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        return super().memory_bytes(shape) + max(factor_bytes(shape[1]), greedy_bytes(*shape) + 2 * 8 * shape[1] ** 2)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         self._check_size(weight, layer)

@@ -14,13 +14,13 @@ from compress.contract import BlockInputs, BlockPass, Layer, Solution
 from compress.model.packed import CompressedLinear, replace_linear
 from compress.numerics.codes import quantize
 from compress.numerics.inputs import InputRounding
-from compress.numerics.learned import LearnedRounding
+from compress.numerics.learned import LearnedRounding, learned_bytes
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import GridOptions, round_columns
+from compress.numerics.rounding import GridOptions, round_columns, rounding_bytes
 from compress.quantizing import Quantizing
 from compress.reconstruction import ErrorName, block_error
 from compress.stream.observers import Gram
-from compress.types import Note
+from compress.types import Extent, Note
 
 RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
@@ -56,6 +56,14 @@ class SignRound(Quantizing, BlockPass):
     @property
     def needs_reference(self) -> bool:
         return self.error == "asymmetric"
+
+    def memory_bytes(self, extent: Extent) -> int:
+        """The most of observing, starting and learning, and the outputs that are aimed at."""
+        seen, width = sum(map(Gram.memory_bytes, extent.inputs)), max(extent.inputs, default=1)
+        start = learned_bytes(extent.weights, None) + seen + rounding_bytes(extent.largest // width, width)
+        learn = learned_bytes(extent.weights, 2 if self.optimizer == "adam" else 0) + 4 * extent.length * extent.passed
+        aims = extent.states_bytes if self.error == "symmetric" else 0
+        return aims + max(seen + extent.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]

@@ -17,7 +17,7 @@ from compress.numerics.codes import quantize
 from compress.numerics.grids import GRIDS
 from compress.numerics.inputs import InputRounding
 from compress.stream.observers import InputAbsMax, Rows
-from compress.types import Fact, Note
+from compress.types import Extent, Fact, Note
 
 SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
 Share = Callable[[Tensor], Tensor]
@@ -46,6 +46,9 @@ class SmoothQuant(BlockPass):
     unlinked: Literal["leave", "scale"] = Field(
         default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
     )
+
+    def memory_bytes(self, extent: Extent) -> int:
+        return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
         seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)

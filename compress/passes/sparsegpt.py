@@ -15,7 +15,7 @@ from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS
 from compress.numerics.linalg import DAMPING
 from compress.numerics.masks import Pattern
-from compress.numerics.rounding import GridOptions, Rounding
+from compress.numerics.rounding import GridOptions, Rounding, rounding_bytes
 from compress.numerics.sparsifying import Sparsifying, order_by
 from compress.pruning import PruningPass
 from compress.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
@@ -102,6 +102,9 @@ class SparseGPT(PruningPass):
     def facts(self) -> frozenset[Fact]:
         rounded: frozenset[Fact] = frozenset({"quantized"})
         return self.makes if self.weights is None else self.makes | rounded
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        return super().memory_bytes(shape) + rounding_bytes(*shape)
 
     def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight alone, the others making up for it (equation 2)

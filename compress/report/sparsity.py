@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from compress.contract import Step
 from compress.errors import VerificationError
 from compress.model.packed import CompressedLinear
-from compress.plan import Step
 from compress.pruning import Pruning, PruningPass
 
 TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding

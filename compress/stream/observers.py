@@ -36,9 +36,18 @@ class Observer(ABC):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         """Add rows to the statistics."""
 
+    @classmethod
+    @abstractmethod
+    def memory_bytes(cls, width: int) -> int:
+        """What it holds, once it has gathered, of inputs of this width, with what it keeps of its own results."""
+
 
 class Nothing(Observer):
     """For passes that need no data."""
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 0
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         return
@@ -59,6 +68,10 @@ class InputNorm(Observer):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self._squares += rows.square().sum(0)  # one batch in float32, in a third of the time, all of them in float64
 
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 8 * width  # in float64
+
     @property
     def norm(self) -> Float[Tensor, " in"]:
         """L2 norm per channel."""
@@ -75,6 +88,10 @@ class InputAbsMax(Observer):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
 
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 4 * width
+
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         """The inputs are divided by `scale` from now on, and are taken to have been so before."""
         self.absmax = self.absmax / scale
@@ -90,6 +107,10 @@ class OutlierShare(Observer):
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self._count += (rows.abs() >= self.threshold).sum(0)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 8 * width  # counts, in int64
 
     @property
     def share(self) -> Float[Tensor, " in"]:
@@ -110,6 +131,10 @@ class Gram(Observer):
             slab = slice(start, start + SLAB)
             self._sum[slab, start:].addmm_(rows[:, slab].T, rows[:, start:])
         self._factors.clear()
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 2 * 4 * width * width  # the sum, and the factor that is kept
 
     @property
     def diagonal(self) -> Float[Tensor, " in"]:
@@ -170,6 +195,10 @@ class CrossGram(Gram):
             self._cross.addmm_((reference.float() - rows).T, rows)
             self._shift = None
 
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return super().memory_bytes(width) + 2 * 4 * width * width  # the sum, and the shift that is kept
+
     @property
     def cross(self) -> Float[Tensor, "in in"]:
         """2/n (X~ - X)^T X."""
@@ -208,6 +237,11 @@ class Sample:
         """Divide the columns of the rows kept."""
         self._rows = [rows / scale for rows in self._rows]
 
+    @classmethod
+    def memory_bytes(cls, width: int, itemsize: int) -> int:
+        """The most that it keeps of inputs of this width, whose numbers have so many bytes."""
+        return cls.ROWS * width * itemsize
+
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:
         """The rows kept, or None when no token came by."""
@@ -228,6 +262,10 @@ class Rows(InputAbsMax):
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         super().divide(scale)
         self._sample.divide(scale)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return super().memory_bytes(width) + Sample.memory_bytes(width, 4)
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:

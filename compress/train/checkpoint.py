@@ -45,7 +45,7 @@ def write_state(
         tensors |= {f"{moment}/{name}": found[moment] for moment in MOMENTS if moment in found}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
-        found = {name: t.cpu().clone().contiguous() for name, t in tensors.items()}
+        found = {name: t.cpu().contiguous() for name, t in tensors.items()}  # no copies: they would double the peak
         save_file(found, part, metadata={"format": "pt", "key": key, "state": json.dumps(told)})
 
 

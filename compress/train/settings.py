@@ -92,15 +92,15 @@ class Settings(BaseModel):
         return self.weight_decay if kind == "weights" else 0.0
 
     def memory_bytes(self, extent: Extent) -> int:
-        """What training holds beside the model: four floats for each number that is trained (itself, the best so far,
-        two moments, or one of Lion; gradients come and go), dense weights widened to float32, what the backward pass
-        needs, and logits with their gradient.
+        """What training holds beside the model: five floats for each number that is trained (itself, the best so far,
+        two moments, or one of Lion, and its gradient, before which it is there masked), dense weights widened to
+        float32, what the backward pass needs, and logits with their gradient.
         """
         kinds = self.train or get_args(Kind)
         trained = extent.scales * ("scales" in kinds) + extent.weights * ("weights" in kinds)
         widened = (4 - extent.itemsize) * (extent.weights + extent.outside)
         tokens = self.batch * extent.length
-        floats = 3 if self.optimizer == "lion" else 4
+        floats = 4 if self.optimizer == "lion" else 5
         return 4 * floats * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:

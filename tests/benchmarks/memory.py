@@ -1,6 +1,9 @@
-"""Memory of a run by the number of blocks: a sweep holds one block, so four times the blocks must not take more.
+"""Memory of a run by the number of blocks, and beside what `compress plan` said of it.
 
     python tests/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
+    python tests/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
+
+A sweep holds one block, so four times the blocks must not take more.
 
 Models of equal random blocks are saved in a temporary folder and compressed, each in a process of its own, by each
 recipe (rtn and gptq if none is given) with its model, calibration and evaluation replaced by small ones. One JSON line
@@ -12,12 +15,23 @@ Peaks of anonymous memory (RssAnon of /proc/self/status, so Linux only): pages o
 system and are not counted. start_mb: once everything is imported and the model is open; compress_mb: until the
 checkpoint is on disk; finish_mb: while it is read back, compared and evaluated. The ratio is of what comes on top of
 start_mb.
+
+With --planned, the recipes of PLANNED (all, or those that are named) instead, and one JSON line per recipe and model:
+
+    recipe, blocks, planned_mb, measured_mb, ratio
+
+measured_mb: the peak of the whole run on top of what the process holds when it has run the same passes on a far smaller
+model, so that libraries and all that they import late are apart. The allocator of glibc keeps large pieces of what was
+freed, up to as much again; --planned asks it not to (MALLOC_MMAP_THRESHOLD_), since plans are of tensors. With
+--allocator default it does as it always does.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -27,10 +41,32 @@ from pathlib import Path
 RECIPES = Path(__file__).parents[2] / "recipes"
 INTERVAL_SECONDS = 0.005
 VOCAB, TOKENS, SEQUENCES = 512, 128, 8
+PLANNED_VOCAB, PLANNED_TOKENS, SMALL = 4096, 256, 128
+LEARNED = {"train": ["scales", "norms"], "steps": 4}
+W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
+PLANNED = {
+    "rtn": [{"rtn": {}}],
+    "gptq": [{"gptq": {}}],
+    "gptq-asymmetric": [{"gptq": {"error": "asymmetric"}}],
+    "awq": [{"awq": {}}, {"rtn": {}}],
+    "wanda": [{"wanda": {}}],
+    "signround": [{"signround": {"iterations": 5}}],
+    "lkd": [{"rtn": {}}, {"lkd": LEARNED}],
+    "lkd-weights": [{"wanda": {}}, {"lkd": {"steps": 4}}],
+    "distill": [{"rtn": {}}, {"distill": LEARNED}],
+    "smoothquant": [{"smoothquant": {}}, {"rtn": W8A8}],
+    "sparsegpt": [{"sparsegpt": {}}],
+    "hqq": [{"hqq": {}}],
+    "finetune": [{"wanda": {}}, {"finetune": {"steps": 4}}],
+}
+"""Passes by the name of their line."""
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.planned:
+        against_plans(arguments)
+        return
     if arguments.one:
         print(json.dumps(measure(Path(arguments.one), arguments.recipes[0])))
         return
@@ -51,13 +87,70 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE.yaml")
-    parser.add_argument("--blocks", type=int, nargs=2, default=(4, 16), metavar=("FEW", "MANY"))
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--blocks", type=int, nargs=2, metavar=("FEW", "MANY"))
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--planned", action="store_true", help="beside what the plan says")
+    parser.add_argument("--sequences", type=int, default=16, help=f"with --planned: of {PLANNED_TOKENS} tokens")
+    parser.add_argument("--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in")
+    parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    found = parser.parse_args()
+    found.blocks = found.blocks or ((4, 8) if found.planned else (4, 16))
+    found.hidden = found.hidden or (512 if found.planned else 1024)
+    return found
 
 
-def build(folder: Path, blocks: int, hidden: int) -> None:
+def against_plans(arguments: argparse.Namespace) -> None:
+    """One line per recipe and model."""
+    if arguments.one:
+        folder, name = Path(arguments.one), arguments.recipes[0]
+        print(json.dumps(beside_plan(folder, name, arguments.dtype)), flush=True)
+        return
+    environment = dict(os.environ)
+    if arguments.allocator == "exact":
+        environment["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+    options = ["--planned", "--dtype", arguments.dtype]
+    with tempfile.TemporaryDirectory() as temporary:
+        build(Path(temporary) / "small", 2, SMALL, PLANNED_VOCAB // 16, 16, arguments.sequences)
+        for count in arguments.blocks:
+            size = (arguments.hidden, PLANNED_VOCAB, PLANNED_TOKENS, arguments.sequences)
+            build(Path(temporary) / str(count), count, *size)
+            for name in arguments.recipes or PLANNED:
+                run(Path(temporary) / str(count), name, *options, environment=environment)
+
+
+def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
+    """The plan and the peak of one recipe, after a run on the small model beside the folder."""
+    run_all(folder.parent / "small", name, dtype)
+    gc.collect()
+    start, peak = anonymous_mb(), Peak()
+    planned = run_all(folder, name, dtype) / 2**20
+    measured = peak.take() - start
+    figures = {"planned_mb": round(planned, 1), "measured_mb": round(measured, 1), "ratio": round(planned / measured, 2)}
+    return {"recipe": name, "blocks": int(folder.name), **figures}
+
+
+def run_all(folder: Path, name: str, dtype: str) -> int:
+    """Compress, check and evaluate; the bytes that the plan predicts."""
+    import compress
+
+    ids = str(folder / "ids.npy")
+    recipe = compress.Recipe.model_validate(
+        {
+            "model": str(folder),
+            "dtype": dtype,
+            "calibration": {"source": ids, "sequences": None, "length": None},
+            "passes": PLANNED[name],
+            "eval": {"perplexity": [ids], "windows": 2, "length": None},
+        }
+    )
+    with tempfile.TemporaryDirectory() as out:
+        return compress.run(recipe, out).report["predicted"]["memory_bytes"]
+
+
+def build(
+    folder: Path, blocks: int, hidden: int, vocabulary: int = VOCAB, tokens: int = TOKENS, sequences: int = SEQUENCES
+) -> None:
     """A random Llama, with token ids for it beside it."""
     import numpy as np
     import torch
@@ -65,22 +158,22 @@ def build(folder: Path, blocks: int, hidden: int) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=blocks,
         num_attention_heads=hidden // 64,
-        max_position_embeddings=TOKENS,
+        max_position_embeddings=tokens,
         bos_token_id=0,
         eos_token_id=1,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    np.save(folder / "ids.npy", torch.randint(VOCAB, (SEQUENCES, TOKENS)).numpy())
+    np.save(folder / "ids.npy", torch.randint(vocabulary, (sequences, tokens)).numpy())
 
 
-def run(folder: Path, recipe: str) -> dict[str, float]:
-    command = [sys.executable, __file__, recipe, "--one", str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+def run(folder: Path, recipe: str, *options: str, environment: dict[str, str] | None = None) -> dict[str, float]:
+    command = [sys.executable, __file__, recipe, "--one", str(folder), *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     line = done.stdout.strip().splitlines()[-1]
     print(line, flush=True)
     return json.loads(line)

@@ -1,0 +1,141 @@
+"""The memory that a plan tells: every part of it worked out by hand, and observers against the tensors that they hold."""
+
+import numpy as np
+import pytest
+import torch
+
+import compress
+from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
+from compress.footprint import Footprint
+from compress.formats import FORMATS
+from compress.model.held import held_bytes
+from compress.model.open import open_model
+from compress.model.save import outside_state
+from compress.passes.awq import Moments
+from compress.plan import layer_shapes, plan, resolve
+from compress.stream.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierShare, Rows, Sample
+
+# pico: 3 blocks in float32, hidden 128, feed-forward 288; the text: 8 sequences of 64 tokens in batches of 4
+TOKENS, BATCH = 8 * 64, 4 * 64
+STATES = TOKENS * 128 * 4
+STOPPED = TOKENS * 4 * (3 * 128 + 288)
+INPUTS = (128, 128, 288)  # of attention (its output is taken to read the same), of gate and up, and of down
+GRAMS = sum(2 * 4 * w * w for w in INPUTS)
+SAMPLES = sum(512 * w * 4 for w in INPUTS)
+SOLVER = 4 * 4 * 128 * 288 + 26 * 288 * 288  # copies of the weight of down, and the factorization of its Hessian
+TEXT = Calibration(sequences=8, length=64, batch=4)
+
+
+@pytest.fixture
+def footprint(recipe, pico):
+    """footprint(passes, store_bytes): the estimate for pico, whose layers stay dense as far as it is told."""
+    opened = open_model(str(pico))
+
+    def make(*passes, store_bytes=1 << 30, **options):
+        asked = recipe(*passes, **{"calibration": TEXT, **options})
+        steps, _ = resolve(asked.passes, opened, FORMATS["native"])
+        shapes = layer_shapes(opened)
+        return Footprint(asked, opened, steps, shapes, lambda count, name: None, store_bytes)
+
+    return make
+
+
+def dense(opened):
+    """Bytes of the linears of one block in float32."""
+    return 4 * sum(r * w for name, (r, w) in layer_shapes(opened).items() if ".layers.0." in name)
+
+
+def test_a_pass_in_lockstep(footprint):
+    found = footprint(GPTQ())
+    assert found.peak_bytes() == STATES + STOPPED + GRAMS + SAMPLES + SOLVER + dense(found.opened)
+
+
+def test_a_pass_that_is_not_sequential_stops_no_batch(footprint):
+    forward = BATCH * 4 * (3 * 128 + 3 * 288)
+    assert forward < SOLVER
+    difference = footprint(GPTQ()).peak_bytes() - footprint(GPTQ(true_sequential=False)).peak_bytes()
+    assert difference == STOPPED
+    norms = sum(8 * w for w in INPUTS)
+    wanda = footprint(Wanda())
+    assert wanda.peak_bytes() == STATES + norms + SAMPLES + forward + dense(wanda.opened)
+
+
+def test_the_uncompressed_model_runs_beside(footprint):
+    more = footprint(GPTQ(error="asymmetric")).peak_bytes() - footprint(GPTQ()).peak_bytes()
+    assert more == 2 * STATES + STOPPED + GRAMS  # its activations before and behind the block, and inside; a 2nd matrix
+
+
+def test_beyond_its_limit_a_store_is_in_files(footprint):
+    wanda = footprint(Wanda()).peak_bytes() - footprint(Wanda(), store_bytes=1000).peak_bytes()
+    assert wanda == STATES - 1000
+    # in lockstep what was read from files is held until its batch goes on
+    assert footprint(GPTQ()).peak_bytes() == footprint(GPTQ(), store_bytes=1000).peak_bytes()
+
+
+def test_without_data_one_batch_goes_along(footprint):
+    many = Calibration(sequences=4000, length=64, batch=4)
+    assert footprint(RTN()).tokens == footprint(RTN(), calibration=many).tokens == BATCH
+    assert footprint(GPTQ(), calibration=many).tokens == 4000 * 64
+
+
+def test_what_a_block_that_learns_holds(footprint):
+    adam, sign = (footprint(SignRound(optimizer=name)).peak_bytes() for name in ("adam", "sign"))
+    weights = dense(footprint(RTN()).opened) // 4
+    assert adam - sign == 2 * 4 * weights  # two moments
+    own = footprint(SignRound(error="symmetric")).peak_bytes()
+    assert adam - own == 2 * STATES - STATES  # two stores of the uncompressed model; or a list of what is aimed at
+    options = {"train": "weights", "batch": 1}
+    lkd, lion = (footprint(Wanda(), LKD(**options, optimizer=o)).peak_bytes() for o in ("adamw", "lion"))
+    assert lkd - lion == 4 * weights
+
+
+def test_the_whole_model_is_there_for_passes_that_train_it(footprint):
+    small, whole = footprint(Finetune()), footprint(Finetune(optimizer="lion"))
+    assert small.peak_bytes() - whole.peak_bytes() == 3 * dense(small.opened)
+
+
+def test_ids_in_a_file_are_counted_there(recipe, tmp_path):
+    np.save(tmp_path / "ids.npy", np.zeros((8, 64), dtype=np.int64))
+    given = Calibration(source=str(tmp_path / "ids.npy"), sequences=None, length=None)
+    assert plan(recipe(AWQ(), RTN(), calibration=given)).memory_bytes == plan(recipe(AWQ(), RTN(), calibration=TEXT)).memory_bytes
+    missing = given.model_copy(update={"source": str(tmp_path / "none.npy")})
+    with pytest.raises(compress.errors.CalibrationError, match="cannot read"):
+        plan(recipe(GPTQ(), calibration=missing))
+
+
+def test_views_of_a_file_are_not_counted(pico, pico_model, in_memory):
+    outside = sum(t.numel() for t in outside_state(open_model(str(pico))).values())
+    for dtype, held in (("float32", 0), ("bfloat16", 2 * outside)):
+        opened = open_model(str(pico), dtype)
+        assert held_bytes(opened, outside_state(opened)) == held
+    opened = in_memory(pico_model)
+    assert held_bytes(opened, outside_state(opened)) == 4 * outside
+
+
+def test_weights_that_are_stored_narrower_are_copies(footprint):
+    found, narrow = footprint(RTN()), footprint(RTN(), save={"dtype": "bfloat16"})
+    assert (found.held(found.outside), narrow.held(narrow.outside)) == (0, sum(t.nbytes for t in found.outside.values()))
+
+
+def tensor_bytes(value) -> int:
+    """Bytes of all tensors in an observer's attributes."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(tensor_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(tensor_bytes, value))
+    return tensor_bytes(vars(value)) if isinstance(value, Sample) else 0
+
+
+@pytest.mark.parametrize("kind", [Nothing, InputNorm, InputAbsMax, OutlierShare, Gram, CrossGram, Rows, Moments])
+def test_observers_hold_what_they_say(kind):
+    rows = torch.randn(8 * 64, 12)
+    seen = kind(12, torch.device("cpu"), *([1.0] if kind is OutlierShare else []))
+    for part in rows.split(64):
+        seen.compare(part, part + 1) if kind is CrossGram else seen.update(part)
+    if kind is CrossGram:
+        seen.shift(0.01)
+    if kind is Gram:
+        seen.factor(0.01)
+    assert tensor_bytes(vars(seen)) == kind.memory_bytes(12)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import corpus
 from compress.context import Cost, Run, device_of
@@ -31,6 +31,7 @@ from compress.model.experts import open_experts
 from compress.model.load import fill
 from compress.model.open import InMemory, Mapped, OpenModel, assign, open_model, stored_in
 from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
+from compress.model.prediction import NEXT_TOKENS, prediction_of
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
@@ -53,7 +54,7 @@ from compress.stream.place import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 from compress.verify import verify
 from compress.version import __version__
-from compress.whole import ended, segments, teachers, work_on_whole
+from compress.whole import ended, predicted, segments, teachers, work_on_whole
 
 PROBE_FILE = "probe.safetensors"
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -92,13 +93,16 @@ def apply(
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Work passes on a model in memory, in place; returns it. Experts kept as 3-D weights become linears.
 
     calibration: token ids [sequences, length]; needed unless all passes are data-free. teacher: the uncompressed model,
-    for passes that learn from it; a copy of the model as it comes, if it is not given.
+    for passes that learn from it; a copy of the model as it comes, if it is not given. tokenizer: says which token is
+    the mask, for passes that train a model of masked tokens or look at its loss.
 
-    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher.
+    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a mask
+    that is not known.
     """
     check_order(passes)
     first = next(model.parameters())
@@ -109,7 +113,7 @@ def apply(
         model.eval(),
         find_blocks(model),
         InMemory(),
-        None,
+        tokenizer,
         type(model).__name__,
         "",
         first.device,
@@ -123,6 +127,7 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
+    context.prediction = predicted(passes, opened)
     for swept, segment in segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
@@ -165,6 +170,9 @@ class Job:
         for step in recipe.passes:
             if isinstance(step, ModelPass) and step.other_teacher is not None:
                 check_teacher(step.other_teacher, opened, recipe.trust_remote_code)
+        context.prediction = predicted(recipe.passes, opened, recipe.seed)
+        if recipe.eval.perplexity:
+            prediction_of(opened.model, opened.tokenizer)  # for `_measure`: an error comes before the work
         texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
         with context.phase("calibration text"):
             ids = calibration_ids(recipe, opened)
@@ -365,7 +373,10 @@ class Job:
         """Perplexity of a model on every text."""
         with self.context.phase("evaluate"):
             tell = partial(_tell, self.context.journal)
-            return {name: perplexity(model, ids, partial(tell, name, which)) for name, ids in self.texts.items()}
+            prediction = prediction_of(model, self.opened.tokenizer) if self.texts else NEXT_TOKENS
+            return {
+                name: perplexity(model, ids, partial(tell, name, which), prediction) for name, ids in self.texts.items()
+            }
 
     def _quality(self, name: str, measured: dict[str, Perplexity]) -> dict[str, Any]:
         """What the report says of a text."""

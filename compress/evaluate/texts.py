@@ -15,6 +15,7 @@ from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.model.load import load
 from compress.model.open import OpenModel, folder_of
+from compress.model.prediction import prediction_of
 from compress.recipe import Recipe
 
 
@@ -65,8 +66,9 @@ def evaluate_texts(
     Raises ModelError, CalibrationError; all texts are found before the first one is measured.
     """
     model, tokenizer = load(Path(folder_of(source)), dtype)
+    prediction = prediction_of(model, tokenizer)
     ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
-    return {text: perplexity(model, found) for text, found in ids.items()}
+    return {text: perplexity(model, found, prediction=prediction) for text, found in ids.items()}
 
 
 def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:

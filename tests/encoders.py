@@ -1,8 +1,9 @@
-"""A tokenizer for the tiny models that says which token is the mask, and a folder with a model of masked tokens."""
+"""A tokenizer for the tiny models that says which token is the mask, and puts [CLS] and [SEP] around a text."""
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -15,5 +16,6 @@ def tokenizer(size=VOCAB, **names):
     words = [*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), size))]
     made = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = Whitespace()
+    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     known = {name: token for name, token in {**NAMES, **names}.items() if token is not None}
     return PreTrainedTokenizerFast(tokenizer_object=made, **known)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import compress
 from compress import RTN, Distill, DropBlocks, Finetune
 from compress.cli import main
 from compress.errors import CalibrationError, ModelError, RecipeError
+from compress.evaluate.texts import around, model_ids
 from compress.journal import Journal
 from compress.model.blocks import find_blocks
 from compress.model.prediction import prediction_of
@@ -57,16 +59,29 @@ def test_the_triple_loss_from_a_recipe_to_a_checkpoint(asked, words, tmp_path):
     report = compress.run(asked(RTN(**RTN4), Distill(**TRIPLE, steps=12, learning_rate=0.01)), tmp_path).report
     (quality,) = report["quality"]
     assert quality["base"]["of"] == quality["compressed"]["of"] == "masked tokens"
-    assert quality["base"]["tokens"] == quality["compressed"]["tokens"] == 8 * 4
+    assert quality["base"]["tokens"] == quality["compressed"]["tokens"] == 8 * 3  # 15% of 22
     assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is not None
     assert "| perplexity of masked tokens, " in (tmp_path / "report.md").read_text()
     model, known = compress.load(tmp_path)
     with torch.no_grad():
         ids = torch.tensor([known(text="w9 [MASK] w33").input_ids])
-        assert model(input_ids=ids).logits.shape == (1, 3, VOCAB)
+        assert ids.tolist() == [[2, 9, 4, 33, 3]] and model(input_ids=ids).logits.shape == (1, 5, VOCAB)
     done = CliRunner().invoke(main, ["eval", str(tmp_path), "--text", words, "--windows", "8", "--length", "24"])
     assert done.exit_code == 0 and "masked tokens" in done.stdout
     assert f"{quality['compressed']['perplexity']:.4f}" in done.stdout
+
+
+def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
+    text = tokenizer()(Path(words).read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+    found = model_ids(tiny("bert"), tokenizer(), words, "test", 3, 10)
+    assert found.tolist() == [[2, *text[8 * i : 8 * i + 8], 3] for i in range(3)]
+    plain = model_ids(tiny("llama"), tokenizer(), words, "test", 3, 10)
+    assert plain.tolist() == [text[10 * i : 10 * i + 10] for i in range(3)]
+    stored = model_ids(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
+    assert torch.equal(stored, model_ids(tiny("llama"), None, texts["tiny"], "test", None, None))
+    assert around(tokenizer()) == ([2], [3])
+    with pytest.raises(CalibrationError, match="test: length 2 leaves no room between special tokens"):
+        model_ids(tiny("bert"), tokenizer(), words, "test", 3, 2)
 
 
 def loss_of(model, teacher, ids):
@@ -123,7 +138,8 @@ def test_the_block_that_goes_is_the_one_that_masked_tokens_miss_least(tiny, ids)
     assert told.where.endswith(f".{losses.index(min(losses))}")
 
 
-@pytest.mark.parametrize("top_k", [None, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [None, 16])
 def test_a_killed_run_ends_with_the_same_bytes(asked, tmp_path, monkeypatch, top_k):
     options = {**TRIPLE, "top_k": top_k, "cosine": 0 if top_k else TRIPLE["cosine"]}
     step = Distill(**options, steps=4, checkpoint_every=2, hold_out=0.2, evaluate_every=2)

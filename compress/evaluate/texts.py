@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,7 +16,7 @@ from compress.errors import CalibrationError
 from compress.evaluate.perplexity import Perplexity, perplexity
 from compress.model.load import load
 from compress.model.open import OpenModel, folder_of
-from compress.model.prediction import prediction_of
+from compress.model.prediction import is_masked, prediction_of
 from compress.recipe import Recipe
 
 
@@ -30,11 +31,22 @@ def model_ids(
 ) -> Int[Tensor, "count length"]:
     """Token ids of a text for a model; None: all that a .npy file holds.
 
+    A model of masked tokens reads each window between the special tokens that its tokenizer puts around a text; they
+    count in `length`. What a .npy file holds stays as it is.
+
     Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary or the positions of the model,
     or a model without tokenizer.
     """
     needed = None if source.endswith(".npy") else needs_tokenizer(tokenizer, part)
-    ids = corpus.token_ids(source, part, needed, count, length, seed)
+    if needed is not None and length is not None and is_masked(type(model), model.config):
+        before, after = around(needed)
+        if length <= len(before + after):
+            raise CalibrationError(f"{part}: length {length} leaves no room between special tokens; use a longer one")
+        ids = corpus.token_ids(source, part, needed, count, length - len(before + after), seed)
+        left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
+        ids = torch.cat([left, ids, right], dim=1)
+    else:
+        ids = corpus.token_ids(source, part, needed, count, length, seed)
     size = model.get_input_embeddings().get_parameter("weight").shape[0]
     if int(ids.max()) >= size:
         raise CalibrationError(
@@ -49,6 +61,13 @@ def model_ids(
     if ids.shape[1] < 2:
         raise CalibrationError(f"{part}: {source} has one token per sequence; a loss needs 2")
     return ids
+
+
+def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind a text."""
+    bare, whole = (tokenizer("a", add_special_tokens=some).input_ids for some in (False, True))
+    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    return whole[:start], whole[start + len(bare) :]
 
 
 def needs_tokenizer(tokenizer: PreTrainedTokenizerBase | None, part: corpus.Part) -> PreTrainedTokenizerBase:

@@ -136,9 +136,10 @@ def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype
 
     found = evaluate_texts(model, text, windows, length, dtype)
     rows = [
-        (name, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}") for name, p in found.items()
+        (name, p.of, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
+        for name, p in found.items()
     ]
-    _print_table(model, ("text", "perplexity", "loss", "tokens", "seconds"), rows)
+    _print_table(model, ("text", "predicted", "perplexity", "loss", "tokens", "seconds"), rows)
 
 
 @main.command()

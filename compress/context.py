@@ -17,6 +17,7 @@ from compress.formats.base import Format
 from compress.formats.native import Native
 from compress.journal import Journal
 from compress.memory import PeakMemory
+from compress.model.prediction import NEXT_TOKENS, Prediction
 from compress.numerics.sparse import SparsePolicy
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
@@ -57,7 +58,8 @@ class Run:
     token ids [sequences, length], None where none were given. open_teacher: opens the uncompressed model again, or
     another one by its source, runnable inside of the context; its parts are in memory only while they are needed. work:
     a folder for files that the run needs until it is complete, None where it has none; whoever is killed and started
-    again finds it as it was. training: what the report says of each pass that trained, by label.
+    again finds it as it was. prediction: what the model is asked for on the text, where a pass looks at that. training:
+    what the report says of each pass that trained, by label.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -71,6 +73,7 @@ class Run:
     calibration: Tensor | None = None
     open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
     work: Path | None = None
+    prediction: Prediction = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)
 
     def at(self, label: str) -> Run:

@@ -336,6 +336,11 @@ class ModelPass(Pass):
         """The source of a model that is looked at instead of the uncompressed one."""
         return None
 
+    @property
+    def predicts(self) -> bool:
+        """Whether it looks at how well the model predicts the text, for which `run.prediction` then stands."""
+        return False
+
     def memory_bytes(self, extent: Extent) -> int:
         """About what it needs beside the model itself."""
         return 0

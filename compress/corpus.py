@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError, did_you_mean
+from compress.model.prediction import is_masked, special_ids
 
 Part = Literal["calibration", "test"]
 
@@ -157,8 +158,13 @@ def self_sampled(
     softmax. The model's end tokens are suppressed, so every sequence has `length` tokens. The result (int64,
     on the CPU) depends on `seed` and `batch`, and the global random state is left as it was.
 
-    Raises `CalibrationError` for a count below 1.
+    Raises `CalibrationError` for a count below 1, and for a model that cannot go on with a text.
     """
+    if is_masked(type(model), model.config):
+        raise CalibrationError(
+            f"calibration: {type(model).__name__} predicts masked tokens and cannot write a text of its own (source "
+            "self); use another source, such as embedded, or a .txt, .jsonl or .npy file"
+        )
     for name, count in (("sequences", sequences), ("length", length), ("batch", batch)):
         if count < 1:
             raise CalibrationError(f"self: {name} is {count}; use 1 or more")
@@ -361,8 +367,7 @@ def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Te
 
 def _start_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " ids"]:
     """Return the ids of the vocabulary that are not special."""
-    special = set(tokenizer.all_special_ids)
-    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    special = set(special_ids(tokenizer))
     size = min(len(tokenizer), model.get_input_embeddings().get_parameter("weight").shape[0])
     return torch.tensor([token for token in range(size) if token not in special])
 

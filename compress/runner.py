@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress import corpus
 from compress.context import Cost, Run, device_of
 from compress.contract import ModelPass, Pass, Step
 from compress.errors import CalibrationError
-from compress.evaluate.perplexity import Perplexity, perplexity
-from compress.evaluate.texts import calibration_ids, eval_ids
+from compress.evaluate.perplexity import Perplexity
+from compress.evaluate.texts import calibration_ids, eval_ids, perplexities, told
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
 from compress.formats.native import Native
@@ -31,6 +30,7 @@ from compress.model.blocks import Block, find_blocks
 from compress.model.experts import open_experts
 from compress.model.open import InMemory, OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
+from compress.model.prediction import prediction_of
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
@@ -54,7 +54,7 @@ from compress.stream.sweep import Sweep, needs_data
 from compress.train.settings import Settings
 from compress.verify import verify
 from compress.version import __version__
-from compress.whole import ended, segments, teachers, work_on_whole
+from compress.whole import ended, predicted, segments, teachers, work_on_whole
 
 PROBE_FILE = "probe.safetensors"
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -93,10 +93,6 @@ def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journ
     return job.finish() if first else Result(Path(out), {}, journal)
 
 
-def _tell(journal: Journal, text: str, which: str, done: int, of: int) -> None:
-    journal.add("progress", "evaluate", f"perplexity of the {which} model on {text}", done=done, of=of)
-
-
 def apply(
     model: PreTrainedModel,
     passes: Sequence[Pass],
@@ -104,13 +100,16 @@ def apply(
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
     """Work passes on a model in memory, in place; returns it. Experts kept as 3-D weights become linears.
 
     calibration: token ids [sequences, length]; needed unless all passes are data-free. teacher: the uncompressed model,
-    for passes that learn from it; a copy of the model as it comes, if it is not given.
+    for passes that learn from it; a copy of the model as it comes, if it is not given. tokenizer: says which token is
+    the mask, for passes that train a model of masked tokens or look at its loss.
 
-    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher.
+    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a mask
+    that is not known.
     """
     check_order(passes)
     first = next(model.parameters())
@@ -121,7 +120,7 @@ def apply(
         model.eval(),
         find_blocks(model),
         InMemory(),
-        None,
+        tokenizer,
         type(model).__name__,
         "",
         first.device,
@@ -135,6 +134,7 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
+    context.prediction = predicted(passes, opened)
     for swept, segment in segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
@@ -179,6 +179,9 @@ class Job:
         for step in recipe.passes:
             if isinstance(step, ModelPass) and step.other_teacher is not None:
                 check_teacher(step.other_teacher, opened, recipe.trust_remote_code)
+        context.prediction = predicted(recipe.passes, opened, recipe.seed)
+        if recipe.eval.perplexity:
+            prediction_of(opened.model, opened.tokenizer)  # for `_measure`: an error comes before the work
         texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
         with context.phase("calibration text"):
             ids = calibration_ids(recipe, opened)
@@ -346,7 +349,7 @@ class Job:
         gc.collect()  # models hold cycles
         with self._source() as dense:
             base = self._measure("base", dense)
-        quality = [self._quality(name, {"base": base[name], "compressed": compressed[name]}) for name in self.texts]
+        quality = [told(name, ids, base[name], compressed[name]) for name, ids in self.texts.items()]
         hashed = corpus.corpus_sha256(self.ids)
         settled = settle(self.ended, self.schemes(), self.context.format, self.context.storage)
         report = build_report(
@@ -367,14 +370,7 @@ class Job:
     def _measure(self, which: str, model: PreTrainedModel) -> dict[str, Perplexity]:
         """Perplexity of a model on every text."""
         with self.context.phase("evaluate"):
-            tell = partial(_tell, self.context.journal)
-            return {name: perplexity(model, ids, partial(tell, name, which)) for name, ids in self.texts.items()}
-
-    def _quality(self, name: str, measured: dict[str, Perplexity]) -> dict[str, Any]:
-        """What the report says of a text."""
-        ids = self.texts[name]
-        facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus.corpus_sha256(ids)}
-        return facts | {which: asdict(m) | {"perplexity": m.perplexity} for which, m in measured.items()}
+            return perplexities(model, self.opened.tokenizer, self.texts, which, self.context.journal)
 
 
 def _never(block: Block) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from compress.context import Run
 from compress.contract import ModelPass
+from compress.errors import RecipeError
 from compress.model.packed import CompressedLinear
+from compress.model.prediction import MASKED_SHARE, MaskedTokens, Prediction
 from compress.numerics.divergences import DivergenceName
 from compress.pruning import Pruning
 from compress.train.loop import Where, train
@@ -29,7 +32,8 @@ class TrainingPass(Settings, ModelPass):
     """Options that every pass has that trains the whole model, and how it goes about it.
 
     The loss is the cross-entropy with the calibration text, or with hard < 1 also the divergence from a teacher: the
-    uncompressed model.
+    uncompressed model. Of a model that predicts masked tokens, tokens of the text are masked for it and for its teacher
+    (`MaskedTokens`), the same ones in every epoch, and the cross-entropy is that of these.
     """
 
     hard: float = Field(
@@ -72,6 +76,13 @@ class TrainingPass(Settings, ModelPass):
         "every step",
     )
 
+    mask_probability: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description=f"share of the tokens that a model of masked tokens is asked for; {MASKED_SHARE:g} if not given",
+    )
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if (self.hidden or self.cosine) and self.top_k is not None:
@@ -84,6 +95,10 @@ class TrainingPass(Settings, ModelPass):
     @property
     def needs_teacher(self) -> bool:
         return self.hard < 1 or self.hidden > 0 or self.cosine > 0
+
+    @property
+    def predicts(self) -> bool:
+        return True
 
     @property
     def other_teacher(self) -> str | None:
@@ -106,7 +121,18 @@ class TrainingPass(Settings, ModelPass):
 
     def where(self, run: Run) -> Where:
         """What the loop is told of the run."""
-        return Where(run.label or self.key(), run.journal, run.folder_of_pass(), str(run.storage))
+        key = f"{run.storage} {self.prediction(run)}"
+        return Where(run.label or self.key(), run.journal, run.folder_of_pass(), key)
+
+    def prediction(self, run: Run) -> Prediction:
+        """What the model is asked for, as these options have it. Raises RecipeError for those that say nothing."""
+        found = run.prediction
+        if isinstance(found, MaskedTokens):
+            return replace(found, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
+        if self.mask_probability is not None:
+            where = run.label or self.key()
+            raise RecipeError(f"{where}: mask_probability says nothing of a model of {found.of}; leave it out")
+        return found
 
     @contextmanager
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
@@ -123,7 +149,7 @@ class TrainingPass(Settings, ModelPass):
         with self._teacher(run) as teacher:
             yield LanguageLoss(
                 self.hard, self.divergence, self.temperature, teacher, self.token_scale, self.hidden, self.cosine,
-                self.layer_map,
+                self.layer_map, self.prediction(run),
             )  # fmt: skip
 
     @contextmanager
@@ -133,7 +159,7 @@ class TrainingPass(Settings, ModelPass):
         elif self.top_k is None:
             assert run.open_teacher is not None
             with run.open_teacher(self.teacher) as model:
-                yield Beside(model, self.temperature, run.label or self.key())
+                yield Beside(model, self.temperature, run.label or self.key(), self.prediction(run))
         else:
             yield self._asked(run, self.top_k)
 
@@ -145,7 +171,7 @@ class TrainingPass(Settings, ModelPass):
 
         assert run.calibration is not None and run.open_teacher is not None
         opened = partial(run.open_teacher, self.teacher)
-        question = Question(self.temperature, top_k, self.teacher)
+        question = Question(self.temperature, top_k, self.teacher, self.prediction(run))
         return ask(opened, run.calibration, question, run.work, run.device, label, tell)
 
 

@@ -20,7 +20,8 @@ from compress.footprint import is_sweep
 from compress.formats import FORMATS
 from compress.model.blocks import find_blocks
 from compress.model.open import OpenModel, open_model, read_config
-from compress.model.vocabulary import check_teacher
+from compress.model.prediction import NEXT_TOKENS, Prediction, prediction_of
+from compress.model.vocabulary import check_kind, check_teacher
 from compress.plan import Plan, follow, in_form, plan_on
 from compress.recipe import Recipe
 from compress.reshaping import ReshapingPass
@@ -42,17 +43,28 @@ def work_on_whole(steps: Sequence[Step], where: str, opened: OpenModel, context:
         follow(steps, opened, context.format, index + 1)
 
 
+def predicted(passes: Sequence[Pass], opened: OpenModel, seed: int = 0) -> Prediction:
+    """`Run.prediction`; where no pass looks at it, a tokenizer need not say which token is the mask.
+
+    Raises ModelError where it must, and does not.
+    """
+    needed = any(isinstance(step, ModelPass) and step.predicts for step in passes)
+    return prediction_of(opened.model, opened.tokenizer, seed) if needed else NEXT_TOKENS
+
+
 def teachers(
     passes: Sequence[Pass], model: PreTrainedModel, teacher: PreTrainedModel | None, opened: OpenModel
 ) -> Callable[[str | None], AbstractContextManager[nn.Module]]:
     """`Run.open_teacher` of a model in memory; `teacher`, or else a copy, is there where a pass learns from it.
 
-    Raises ModelError for a teacher with another vocabulary.
+    Raises ModelError for a teacher with another vocabulary, or of another kind.
     """
     asked = {step.other_teacher for step in passes if isinstance(step, ModelPass) and step.needs_teacher}
     for source in asked - {None}:
         check_teacher(str(source), opened, trust_remote_code=False)
     known = copy.deepcopy(model) if teacher is None and None in asked else teacher
+    if known is not None:
+        check_kind("it", type(known), known.config, opened)
     if known is not None and known.config.vocab_size != model.config.vocab_size:
         sizes = f"it knows {known.config.vocab_size} tokens, the model {model.config.vocab_size}"
         raise ModelError(f"teacher: {sizes}; both need one vocabulary")

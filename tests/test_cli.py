@@ -106,7 +106,7 @@ def test_eval_agrees_with_the_report(spell, texts, tmp_path):
     report = json.loads((out / "report.json").read_text())
     done = call("eval", out, "--text", texts["test"], "--windows", 2, "--length", 64)
     assert done.exit_code == 0
-    assert f"{report['quality'][0]['compressed']['perplexity']:.4f}" in done.stdout
+    assert f"{report['quality'][0]['compressed']['perplexity']:.4f}" in done.stdout and "next tokens" in done.stdout
 
 
 def test_passes_lists_every_pass_with_every_option():

@@ -158,7 +158,8 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
     if missing:
         raise ModelError(f"model: its new configuration asks for {missing[0]}, which the model does not hold")
     to_device(new, first.device)
-    new.generation_config = model.generation_config
+    if hasattr(model, "generation_config"):  # encoders have none
+        new.generation_config = model.generation_config
     new.train(model.training)
     return new.requires_grad_(False)
 

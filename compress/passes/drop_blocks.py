@@ -47,6 +47,10 @@ class DropBlocks(ReshapingPass):
         if (self.count is None) == (self.sparsity is None):
             raise ValueError("give count or sparsity, one of the two, to say how many blocks are removed")
 
+    @property
+    def predicts(self) -> bool:
+        return self.by == "loss"
+
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration without as many blocks as will go: which ones is found on the calibration text."""
         blocks = find_blocks(model)
@@ -115,7 +119,7 @@ class DropBlocks(ReshapingPass):
                 if once is None:
                     run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
                     with skipping(blocks, [*gone, *some]):
-                        costs[some] = mean_loss(model, ids)
+                        costs[some] = mean_loss(model, ids, run.prediction)
                 else:
                     costs[some] = float(once[some[0]])
             best = min(costs, key=lambda some: costs[some])

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from compress.model.prediction import NEXT_TOKENS
 from compress.model.save import write_json, write_text
 from compress.report.curves import picture, sparks
 from compress.types import DTYPES
@@ -66,7 +67,9 @@ def evidence(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     ]
     for text in report["quality"]:
         before, after = text["base"]["perplexity"], text["compressed"]["perplexity"]
-        name = f"perplexity, {text['text']} ({text['windows']} x {text['length']} tokens)"
+        of = text["base"]["of"]
+        kind = "perplexity" if of == NEXT_TOKENS.of else f"perplexity of {of}"
+        name = f"{kind}, {text['text']} ({text['windows']} x {text['length']} tokens)"
         rows.append((name, f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f}x"))
     return rows
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compress.errors import ModelError, NumericError
 from compress.model.blocks import Block
 from compress.model.open import OpenModel, is_finite
+from compress.model.prediction import without_cache
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,8 @@ class Surroundings:
         model = self._opened.model
         ids = ids.to(self._opened.device)
         with torch.no_grad(), _forwards(self._opened.blocks, forward):
-            output = model(input_ids=ids, **({"use_cache": False} if _has_cache(model) else {}))
+            output = model(input_ids=ids, **without_cache(model))
         return output[0] if "logits" not in output else output["logits"]
-
-
-def _has_cache(model: nn.Module) -> bool:
-    """Whether the model's configuration knows use_cache (encoders do not)."""
-    return hasattr(model.config, "use_cache")
 
 
 def check_hidden(hidden: Tensor, block: Block) -> None:

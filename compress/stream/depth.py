@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compress.errors import NumericError
 from compress.model.blocks import Block
 from compress.model.open import is_finite
+from compress.model.prediction import Prediction, without_cache
 from compress.stream.capture import hidden_given, hidden_of
 
 ROWS = 128  # positions whose loss is computed at a time: a whole window's log-softmax would double the peak memory
@@ -35,13 +36,8 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
 
 def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
     """The model's logits, in float32."""
-    return _logits(model, ids).float()
-
-
-def _logits(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Tensor:
-    takes_cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     with torch.no_grad():
-        return model(input_ids=ids.to(next(model.parameters()).device), **takes_cache).logits
+        return model(input_ids=ids.to(next(model.parameters()).device), **without_cache(model)).logits.float()
 
 
 def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:
@@ -64,14 +60,20 @@ def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch le
     return found
 
 
-def total_loss(model: nn.Module, ids: Int[Tensor, " length"]) -> float:
-    """The sum of the losses, in nats, of each token given those before it; the first has none."""
-    targets = ids[1:].to(next(model.parameters()).device)
-    logits = _logits(model, ids[None])[0, :-1]
+@torch.no_grad()
+def total_loss(model: nn.Module, ids: Int[Tensor, " length"], prediction: Prediction, row: int) -> tuple[float, int]:
+    """The sum of the losses, in nats, of the tokens that are asked for, and their number.
+
+    row: the number of the sequence among all, on which masks depend.
+    """
+    shown = ids[None].to(next(model.parameters()).device)
+    logits, targets = prediction.answers(prediction.read(model, shown, [row]).logits, shown, [row])
     pairs = zip(logits.split(ROWS), targets.split(ROWS), strict=True)
-    return sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
+    found = sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
+    return found, len(targets)
 
 
-def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"]) -> float:
-    """Mean next-token loss in nats, a sequence at a time."""
-    return sum(total_loss(model, row) for row in ids) / (ids.shape[0] * (ids.shape[1] - 1))
+def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"], prediction: Prediction) -> float:
+    """Mean loss of the tokens that are asked for, in nats, a sequence at a time."""
+    found = [total_loss(model, row, prediction, i) for i, row in enumerate(ids)]
+    return sum(loss for loss, _ in found) / sum(count for _, count in found)

@@ -52,7 +52,7 @@ class Settings(BaseModel):
     warmup: int = Field(default=4, ge=0, description="steps in which the rate rises")
     schedule: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="of the rate afterwards")
     clip: float | None = Field(default=None, gt=0, description="the largest norm of the gradient of a step")
-    seed: int = Field(default=0, ge=0, description="of the order of the sequences and of those held out")
+    seed: int = Field(default=0, ge=0, description="of the order of the sequences, of those held out, and of masks")
     hold_out: Share = Field(
         default=0.0, description="share of the sequences that is not trained on; the state that is best on them is kept"
     )

@@ -116,6 +116,7 @@ def _choose(
     model, found = student.model, student.parameters
     blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
     every = linears(model)
+    shared = {id(parameter) for module in every.values() for parameter in module.parameters()}  # a head's bias, say
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
         packed = isinstance(module, CompressedLinear) and module.packed is not None
@@ -126,8 +127,9 @@ def _choose(
             if chosen:
                 _choose_of(student, name, trained, train, parametrize)
     held = tuple(f"{name}." for name in every)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and not name.startswith(held) and takes(name.rpartition(".")[0]) and "norms" in train:
+    free = {n: p for n, p in model.named_parameters() if not n.startswith(held) and id(p) not in shared}
+    for name, parameter in free.items():
+        if parameter.dim() == 1 and takes(name.rpartition(".")[0]) and "norms" in train:
             found["norms"][name] = parameter
 
 

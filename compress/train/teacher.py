@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress.errors import NumericError
+from compress.model.prediction import IGNORED, NEXT_TOKENS, Prediction
 from compress.model.save import atomic
 from compress.numerics.divergences import CHUNK, SoftTargets, soft_targets
 from compress.train.checkpoint import digest
@@ -35,41 +36,44 @@ class Teacher(Protocol):
 
 
 def reduced(
-    logits: Float[Tensor, "rows length vocabulary"], ids: Int[Tensor, "rows length"], temperature: float,
+    logits: Float[Tensor, "rows length vocabulary"], wanted: Int[Tensor, "rows length"], temperature: float,
     top_k: int | None, where: str,
 ) -> SoftTargets:  # fmt: skip
-    """Targets from logits, some tokens at a time. Raises NumericError."""
-    flat, next_ = logits.flatten(0, 1), ids.roll(-1, 1).flatten()
+    """Targets from logits, some tokens at a time; wanted: `Prediction.targets` of the text. Raises NumericError."""
+    flat = logits.flatten(0, 1)
     parts = [soft_targets(part, temperature, top_k) for part in flat.split(CHUNK)]
     cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
     found = {name: torch.cat(pieces) for name, pieces in cells.items()}
-    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), next_.split(CHUNK), strict=True)])
-    text.view(ids.shape)[:, -1] = 0
+    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), wanted.flatten().split(CHUNK), strict=True)])
     if not bool(found["log_probs"].isfinite().all()):
         raise NumericError(f"{where}: the logits of the uncompressed model are not finite")
     return SoftTargets(**found, text=text)
 
 
 def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    return -nn.functional.cross_entropy(logits.float(), ids, reduction="none")
+    return -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
 
 
 class Beside:
     """A teacher that is asked in every step."""
 
-    def __init__(self, model: nn.Module, temperature: float, where: str) -> None:
-        self.model, self.temperature, self.where = model, temperature, where
+    def __init__(
+        self, model: nn.Module, temperature: float, where: str, prediction: Prediction = NEXT_TOKENS
+    ) -> None:
+        self.model, self.temperature, self.where, self.prediction = model, temperature, where, prediction
 
     @torch.no_grad()
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
-        return self.with_states(ids, False)[0]
+        return self.with_states(ids, rows, False)[0]
 
     @torch.no_grad()
-    def with_states(self, ids: Int[Tensor, "rows length"], wanted: bool = True) -> tuple[SoftTargets, Sequence[Tensor]]:
+    def with_states(
+        self, ids: Int[Tensor, "rows length"], rows: Sequence[int], wanted: bool = True
+    ) -> tuple[SoftTargets, Sequence[Tensor]]:
         """Targets, and the hidden states before the first block and behind each, [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
-            found = self.model(input_ids=ids, use_cache=False, output_hidden_states=wanted)
-        targets = reduced(found.logits, ids, self.temperature, None, self.where)
+            found = self.prediction.read(self.model, ids, rows, output_hidden_states=wanted)
+        targets = reduced(found.logits, self.prediction.targets(ids, rows), self.temperature, None, self.where)
         return targets, found.hidden_states if wanted else ()
 
 
@@ -94,12 +98,13 @@ class Stored:
 class Question:
     """What a teacher is asked: its `top_k` likeliest tokens at a temperature.
 
-    source: of the teacher, None: it is the uncompressed model.
+    source: of the teacher, None: it is the uncompressed model. prediction: what it is shown of the text.
     """
 
     temperature: float
     top_k: int
     source: str | None = None
+    prediction: Prediction = NEXT_TOKENS
 
 
 def ask(
@@ -115,7 +120,8 @@ def ask(
     """
     stored, folder = Stored(device), None
     if work is not None:
-        folder = work / f"teacher-{digest(asdict(question), {'ids': ids})[:16]}"
+        told = {**vars(question), "prediction": repr(question.prediction)}
+        folder = work / f"teacher-{digest(told, {'ids': ids})[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
@@ -128,8 +134,10 @@ def ask(
         with open_teacher() as model, torch.no_grad():
             for done, i in enumerate(missing):
                 tell(done, len(missing))
-                logits = model(input_ids=ids[i : i + 1].to(device), use_cache=False).logits
-                targets = reduced(logits, ids[i : i + 1].to(device), question.temperature, question.top_k, where)
+                row = ids[i : i + 1].to(device)
+                logits = question.prediction.read(model, row, [i]).logits
+                wanted = question.prediction.targets(row, [i])
+                targets = reduced(logits, wanted, question.temperature, question.top_k, where)
                 made[i] = {name: t.cpu().contiguous() for name in PARTS if (t := getattr(targets, name)) is not None}
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:

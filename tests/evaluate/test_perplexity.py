@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from encoders import tokenizer
 from torch import nn
 
-from compress.errors import NumericError
+from compress.errors import ModelError, NumericError
 from compress.evaluate.perplexity import Perplexity, perplexity
-from compress.stream.depth import ROWS
+from compress.model.prediction import prediction_of
+from compress.stream.depth import ROWS, mean_loss
 
 
 class Bigrams(nn.Module):
@@ -32,6 +34,26 @@ def test_by_hand():
     wanted = -(math.log(1 / 4) + math.log(4 / 5) + math.log(1 / 3) + math.log(1 / 2)) / 4
     assert found.loss == pytest.approx(wanted, rel=1e-6) and found.tokens == 4
     assert found.perplexity == pytest.approx(30 ** (1 / 4), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [16, 40])
+def test_of_masked_tokens_it_is_their_mean_loss_under_masks_that_all_models_share(length, tiny, ids):
+    prediction = prediction_of(tiny("bert"), tokenizer())
+    text = ids(3, length)
+    found = [perplexity(tiny("bert", seed), text, prediction=prediction) for seed in (0, 1)]
+    assert {one.tokens for one in found} == {sum(round(0.15 * int((row > 4).sum())) for row in text)}
+    assert {one.of for one in found} == {"masked tokens"} and found[0].loss != found[1].loss
+    shown, targets = prediction.draw(text, range(3))
+    with torch.no_grad():
+        logits = tiny("bert")(input_ids=shown).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert found[0].loss == pytest.approx(float(wanted), rel=1e-5)
+    assert mean_loss(tiny("bert"), text, prediction) == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_masked_tokens_are_not_taken_for_next_ones(tiny, ids):
+    with pytest.raises(ModelError, match="predicts masked tokens, not next ones; use prediction_of"):
+        perplexity(tiny("bert"), ids(1))
 
 
 def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():

@@ -34,5 +34,11 @@ def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
         check_teacher(tiny_folder("llama"), open_model(pico), trust_remote_code=False)
 
 
+def test_a_teacher_that_predicts_something_else_is_refused(tiny_folder):
+    for one, two, told in (("bert", "llama", "masked tokens, the model next"), ("llama", "bert", "next tokens, the model masked")):
+        with pytest.raises(ModelError, match=f"predicts {told} tokens; both need one kind"):
+            check_teacher(tiny_folder(one), open_model(tiny_folder(two)), trust_remote_code=False)
+
+
 def test_a_model_without_tokenizer_is_held_to_the_number_of_tokens_alone(pico):
     assert first_difference(None, read_tokenizer(Path(pico), False)) is None

@@ -16,6 +16,7 @@ from compress.corpus import token_ids
 from compress.errors import CalibrationError, ModelError, NumericError, TargetError
 from compress.journal import Journal
 from compress.model.packed import CompressedLinear
+from compress.model.prediction import NEXT_TOKENS
 from compress.numerics.divergences import SoftTargets, divergence, soft_targets, token_weights
 from compress.passes.distill import Distill
 from compress.train.loop import STATE
@@ -292,7 +293,7 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     with torch.no_grad():
         logits = teacher(input_ids=pico_ids[:1]).logits[0].log_softmax(-1)
     text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.zeros(1)])
-    targets = reduced(logits[None], pico_ids[:1], 1.0, top_k, "here")
+    targets = reduced(logits[None], NEXT_TOKENS.targets(pico_ids[:1], [0]), 1.0, top_k, "here")
     torch.testing.assert_close(targets.text, text, atol=1e-4, rtol=1e-4)
     student.requires_grad_(False)
     own = student(input_ids=pico_ids[:1]).logits[0]

@@ -11,6 +11,7 @@ from compress import GPTQ, RTN, DropBlocks, Wanda
 from compress.errors import ModelError, RecipeError, TargetError
 from compress.journal import Journal
 from compress.model.blocks import find_blocks
+from compress.model.prediction import NEXT_TOKENS
 from compress.model.reform import with_blocks
 from compress.passes.drop_blocks import influences
 from compress.plan import plan
@@ -81,7 +82,7 @@ def test_by_loss_is_greedy(pico_model, pico_ids):
 
     first = min(range(3), key=lambda i: loss([i]))
     second = min({0, 1, 2} - {first}, key=lambda i: loss([first, i]))
-    assert mean_loss(pico_model, ids) == pytest.approx(loss([]), rel=1e-5)
+    assert mean_loss(pico_model, ids, NEXT_TOKENS) == pytest.approx(loss([]), rel=1e-5)
     journal = Journal()
     compress.apply(pico_model, [DropBlocks(count=2, by="loss")], ids, journal=journal)
     assert dropped(journal) == [first, second]
@@ -105,7 +106,7 @@ def test_contiguous_blocks_by_loss_are_the_best_run(tiny, ids):
     losses = []
     for start in range(3):
         with skipping(find_blocks(model), [start, start + 1]):
-            losses.append(mean_loss(model, ids(2)))
+            losses.append(mean_loss(model, ids(2), NEXT_TOKENS))
     compress.apply(model, [DropBlocks(count=2, by="loss", contiguous=True)], ids(2), journal=journal)
     assert dropped(journal) == [min(range(3), key=lambda i: losses[i])]
 

@@ -18,7 +18,7 @@ REPORT = {
         "compressed_weights": 4 * MB, "compressed_bytes": 2 * MB, "bits_per_weight": 4.0,
     },
     "quality": [
-        {"text": "a", "windows": 2, "length": 8, "base": {"perplexity": 10.0}, "compressed": {"perplexity": 12.5}}
+        {"text": "a", "windows": 2, "length": 8, "base": {"perplexity": 10.0, "of": "next tokens"}, "compressed": {"perplexity": 12.5}}
     ],
     "layers": [
         {"layer": "x", "by": "one", "error": 0.1, "sparsity": 0.5},
@@ -52,6 +52,11 @@ def test_size_and_quality_by_hand(report):
         ("bits per weight, 3 layers", "16.00", "4.000", "4.00x smaller"),
         ("perplexity, a (2 x 8 tokens)", "10.00", "12.50", "1.250x"),
     ]
+
+
+def test_perplexity_of_masked_tokens_is_called_so(report):
+    report["quality"][0]["base"]["of"] = "masked tokens"
+    assert evidence(report)[2][0] == "perplexity of masked tokens, a (2 x 8 tokens)"
 
 
 def test_time_errors_and_journal_by_hand(report):

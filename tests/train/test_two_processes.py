@@ -21,9 +21,9 @@ ROOT = SCRIPT.parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def trained(out: Path, processes: int, accumulate: int) -> dict[str, torch.Tensor]:
+def trained(out: Path, processes: int, accumulate: int, *kind: str) -> dict[str, torch.Tensor]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else []), str(SCRIPT), str(out), str(accumulate)]
+    command = [sys.executable, *(launch if processes > 1 else []), str(SCRIPT), str(out), str(accumulate), *kind]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     with safe_open(out, framework="pt") as file:
@@ -32,15 +32,16 @@ def trained(out: Path, processes: int, accumulate: int) -> dict[str, torch.Tenso
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
-    one, two = trained(tmp_path / "one", 1, 4), trained(tmp_path / "two", 2, 2)
+@pytest.mark.parametrize("kind", [(), ("masked",)])
+def test_two_processes_are_one_with_twice_the_accumulation(tmp_path, kind):
+    one, two = trained(tmp_path / "one", 1, 4, *kind), trained(tmp_path / "two", 2, 2, *kind)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.allclose(tensor.float(), two[name].float(), atol=1e-5), name
     for name in (n for n in one if n.endswith(".mask")):
         dense = name.removesuffix("mask") + "dense"
         assert bool((two[dense][~two[name]] == 0).all())
-    other = trained(tmp_path / "other", 1, 2)
+    other = trained(tmp_path / "other", 1, 2, *kind)
     assert not all(torch.allclose(one[name].float(), other[name].float(), atol=1e-4) for name in one)
 
 

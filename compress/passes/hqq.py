@@ -55,7 +55,7 @@ class HQQ(QuantizingPass):
         return replace(super().spec, float_zeros=self.zero_point == "float")
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return 12 * 4 * shape[0] * shape[1]  # measured: weight, mask, codes, error and target, with parts of each
+        return 12 * 4 * shape[0] * shape[1]  # weight, mask, codes, error and target, with parts of each
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask

@@ -57,6 +57,10 @@ class SaveError(Failure):
     """Writing failed: disk full, no permission. What was complete before is still there."""
 
 
+class ShortageError(Failure):
+    """The memory of the device is too small for what was asked of it at once."""
+
+
 class VerificationError(Failure):
     """What was written does not read back as what was computed."""
 

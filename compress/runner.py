@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress import corpus
 from compress.context import Cost, Run, device_of
 from compress.contract import ModelPass, Pass, Step
-from compress.errors import CalibrationError
+from compress.errors import CalibrationError, ShortageError
 from compress.evaluate.perplexity import Perplexity
 from compress.evaluate.texts import calibration_ids, eval_ids, perplexities, told
 from compress.formats import FORMATS
@@ -88,7 +88,11 @@ def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journ
     job.first = first
     processes.wait_for_everyone()  # so that all have read the same manifest
     if not job.manifest.complete and (first or job.trains):
-        job.compress()
+        try:
+            job.compress()
+        except torch.OutOfMemoryError as error:
+            hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates what is needed"
+            raise ShortageError(f"a batch does not fit into the memory of {job.opened.device}; {hint}") from error
     processes.destroy_process_group()
     return job.finish() if first else Result(Path(out), {}, journal)
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda, cli
-from compress.errors import NumericError, OutputError, SaveError
+from compress.errors import NumericError, OutputError, SaveError, ShortageError
 from compress.stream.manifest import open_folder
 from compress.stream.store import ActivationStore
 
@@ -219,6 +219,15 @@ def test_a_full_disk_under_the_activations(monkeypatch, tmp_path):
         store.append(torch.zeros(4))
     assert str(tmp_path) in str(caught.value) and "make room there, or use fewer" in str(caught.value)
     assert caught.value.exit_code == 1
+
+
+def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
+    def fail(self, damping, order=None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr("compress.stream.observers.Gram.factor", fail)
+    with pytest.raises(ShortageError, match="does not fit into the memory of cpu; use a smaller calibration.batch"):
+        compress.run(recipe(GPTQ()), tmp_path)
 
 
 # ---- solvers ----

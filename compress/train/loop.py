@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +16,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from compress.errors import NumericError, RecipeError
+from compress.errors import NumericError, RecipeError, ShortageError
 from compress.journal import Journal
 from compress.train.checkpoint import digest, read_state, write_state
 from compress.train.settings import Settings
@@ -93,7 +93,7 @@ def train(
     trained, all of it if it is not given.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError;
-    RecipeError for a launcher that splits weights.
+    ShortageError for a batch that does not fit; RecipeError for a launcher that splits weights.
     """
     trainer = _Trainer(student, objective, ids, settings, where, span or Span())
     with torch.enable_grad():
@@ -174,7 +174,8 @@ class _Trainer:
         mine = self.order[step][self.accelerator.process_index :: self.accelerator.num_processes].tolist()
         loss = torch.zeros((), device=self.device)
         for i, rows in enumerate(mine):
-            with nullcontext() if i == len(mine) - 1 else self.accelerator.no_sync(self.model):
+            alone = nullcontext() if i == len(mine) - 1 else self.accelerator.no_sync(self.model)
+            with self._fitting(step), alone:
                 part = self._loss(rows) / len(mine)
                 self.accelerator.backward(part)
             loss += part.detach()
@@ -196,6 +197,22 @@ class _Trainer:
         """A copy of what is trained, where one was asked for."""
         if self.span.keep is not None and self.state.step == round(self.span.keep * len(self.order)):
             self.span.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+
+    @contextmanager
+    def _fitting(self, step: int) -> Iterator[None]:
+        """Raise ShortageError, with the state before the step in place, where its forward and backward do not fit."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # of a CPU
+                raise
+            batch, accumulate = self.settings.batch, self.settings.accumulate
+            hint = "use shorter calibration sequences, train less (train: ...), or another device"
+            if batch > 1:
+                smaller = f"batch: {math.ceil(batch / 2)} and accumulate: {2 * accumulate}"
+                hint = f"{smaller} make nearly the same step in less"
+            what = f"step {step + 1} of {len(self.order)} with batch: {batch} does not fit into the memory"
+            raise ShortageError(f"{self.where.label}: {what} of {self.device}; {hint}") from error
 
     def _loss(self, rows: list[int]) -> Tensor:
         bf16 = self.settings.precision == "bf16"

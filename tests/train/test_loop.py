@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from compress.errors import NumericError, SaveError
+from compress.errors import NumericError, SaveError, ShortageError
 from compress.journal import Journal
 from compress.train.loop import STATE, Where, train
 from compress.train.settings import Settings
@@ -203,6 +203,24 @@ def test_what_is_no_number_stops_it_with_the_step_and_the_last_good_state(tmp_pa
     assert torch.equal(student.model.at, kept["best/at"])
     assert torch.equal(kept["best/at"], kept["parameter/at"]) == (not hold_out)
     assert torch.equal(kept["best/at"], Point().at) == bool(hold_out)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize(("batch", "hint"), [(5, "batch: 3 and accumulate: 4 make"), (1, "use shorter calibration")])
+def test_a_batch_that_does_not_fit_is_told_with_one_that_may(error, batch, hint):
+    calls = []
+
+    def objective(model, ids, rows):
+        calls.append(rows)
+        if len(calls) > 2:
+            raise error
+        return distance(model, ids, rows)
+
+    student = student_of()
+    with pytest.raises(ShortageError, match=f"here: step 2 of 3 with batch: {batch} does not fit .* of cpu; {hint}"):
+        run(Settings(steps=3, batch=batch, accumulate=2), objective, student)
+    with pytest.raises(RuntimeError, match="something else"):
+        run(Settings(steps=3), lambda *_: (_ for _ in ()).throw(RuntimeError("something else")), student)
 
 
 def test_a_full_disk_is_told_and_the_state_before_stays(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ ERRORS = {
     "Failure": 1,
     "NumericError": 1,
     "SaveError": 1,
+    "ShortageError": 1,
     "VerificationError": 1,
 }
 """Every error a user can meet, and the exit code of the command line."""

@@ -28,16 +28,18 @@ class DropBlocks(ReshapingPass):
 
     by influence: a block's (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens, measured once.
     by loss: the block whose absence costs the least loss goes, then the next one in the model without it, and so on;
-    it takes as many runs of the text as there are blocks, for each that goes. Blocks that targets and ignore leave out
-    in part stay whole.
+    it takes as many runs of the text as there are blocks, for each that goes. by spacing: the first block stays, the
+    last, and others evenly between, as a student begins that is to be distilled (Sanh 2019, arXiv 1910.01108, section
+    3). Blocks that targets and ignore leave out in part stay whole.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
 
     count: int | None = Field(default=None, ge=1, description="how many blocks to remove")
     sparsity: float | None = Field(default=None, gt=0, lt=1, description="instead: the share of all blocks to remove")
-    by: Literal["influence", "loss"] = Field(
-        default="influence", description="influence: change of direction between input and output; loss: of the rest"
+    by: Literal["influence", "loss", "spacing"] = Field(
+        default="influence",
+        description="influence: change of direction between input and output; loss: of the rest; spacing: evenly",
     )
     keep: tuple[int, ...] = Field(default=(), description="numbers of blocks that stay, from 0, or -1 for the last")
     contiguous: bool = Field(default=False, description="the blocks removed follow one another; judged as one")
@@ -46,6 +48,8 @@ class DropBlocks(ReshapingPass):
     def model_post_init(self, context: Any) -> None:
         if (self.count is None) == (self.sparsity is None):
             raise ValueError("give count or sparsity, one of the two, to say how many blocks are removed")
+        if self.by == "spacing" and (self.keep or self.contiguous or self.sequences):
+            raise ValueError("by: spacing says which blocks go; leave keep, contiguous and sequences out")
 
     @property
     def predicts(self) -> bool:
@@ -92,6 +96,8 @@ class DropBlocks(ReshapingPass):
         kept = {i % len(blocks) for i in self.keep}
         whole = [b.index for b in blocks if all(self.takes(f"{b.name}.{name}") for name in linears(b.module))]
         free = [i for i in whole if i not in kept]
+        if self.by == "spacing":
+            return self._spaced(number, free, blocks, where)
         long = number if self.contiguous else 1
         runs = [tuple(range(i, i + long)) for i in range(len(blocks) - long + 1)]
         found = [run for run in runs if set(run) <= set(free)]
@@ -102,6 +108,18 @@ class DropBlocks(ReshapingPass):
                 f"{len(blocks)} to choose from; remove fewer, or protect fewer"
             )
         return found
+
+    def _spaced(
+        self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str
+    ) -> list[tuple[int, ...]]:  # fmt: skip
+        """The blocks between those that stay."""
+        left = len(blocks) - number
+        stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
+        gone = [i for i in range(len(blocks)) if i not in stay]
+        if stuck := sorted(set(gone) - set(free)):
+            protected = f"by spacing block {stuck[0]} goes, which targets or ignore protect"
+            raise TargetError(f"{where}: {protected}; choose by influence or loss")
+        return [(i,) for i in gone]
 
     def _last(self, choices: Sequence[tuple[int, ...]], blocks: Sequence[Block], where: str) -> list[int]:
         """The last blocks that may go."""
@@ -116,7 +134,9 @@ class DropBlocks(ReshapingPass):
         for done in range(1 if self.contiguous else self._number(blocks, where)):
             costs = {}
             for i, some in enumerate(choices):
-                if once is None:
+                if self.by == "spacing":
+                    costs[some] = 0.0
+                elif once is None:
                     run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
                     with skipping(blocks, [*gone, *some]):
                         costs[some] = mean_loss(model, ids, run.prediction)
@@ -125,7 +145,8 @@ class DropBlocks(ReshapingPass):
             best = min(costs, key=lambda some: costs[some])
             choices.remove(best)
             gone += best
-            figures = {self.by: round(costs[best], 6), "blocks": len(best), "turn": done + 1}
+            cost = {} if self.by == "spacing" else {self.by: round(costs[best], 6)}
+            figures = {**cost, "blocks": len(best), "turn": done + 1}
             run.journal.add("note", f"{where} {blocks[best[0]].name}", "dropped", **figures)
         return sorted(gone)
 

@@ -111,6 +111,15 @@ def test_contiguous_blocks_by_loss_are_the_best_run(tiny, ids):
     assert dropped(journal) == [min(range(3), key=lambda i: losses[i])]
 
 
+@pytest.mark.parametrize(("count", "left"), [(2, [0, 2, 3, 5]), (4, [0, 5]), (5, [0])])
+def test_by_spacing_the_ends_and_those_evenly_between_stay(count, left, tiny, ids):
+    model, journal = tiny("llama", num_hidden_layers=6), Journal()
+    wanted = [model.model.layers[i].mlp.up_proj.weight.clone() for i in left]
+    compress.apply(model, [DropBlocks(count=count, by="spacing")], ids(1), journal=journal)
+    assert all(torch.equal(layer.mlp.up_proj.weight, w) for layer, w in zip(model.model.layers, wanted, strict=True))
+    assert len(dropped(journal)) == count
+
+
 def test_protected_blocks_stay(tiny, ids):
     model, journal = tiny("llama"), Journal()
     silence(model.model.layers[0])
@@ -210,7 +219,8 @@ def test_later_patterns_match_the_names_of_what_is_left(recipe):
         ({"sparsity": 0.0}, "greater than 0"),
         ({"sparsity": 1.0}, "less than 1"),
         ({"count": 0}, "greater than or equal to 1"),
-        ({"count": 1, "by": "luck"}, "'influence' or 'loss'"),
+        ({"count": 1, "by": "luck"}, "'influence', 'loss' or 'spacing'"),
+        ({"count": 1, "by": "spacing", "keep": [0]}, "by: spacing says which blocks go; leave keep"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
@@ -227,6 +237,10 @@ def test_options_that_make_no_sense(options, message):
         ({"count": 1, "keep": [3]}, "keep names block 3, but the last one is 2"),
         ({"count": 2, "keep": [0, -1]}, "2 blocks are to go, but keep, targets and ignore leave 1 of 3 to choose from"),
         ({"count": 2, "keep": [1], "contiguous": True}, "2 blocks that follow one another are to go, .* leave 2 of 3"),
+        (
+            {"count": 1, "by": "spacing", "ignore": ["model.layers.1.*"]},
+            "by spacing block 1 goes, which targets or ignore protect",
+        ),
         (
             {"count": 1, "targets": ["*.q_proj"]},
             "1 blocks are to go, .* leave 0 of 3 to choose from; remove fewer, or protect fewer",

@@ -94,6 +94,7 @@ def test_two_of_four_is_smaller_than_the_dense_model_by_the_bits_it_saves(recipe
     assert size == {"floats": 8 + 1, "codes": 2 + 1 + 16 / 32}
 
 
+@pytest.mark.slow
 def test_a_plain_export_loads_with_transformers_with_zeros_in_place(recipe, tmp_path):
     steps = [Wanda(pattern="2:4"), RTN(group_size=32)]
     native = compress.run(recipe(*steps, save={"format": "native"}), tmp_path / "native").folder
@@ -122,6 +123,7 @@ def test_kept_weights_stay_alone_and_get_the_dtype_that_is_computed_in(recipe, t
         assert half(input_ids=torch.arange(8)[None]).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [[Wanda(pattern="2:4")], [Wanda(sparsity=0.5), GPTQ(group_size=32)]], ids=["floats", "codes"])
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path, stop):

@@ -153,6 +153,7 @@ def test_a_file_is_converted_once(files, cache, converted_here, tmp_path):
     assert len(converted_here) == 2 and len(list(cache.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_what_a_killed_conversion_left_is_replaced(files, cache, converted_here):
     folder = reading.as_safetensors(files / "F32.gguf")
     folder.rename(folder.with_suffix(".part"))

@@ -345,6 +345,7 @@ def test_a_few_rows_choose_the_finalists_and_all_rows_decide(monkeypatch):
 # Models and options
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @torch.no_grad()
 def test_rounding_after_it_is_closer_to_the_model(pico_model, pico_ids, texts):

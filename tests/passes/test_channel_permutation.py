@@ -117,6 +117,7 @@ def test_folding_alone_is_refused_where_a_residual_feeds_the_layer(pico_model):
         compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse")])
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_asked_for_by_name_is_not_skipped(pico_model):
     with pytest.raises(TargetError, match=rf"{Q} cannot be permuted by folding: {RESIDUAL}"):
         compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets=[Q, DOWN])])
@@ -148,6 +149,7 @@ def test_only_n_of_m_asks_for_an_order():
         ChannelPermutation(pattern="row")
 
 
+@pytest.mark.slow
 def test_scores_of_inputs_need_data_and_magnitudes_do_not(pico_model, pico_ids):
     assert not ChannelPermutation(score="magnitude").needs_data and ChannelPermutation(score="ria").needs_data
     with pytest.raises(CalibrationError):

@@ -204,6 +204,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_pa
     assert again["training"] == found["training"]
 
 
+@pytest.mark.slow
 def test_the_report_tells_of_the_curve(recipe, tmp_path):
     asked = recipe(compress.RTN(**RTN3), Distill(steps=5, hold_out=0.2, evaluate_every=2))
     compress.run(asked, tmp_path)
@@ -270,6 +271,7 @@ def test_blocks_of_a_shallower_student_are_mapped_evenly():
     assert evenly(3, 3) == [(0, 0), (1, 1), (2, 2)]
 
 
+@pytest.mark.slow
 def test_training_on_hidden_states_brings_them_nearer(pico_model, teacher, text):
     student, wanted = compress.apply(pico_model, [compress.RTN(**RTN3)]), states_of(teacher, text[1])[2]
     before = float(relative(states_of(student, text[1])[2], wanted))

@@ -81,6 +81,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_masks(recipe, tmp_path, monkeypatch):
     asked = recipe(GMP(steps=6, batch=2, checkpoint_every=2), save={"format": "native", "verify": "own"})
     wanted = compress.run(asked, tmp_path / "whole").report

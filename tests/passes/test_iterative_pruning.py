@@ -83,6 +83,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("killed_in", [3, 7])
 def test_a_killed_run_goes_on_in_its_round(recipe, tmp_path, monkeypatch, killed_in):

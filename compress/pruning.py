@@ -106,7 +106,7 @@ class PruningPass(Pruning, LayerPass):
         """The scores, -1 where a weight is gone already; magnitudes, with a note, where all scores are zero."""
         score = self.score(weight, seen)
         if not bool(score.any()):
-            layer.note("fallback", "all scores are zero; the smallest weights are removed, from the last column on")
+            layer.note("fallback", "all scores are zero; the smallest weights are removed instead")
             score = weight.abs()
         return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
 

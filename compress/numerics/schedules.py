@@ -62,7 +62,7 @@ def partly(pattern: Pattern, score: Float[Tensor, "out in"], density: float) -> 
     n, m = pattern.n_of_m
     whole = score.shape[1] // m * m
     groups = score[:, :whole].reshape(-1, m)
-    kept = top(groups, n)
+    kept = pattern.keep(score[:, :whole], density).reshape(-1, m)
     lost = groups.masked_fill(kept, 0).sum(1)
     lost = torch.where(groups.amin(1) < 0, lost - groups.amax() * m - 1, lost)
     count = min(round((1 - density) / (1 - n / m) * len(groups)), len(groups))

@@ -111,7 +111,7 @@ class DropBlocks(ReshapingPass):
 
     def _spaced(
         self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str
-    ) -> list[tuple[int, ...]]:  # fmt: skip
+    ) -> list[tuple[int, ...]]:
         """The blocks between those that stay."""
         left = len(blocks) - number
         stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
@@ -130,13 +130,15 @@ class DropBlocks(ReshapingPass):
         """The blocks to remove, in order; what each cost goes to the journal."""
         blocks = find_blocks(model)
         choices, gone = self._choices(blocks, where), []
+        if self.by == "spacing":
+            for (i,) in choices:
+                run.journal.add("note", f"{where} {blocks[i].name}", "dropped", blocks=1)
+            return [i for (i,) in choices]
         once = influences(model, blocks, ids, len(choices[0])) if self.by == "influence" else None
         for done in range(1 if self.contiguous else self._number(blocks, where)):
             costs = {}
             for i, some in enumerate(choices):
-                if self.by == "spacing":
-                    costs[some] = 0.0
-                elif once is None:
+                if once is None:
                     run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
                     with skipping(blocks, [*gone, *some]):
                         costs[some] = mean_loss(model, ids, run.prediction)
@@ -145,8 +147,7 @@ class DropBlocks(ReshapingPass):
             best = min(costs, key=lambda some: costs[some])
             choices.remove(best)
             gone += best
-            cost = {} if self.by == "spacing" else {self.by: round(costs[best], 6)}
-            figures = {**cost, "blocks": len(best), "turn": done + 1}
+            figures = {self.by: round(costs[best], 6), "blocks": len(best), "turn": done + 1}
             run.journal.add("note", f"{where} {blocks[best[0]].name}", "dropped", **figures)
         return sorted(gone)
 

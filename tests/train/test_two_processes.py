@@ -21,9 +21,14 @@ ROOT = SCRIPT.parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def launcher(processes: int) -> list[str]:
+    """The start of a command in some processes; `--cpu` would start one (accelerate leaves several to MPI)."""
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
+    return [sys.executable, *(launch if processes > 1 else [])]
+
+
 def trained(out: Path, processes: int, accumulate: int, *kind: str) -> dict[str, torch.Tensor]:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else []), str(SCRIPT), str(out), str(accumulate), *kind]
+    command = [*launcher(processes), str(SCRIPT), str(out), str(accumulate), *kind]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert done.returncode == 0, done.stderr
     with safe_open(out, framework="pt") as file:
@@ -61,9 +66,8 @@ def command(folder: Path, processes: int, accumulate: int, name: str = "out") ->
     """`compress run` of a recipe that trains block by block and as a whole, in some processes."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE % (accumulate, accumulate))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     own = ["-m", "compress", "run", str(recipe), "-o", str(folder / name)]
-    return [sys.executable, *(launch if processes > 1 else []), *own]
+    return [*launcher(processes), *own]
 
 
 def finish(command: list[str], out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
@@ -101,7 +105,7 @@ def test_compress_run_in_two_processes_is_one_run(tmp_path):
             break
         time.sleep(0.05)
     assert state.exists()
-    process.terminate()  # torchrun takes its workers with it
+    process.terminate()  # the launcher takes its workers with it
     process.wait()
     third, resumed = finish(again, folders["killed"] / "out")
     assert "training goes on" in json.dumps(third["journal"])

@@ -1,6 +1,6 @@
 """Prunes, quantizes and distils a small random model in one of several processes; the first writes what became of it.
 
-accelerate launch --num_processes 2 --cpu tests/train/two_processes.py OUT.safetensors ACCUMULATE [masked]
+accelerate launch --multi_gpu --num_processes 2 tests/train/two_processes.py OUT.safetensors ACCUMULATE [masked]
 """
 
 import sys

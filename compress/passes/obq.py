@@ -18,7 +18,7 @@ from compress.numerics.obs import greedy, greedy_bytes
 from compress.quantizing import QuantizingPass
 from compress.stream.observers import Gram, Observer
 
-NUMBERS_PER_SECOND = 1e8  # what one core works off, to say how long a layer will take
+NUMBERS_PER_SECOND = 4e8  # what one core works off, to say how long a layer will take
 FAR = 1e6  # scales beyond the ends of every grid
 HOURS = 2.0  # default of `limit`
 

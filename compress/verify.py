@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from compress.context import Run
 from compress.errors import VerificationError
 from compress.memory import available_bytes
+from compress.model.cache import cache_sha256, copy_rounding, rounded_caches
 from compress.model.experts import Experts, open_experts
 from compress.model.load import load
 from compress.model.packed import CompressedLinear
@@ -52,10 +53,12 @@ def verify(
     digests: Mapping[str, str],
     reference: Mapping[str, Tensor],
     run: Run,
+    caches: Mapping[str, str] | None = None,
 ) -> tuple[Verified, PreTrainedModel]:
     """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
 
     digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
+    caches: `cache_sha256` of every attention whose keys and values are rounded.
 
     Raises VerificationError naming the layer, or the reader whose logits differ.
     """
@@ -64,6 +67,10 @@ def verify(
         layer = model.get_submodule(name)
         if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
+    rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
+    if rounding != (caches or {}):
+        name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
+        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} does not read back as it was")
     own = _compare("compress.load", model, reference, run.device, folder)
     skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
@@ -73,6 +80,7 @@ def verify(
     if rounded:
         run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    _round_as_well(model, other, run)
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance)
     del other
@@ -98,6 +106,16 @@ def _compare_with_transformers(
         with _multiplied_out(layer):
             _same_weight(name, model.get_submodule(name), layer, dtype, folder)
     return difference
+
+
+def _round_as_well(model: nn.Module, other: nn.Module, run: Run) -> None:
+    """Let `other`, as transformers read it, round the keys and values that it knows nothing of, for the comparison."""
+    left = [name for name in rounded_caches(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
+    for name in left:
+        copy_rounding(model.get_submodule(name), other.get_submodule(name))
+    if left:
+        message = "transformers reads keys and values as they are, so they were rounded for the comparison"
+        run.journal.add("note", "verify", message, attentions=len(left))
 
 
 def _multiply_out_as_needed(model: nn.Module) -> None:
@@ -126,8 +144,8 @@ def _dense_while_it_runs(layer: nn.Module) -> None:
 
 
 def _is_packed(layer: nn.Module) -> bool:
-    """Whether compressed-tensors holds this layer packed."""
-    return getattr(layer, "quantization_status", None) == "compressed"
+    """Whether compressed-tensors holds this layer packed; an attention that says so rounds its cache."""
+    return getattr(layer, "quantization_status", None) == "compressed" and not any(layer.children())
 
 
 @contextmanager

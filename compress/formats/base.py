@@ -110,6 +110,41 @@ def _name(grid: Grid | None) -> str | None:
     return None if grid is None else grid.name
 
 
+@dataclass(frozen=True)
+class CacheScheme:
+    """How an attention's keys and values are rounded as they enter its cache: the grid of each, None: left as it is.
+
+    scale: 'token': one per token and head, found when the model runs; 'static': one of all keys and one of all values,
+    found before.
+    """
+
+    keys: Grid | None
+    values: Grid | None
+    scale: Literal["token", "static"] = "token"
+
+    def to_json(self) -> dict[str, str | None]:
+        """Plain values, grids by name."""
+        return {"keys": _name(self.keys), "values": _name(self.values), "scale": self.scale}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
+        """The inverse of to_json. Raises KeyError for a grid that is not known, or a part that is missing."""
+        grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
+        return cls(grids[0], grids[1], values["scale"])
+
+    @property
+    def static(self) -> tuple[bool, bool]:
+        """Whether there is a static scale of keys, and of values."""
+        return (self.keys is not None and self.scale == "static", self.values is not None and self.scale == "static")
+
+    def token_bytes(self, heads: int, width: int, itemsize: int) -> tuple[float, float]:
+        """What a token's keys, and its values, take: of so many heads of a width, numbers and scales of `itemsize`."""
+        scale = itemsize if self.scale == "token" else 0
+        found = [heads * (width * (8 * itemsize if g is None else g.bits) / 8 + (0 if g is None else scale))
+                 for g in (self.keys, self.values)]  # fmt: skip
+        return found[0], found[1]
+
+
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
     """Why a format that knows of no outliers, scaled or permuted inputs cannot hold a layer; None if it can."""
     if scheme.outlier_threshold is not None or scheme.outlier_columns:
@@ -162,9 +197,22 @@ class Format(ABC):
         """The inverse of `encode_floats`, exact; raises as `decode` does."""
         raise AssertionError("this format stores pruned layers with their zeros")
 
+    def states(self, scheme: CacheScheme) -> bool:
+        """Whether `config` can say of a model that all of its keys and values are rounded so."""
+        return False
+
     @abstractmethod
-    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
-        """The `quantization_config` for layers by full name; ignore: the linears that stay dense."""
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
+        """The `quantization_config` for layers by full name; ignore: the linears that stay dense.
+
+        cached: how all keys and values of the model are rounded, where it is a scheme that this format states.
+        """
+
+    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
+        """How a `quantization_config` says that all keys and values are rounded. Raises ValueError."""
+        return None
 
     @abstractmethod
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:

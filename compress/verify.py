@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
+from compress.formats import FORMATS
 from compress.memory import available_bytes
-from compress.model.cache import cache_sha256, copy_rounding, rounded_caches
+from compress.model.cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.experts import Experts, open_experts
 from compress.model.load import load
-from compress.model.packed import CompressedLinear
+from compress.model.packed import CompressedLinear, linears
 from compress.numerics.grids import IntGrid
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import SparseWeight
@@ -179,7 +180,7 @@ def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
     return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
 
 
-def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | None:
+def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
     """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
     packed, sparse = _packed_layers(model), _sparse_layers(model)
     if recipe.save.verify == "own":
@@ -187,12 +188,15 @@ def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | No
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
         return "transformers has no names for this model's experts one by one"
-    if not packed and not sparse:
+    stated = stated_scheme(model, rounded_caches(model), FORMATS[recipe.save.format]) is not None
+    if not packed and not sparse and not stated:
         return None
     if recipe.save.format == "native":
         return "format native is read by compress.load alone"
     if any(layer.transposed for layer in packed):
         return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+    if not all(isinstance(m, CompressedLinear) and m.packed for e in experts for m in linears(e).values()):
+        return "transformers does not read experts that are dense where anything else is quantized"
     schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
     inside = [m for e in experts for m in e.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
     if inside and not _readable_experts(inside, len(schemes)):

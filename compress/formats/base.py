@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS, Grid
@@ -115,34 +116,41 @@ class CacheScheme:
     """How an attention's keys and values are rounded as they enter its cache: the grid of each, None: left as it is.
 
     scale: 'token': one per token and head, found when the model runs; 'static': one of all keys and one of all values,
-    found before.
+    found before. symmetric: false adds a zero point to each scale that is found when the model runs.
     """
 
     keys: Grid | None
     values: Grid | None
     scale: Literal["token", "static"] = "token"
+    symmetric: bool = True
 
-    def to_json(self) -> dict[str, str | None]:
+    def to_json(self) -> dict[str, Any]:
         """Plain values, grids by name."""
-        return {"keys": _name(self.keys), "values": _name(self.values), "scale": self.scale}
+        grids = {"keys": _name(self.keys), "values": _name(self.values)}
+        return {**grids, "scale": self.scale, "symmetric": self.symmetric}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
         """The inverse of to_json. Raises KeyError for a grid that is not known, or a part that is missing."""
         grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
-        return cls(grids[0], grids[1], values["scale"])
+        return cls(grids[0], grids[1], values["scale"], values["symmetric"])
+
+    @property
+    def grids(self) -> tuple[Grid | None, Grid | None]:
+        """Of keys, and of values."""
+        return self.keys, self.values
 
     @property
     def static(self) -> tuple[bool, bool]:
         """Whether there is a static scale of keys, and of values."""
-        return (self.keys is not None and self.scale == "static", self.values is not None and self.scale == "static")
+        return self.keys is not None and self.scale == "static", self.values is not None and self.scale == "static"
 
-    def token_bytes(self, heads: int, width: int, itemsize: int) -> tuple[float, float]:
-        """What a token's keys, and its values, take: of so many heads of a width, numbers and scales of `itemsize`."""
-        scale = itemsize if self.scale == "token" else 0
-        found = [heads * (width * (8 * itemsize if g is None else g.bits) / 8 + (0 if g is None else scale))
-                 for g in (self.keys, self.values)]  # fmt: skip
-        return found[0], found[1]
+    def token_bytes(self, grid: Grid | None, heads: int, width: int, itemsize: int) -> float:
+        """What keys, or values, of a token take on one of `grids`, scales and zero points too; itemsize: of a float."""
+        if grid is None:
+            return heads * width * itemsize
+        beside = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
+        return heads * (width * grid.bits / 8 + beside)
 
 
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
@@ -197,8 +205,8 @@ class Format(ABC):
         """The inverse of `encode_floats`, exact; raises as `decode` does."""
         raise AssertionError("this format stores pruned layers with their zeros")
 
-    def states(self, scheme: CacheScheme) -> bool:
-        """Whether `config` can say of a model that all of its keys and values are rounded so."""
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        """Whether `config` can say of a model that all of its keys and values are rounded so, and readers bear it."""
         return False
 
     @abstractmethod

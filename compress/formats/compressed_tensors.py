@@ -12,7 +12,8 @@ target is the class name `Linear`, otherwise each group lists its modules.
 
 say that all keys and all values are rounded to 8-bit floats (e4m3) as they enter the cache. It is the one scheme that
 servers know: integers with such a scale are read back by compressed-tensors, too, but a server would take the scale for
-one of 8-bit floats, so they are read here, and not written.
+one of 8-bit floats, so they are read here, and not written. Nor is it for models whose configuration does not name
+num_key_value_heads: compressed-tensors could not read those.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format, Scheme, refuses_inputs
@@ -94,8 +96,9 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def states(self, scheme: CacheScheme) -> bool:
-        return scheme == SERVED
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        heads = getattr(model.get_text_config(decoder=True), "num_key_value_heads", None)
+        return scheme == SERVED and heads is not None
 
     def config(
         self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
@@ -145,7 +148,7 @@ class CompressedTensors(Format):
         usual = {**CACHE, "type": told.get("type")}
         differing = {name: told.get(name) for name, value in usual.items() if told.get(name, value) != value}
         if differing or told.get("type") not in INPUTS:
-            raise ValueError(f"kv_cache_scheme {told} is not one that can be read: 8 bits, static, one scale per tensor")
+            raise ValueError(f"kv_cache_scheme {told} cannot be read, only 8 bits with one static scale per tensor")
         grid = INPUTS[told["type"]]
         return CacheScheme(grid, grid, "static")
 

@@ -7,8 +7,8 @@ around the cache (or in the place of none) sees them all, in training, in the sw
 memory: the numbers are those of a quantized cache, its size is not.
 
     <attention>.k_scale, <attention>.v_scale   float [1]   only with static scales
-    config.json: compress_kv_cache = {<attention>: {keys, values, scale}}: grids by name, scale token or static; left out
-                 where the format says it in its own words (`Format.config`)
+    config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric}}
+                 grids by name, or null; scale token or static. Left out where the format says it (`Format.states`)
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from compress.formats.base import CacheScheme, Format
 from compress.numerics.fake import straight
-from compress.numerics.grids import Grid
 from compress.numerics.inputs import InputRounding
 
 NAMES = ("past_key_values", "past_key_value", "layer_past")
@@ -53,7 +52,7 @@ def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
 
 
 def caching(root: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules that take a cache, by name; those whose tokens see later ones have none, and are left out."""
+    """The innermost modules that take a cache, by name, but for those whose tokens see later ones: they keep none."""
     takers = {name: module for name, module in root.named_modules() if _place(type(module)) is not None}
     inner = {name: module for name, module in takers.items() if not any(_inside(n, name) for n in takers if n != name)}
     return {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
@@ -168,12 +167,14 @@ def _rounded(rounding: InputRounding | None, x: Tensor) -> Tensor:
 
 
 def roundings(module: nn.Module) -> tuple[InputRounding | None, InputRounding | None]:
-    """How a module whose cache is rounded rounds keys, and values; None: not at all."""
+    """How a module rounds keys, and values, that enter its cache; None: not at all."""
     scheme = scheme_of(module)
-    assert scheme is not None
-    grids: tuple[Grid | None, Grid | None] = (scheme.keys, scheme.values)
-    made = [None if grid is None else InputRounding(grid, getattr(module, name)) for grid, name in zip(grids, SCALES)]
-    return made[0], made[1]
+    if scheme is None:
+        return None, None
+    scales = (getattr(module, name) for name in SCALES)
+    pairs = zip(scheme.grids, scales, strict=True)
+    of_keys, of_values = (g and InputRounding(g, scale, symmetric=scheme.symmetric) for g, scale in pairs)
+    return of_keys, of_values
 
 
 def scheme_of(module: nn.Module) -> CacheScheme | None:
@@ -188,7 +189,7 @@ def rounded_caches(root: nn.Module) -> dict[str, CacheScheme]:
 
 
 def told_caches(name: str, block: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of every attention of the block `name` whose cache is rounded, by full name: {scheme, sha256}, as plain values."""
+    """Of every attention of the block `name` whose cache is rounded: {scheme, sha256} as plain values, by full name."""
     found = {inner: block.get_submodule(inner) for inner in rounded_caches(block)}
     full = {f"{name}.{inner}" if inner else name: module for inner, module in found.items()}
     return {n: {"scheme": getattr(m, SCHEME).to_json(), "sha256": cache_sha256(m)} for n, m in full.items()}
@@ -202,10 +203,10 @@ def cache_sha256(module: nn.Module) -> str:
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-def stated_scheme(root: nn.Module, caches: Mapping[str, CacheScheme], format_: Format) -> CacheScheme | None:
+def stated_scheme(model: PreTrainedModel, caches: Mapping[str, CacheScheme], format_: Format) -> CacheScheme | None:
     """The scheme of a model whose caches are all rounded, alike, and in a way that the format states; None: not so."""
     kinds = set(caches.values())
-    if len(kinds) != 1 or set(caches) != set(caching(root)):
+    if len(kinds) != 1 or set(caches) != set(caching(model)):
         return None
     scheme = kinds.pop()
-    return scheme if format_.states(scheme) else None
+    return scheme if format_.states(scheme, model.config) else None

@@ -18,11 +18,7 @@ from compress.numerics.grids import GRIDS, Grid
 from compress.types import Extent, Fact, Note
 
 UNROUNDED = "none"
-ALLOWED = tuple(
-    name
-    for name, grid in GRIDS.items()
-    if grid.group_size is None and not grid.averaged and grid.scaling.stored is None
-)
+ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
 """Grids with a scale that is a plain float and covers the largest number, whatever the width of a head."""
 
 
@@ -56,16 +52,22 @@ class KVCache(BlockPass):
         description="'token': a scale per token and head, found when the model runs; 'static': one of all keys and one "
         "of all values of each attention, calibrated",
     )
+    symmetric: bool = Field(default=True, description="no zero point; false finds one with each scale (integer grids)")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.keys == self.values == UNROUNDED:
             raise ValueError(f"keys and values: {UNROUNDED} leaves nothing to round; give one of them a grid")
+        if not self.symmetric and self.scale == "static":
+            raise ValueError("symmetric: false needs scale: token; a static scale has no zero point")
+        symmetric = [g.name for g in self.cache.grids if g is not None and g.symmetric_only]
+        if not self.symmetric and symmetric:
+            raise ValueError(f"symmetric: false needs integer grids; {symmetric[0]} has no zero point")
 
     @property
     def cache(self) -> CacheScheme:
         keys, values = (None if name == UNROUNDED else GRIDS[name] for name in (self.keys, self.values))
-        return CacheScheme(keys, values, self.scale)
+        return CacheScheme(keys, values, self.scale, self.symmetric)
 
     @property
     def needs_data(self) -> bool:
@@ -75,17 +77,16 @@ class KVCache(BlockPass):
         return extent.forward_bytes
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
-        found = holding(block, inputs.names)
+        found, scheme = holding(block, inputs.names), self.cache
         if self.scale == "token":
             for attention in found.values():
-                round_cache(attention, self.cache, (None, None))
+                round_cache(attention, scheme, (None, None))
             return
         dtype, tops = next(block.parameters()).dtype, largest(block, found, inputs)
         for name, attention in found.items():
-            grids = (self.cache.keys, self.cache.values)
-            scales = [None if g is None else fitted(g, top, inputs.storage) for g, top in zip(grids, tops[name])]
-            of_keys, of_values = (None if scale is None else scale.to(dtype) for scale in scales)
-            round_cache(attention, self.cache, (of_keys, of_values))
+            pairs = zip(scheme.grids, tops[name], strict=True)
+            of_keys, of_values = (g and fitted(g, top, inputs.storage).to(dtype) for g, top in pairs)
+            round_cache(attention, scheme, (of_keys, of_values))
             key, value = (float(top) for top in tops[name])
             note("note", f"{name}: keys and values have static scales", largest_key=key, largest_value=value)
 

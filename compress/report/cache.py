@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.formats.base import CacheScheme
@@ -23,7 +24,7 @@ UNSTATED = (
 STATED = "kv_cache_scheme in config.json says so to vLLM and to transformers (with compressed-tensors)."
 
 
-def cache_report(model: nn.Module, ids: Int[Tensor, "1 length"], run: Run) -> dict[str, Any] | None:
+def cache_report(model: PreTrainedModel, ids: Int[Tensor, "1 length"], run: Run) -> dict[str, Any] | None:
     """The section of report.json on a model as it was read back; None where no keys and values are rounded.
 
     bytes_per_token: of a cache that holds what is rounded in the bits of its grid, with its scales per token, and all
@@ -37,15 +38,14 @@ def cache_report(model: nn.Module, ids: Int[Tensor, "1 length"], run: Run) -> di
 
     def see(name: str, *entering: Tensor) -> None:
         nonlocal before, after
-        scheme = rounded.get(name, LEFT)
-        for i, (kind, x) in enumerate(zip(("keys", "values"), entering, strict=True)):
+        scheme, how = rounded.get(name, LEFT), roundings(model.get_submodule(name))
+        for kind, x, grid, rounding in zip(("keys", "values"), entering, scheme.grids, how, strict=True):
             heads, width = x.shape[1], x.shape[-1]
-            before += LEFT.token_bytes(heads, width, itemsize)[i]
-            after += scheme.token_bytes(heads, width, itemsize)[i]
-            grid = (scheme.keys, scheme.values)[i]
-            rounding = None if grid is None else roundings(model.get_submodule(name))[i]
+            before += LEFT.token_bytes(None, heads, width, itemsize)
+            after += scheme.token_bytes(grid, heads, width, itemsize)
             if grid is not None and rounding is not None:
-                errors[f"{kind}, {grid.name} per {_shared(scheme)}"].append(relative_error(rounding(x), x))
+                shared = "token and head" if scheme.scale == "token" else "attention"
+                errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
 
     with watching(caching(model), see), torch.no_grad():
         model(input_ids=ids.to(next(model.parameters()).device), **without_cache(model))
@@ -56,10 +56,6 @@ def cache_report(model: nn.Module, ids: Int[Tensor, "1 length"], run: Run) -> di
                for kind, e in errors.items()},
         "attentions": {name: scheme.to_json() for name, scheme in rounded.items()},
     }  # fmt: skip
-
-
-def _shared(scheme: CacheScheme) -> str:
-    return "token and head" if scheme.scale == "token" else "attention"
 
 
 def who_rounds(section: dict[str, Any]) -> str:

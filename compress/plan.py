@@ -123,8 +123,9 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
                 "activations_quantized": layer.activations is not None,
             }
             found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
+    rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
     for name in found:
-        if any(name.startswith(f"{attention}.") for attention in rounded_caches(opened.model)):
+        if name.startswith(rounded):
             found[name]["cache_quantized"] = "earlier passes"
     return found
 

@@ -9,6 +9,7 @@ import torch
 
 from compress.formats.base import CacheScheme, Format, Scheme
 from compress.model.blocks import Block
+from compress.model.cache import SCALES
 from compress.model.load import fill, fill_caches
 from compress.model.open import Mapped, assign, stored_in
 from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
@@ -31,7 +32,8 @@ def restore(
     schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
     fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
     caches = {name: CacheScheme.from_json(told["scheme"]) for name, told in entry.caches.items()}
-    fill_caches(block.module, block.name + ".", mapped.read(list(mapped.files)), caches)
+    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
+    fill_caches(block.module, block.name + ".", scales, caches)
     _assign_dense(block, mapped, schemes)
     return True
 

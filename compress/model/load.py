@@ -107,7 +107,7 @@ def fill_caches(
     """
     known = caching(root)
     for full, scheme in caches.items():
-        attention = known.get(full.removeprefix(prefix))
+        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "": the root itself
         if attention is None:
             raise ModelError(f"model: {full} has no cache whose keys and values could be rounded")
         scales: list[Tensor | None] = [None, None]

@@ -37,8 +37,13 @@ class KVCache(BlockPass):
 
     Rounding stays in the model: passes that calibrate or train afterwards (gptq, qat, distill, ...) do so through it,
     with a straight-through gradient, and a teacher is the model without it. Keys are rounded as they are cached, which
-    is with their positions, where a model rotates them. An attention takes part when it holds one of the targets. What
-    folds scales into values (smoothquant, awq) comes before, as rounding is in its way.
+    is with their positions, where a model rotates them. An attention takes part when it holds one of the targets.
+    Passes that rewrite attentions and prove it (smoothquant, awq, channel_permutation) come before: rounding makes a
+    step of the least difference, so that proofs fail.
+
+    The cache is as large as ever here, as rounded numbers stay in the model's dtype. Small ones are kept by servers:
+    vLLM with --kv-cache-dtype fp8 (that of a checkpoint with static scales of fp8_e4m3 by itself), transformers with
+    cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"

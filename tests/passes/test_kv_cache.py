@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress import GPTQ, LKD, QAT, RTN, Distill, DropBlocks, KVCache, Wanda
+from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
 from compress.journal import Journal
 from compress.model.cache import CONFIG_KEY, caching, rounded_caches, roundings, scheme_of, watching
@@ -250,6 +250,15 @@ def test_what_is_rounded_already_is_told_before_the_work(pico_model, recipe):
     with pytest.raises(TargetError, match="is given a rounded KV cache by earlier passes already"):
         compress.apply(pico_model, [KVCache()])
     compress.apply(pico_model, [Wanda(sparsity=0.5)], torch.arange(64)[None])
+
+
+@pytest.mark.parametrize("step", [SmoothQuant(), AWQ(group_size=32), ChannelPermutation()])
+def test_what_proves_its_rewrites_of_attentions_comes_first(step, recipe):
+    """Rounding makes of the least difference a whole step, so that a link through it cannot be seen."""
+    with pytest.raises(RecipeError, match=f"given a rounded KV cache by .*; put {step.key()} before it"):
+        recipe(KVCache(), step)
+    compress.plan(recipe(step, KVCache()))
+    compress.plan(recipe(KVCache(targets="*.self_attn.*"), type(step)(targets="*.mlp.*")))
 
 
 def test_a_static_scale_needs_a_text(pico_model):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from compress.formats.base import CacheScheme
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
 from compress.model.permutations import Permutation
@@ -88,6 +89,11 @@ class Pass(BaseModel, ABC):
     @property
     def spec(self) -> WeightSpec | None:
         """How it stores weights, what a format must hold; None: dense."""
+        return None
+
+    @property
+    def cache(self) -> CacheScheme | None:
+        """How it has keys and values rounded, in the attentions that hold what it works on; None: not at all."""
         return None
 
     @property

@@ -17,6 +17,7 @@ from compress.footprint import Footprint, is_sweep
 from compress.formats import FORMATS
 from compress.formats.base import Format, Scheme
 from compress.model.blocks import find_blocks
+from compress.model.cache import holding, rounded_caches
 from compress.model.open import InMemory, OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
 from compress.model.reform import sketch
@@ -78,6 +79,8 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         chosen = select(names, step.targets, step.ignore, where)
         if isinstance(step, Quantizing):
             chosen = _without_dense(step, chosen, where)
+        if step.cache is not None:
+            chosen = _in_attention(opened, names, chosen, where)
         reshapes = isinstance(step, ReshapingPass)
         _check_facts(step, names if reshapes else chosen, facts, where)
         _check_original(step, chosen, swept, where)
@@ -120,6 +123,10 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
                 "activations_quantized": layer.activations is not None,
             }
             found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
+    rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
+    for name in found:
+        if name.startswith(rounded):
+            found[name]["cache_quantized"] = "earlier passes"
     return found
 
 
@@ -159,6 +166,18 @@ def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[s
     if not chosen:
         raise TargetError(f"{where}: the overrides leave none of the {len(names)} linears to work on")
     return chosen
+
+
+def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
+    """All linears of the modules that keep keys and values in a cache, and hold one of those chosen."""
+    held = holding(opened.model, chosen)
+    if not held:
+        reason = f"none of the {len(chosen)} linears it works on is in an attention that has one; widen its targets"
+        if not holding(opened.model, names):
+            kind = type(opened.model).__name__
+            reason = f"{kind} has none: an encoder sees the whole text at once; leave {where.split()[-1]} out"
+        raise TargetError(f"{where}: it rounds what enters a cache of keys and values; {reason}")
+    return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 
 
 def _own(step: Pass, name: str) -> Pass:
@@ -270,7 +289,10 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     inside = {f"{name}.weight" for name in shapes}
     rest = sum(_bytes(t, storage) for name, t in _stored_once(form).items() if name not in inside)
     dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
-    return Plan(tuple(layers), weights + rest, dense, 0, tuple(form.notes))
+    scales = sum(
+        sum(step.cache.static) * len(holding(form.model, names)) for _, step, names in steps if step.cache is not None
+    )
+    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
 
 
 def _stored_once(opened: OpenModel) -> dict[str, Tensor]:

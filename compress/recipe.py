@@ -211,7 +211,12 @@ def _surely_meet(first: Pass, second: Pass) -> bool:
 
 def in_words(fact: Fact) -> str:
     """'pruned' for masked, as messages have it."""
-    return {"masked": "pruned", "quantized": "quantized", "activations_quantized": "given quantized inputs"}[fact]
+    return {
+        "masked": "pruned",
+        "quantized": "quantized",
+        "activations_quantized": "given quantized inputs",
+        "cache_quantized": "given a rounded KV cache",
+    }[fact]
 
 
 def _passes(items: Any) -> tuple[Pass, ...]:

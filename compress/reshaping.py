@@ -17,7 +17,9 @@ class ReshapingPass(ModelPass):
     Passes behind it work on the model as it leaves it: their patterns match the names that modules have then.
     """
 
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"masked", "quantized", "activations_quantized"})
+    never_after: ClassVar[frozenset[Fact]] = frozenset(
+        {"masked", "quantized", "activations_quantized", "cache_quantized"}
+    )
 
     @abstractmethod
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:

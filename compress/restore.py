@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from compress.formats.base import Format, Scheme
+from compress.formats.base import CacheScheme, Format, Scheme
 from compress.model.blocks import Block
-from compress.model.load import fill
+from compress.model.cache import SCALES
+from compress.model.load import fill, fill_caches
 from compress.model.open import Mapped, assign, stored_in
 from compress.model.packed import INPUT_TENSORS, CompressedLinear, linears, replace_linear
 from compress.model.save import file_sha256
@@ -30,6 +31,9 @@ def restore(
             replace_linear(block.module, name)
     schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
     fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
+    caches = {name: CacheScheme.from_json(told["scheme"]) for name, told in entry.caches.items()}
+    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
+    fill_caches(block.module, block.name + ".", scales, caches)
     _assign_dense(block, mapped, schemes)
     return True
 

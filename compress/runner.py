@@ -27,6 +27,7 @@ from compress.formats.base import Scheme
 from compress.formats.native import Native
 from compress.journal import Entry, Journal
 from compress.model.blocks import Block, find_blocks
+from compress.model.cache import stated_scheme, told_caches
 from compress.model.experts import open_experts
 from compress.model.open import InMemory, OpenModel, open_model
 from compress.model.packed import CompressedLinear, linears
@@ -45,6 +46,7 @@ from compress.model.vocabulary import check_teacher
 from compress.plan import Plan, plan_of, resolve, settle, storage_dtype
 from compress.recipe import Recipe, check_order
 from compress.report.build import build_report
+from compress.report.cache import cache_report
 from compress.report.sparsity import check_sparsity
 from compress.report.write import write_report
 from compress.restore import restore
@@ -291,6 +293,7 @@ class Job:
                     full = f"{block.name}.{name}"
                     entry.digests[full] = str(layer.sha256())
                     entry.schemes[full] = scheme.to_json()
+            entry.caches = told_caches(block.name, block.module)
             entry.results = [asdict(result) for result in results]
             entry.journal = [asdict(e) for e in self.context.journal.entries[self._noted :]]
             self._noted = len(self.context.journal.entries)
@@ -318,10 +321,13 @@ class Job:
             entries = self.manifest.shards.values()
             schemes = self.schemes()
             ignore = dense_linear_names(self.opened, set(schemes))
-            config = self.context.format.config(schemes, ignore, __version__)
+            caches, format_ = self.manifest.caches, self.context.format
+            stated = stated_scheme(self.opened.model, caches, format_)
+            config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in entries)
             names = {entry.file: entry.names for entry in entries}
-            write_description(self.opened, folder, names, sizes, config, self.context.storage)
+            own = caches if stated is None else {}
+            write_description(self.opened, folder, names, sizes, config, self.context.storage, own)
             write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             self.manifest.costs = {name: asdict(cost) for name, cost in self.context.costs.items()}
             self.manifest.training = self.context.training
@@ -345,7 +351,9 @@ class Job:
         with self.context.phase("verify"):
             digests = {n: d for entry in self.manifest.shards.values() for n, d in entry.digests.items()}
             reference = load_file(folder / WORK / PROBE_FILE)
-            verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context)
+            caches = {n: v["sha256"] for entry in self.manifest.shards.values() for n, v in entry.caches.items()}
+            verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context, caches)
+            cached = cache_report(model, reference["ids"], self.context)
             results = [result for entry in self.manifest.shards.values() for result in entry.results]
             sparsity = check_sparsity(self.steps, results, model)
         compressed = self._measure("compressed", model)
@@ -367,6 +375,7 @@ class Job:
             quality,
             hashed,
             sparsity,
+            cached,
         )
         write_report(report, folder)
         return Result(folder, report, self.context.journal)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Fact = Literal["masked", "quantized", "activations_quantized"]
+Fact = Literal["masked", "quantized", "activations_quantized", "cache_quantized"]
 """What can be true of a model after a pass; passes declare order by facts, never by each other's names."""
 
 Note = Callable[..., None]

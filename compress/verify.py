@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 
 from compress.context import Run
 from compress.errors import VerificationError
+from compress.formats import FORMATS
 from compress.memory import available_bytes
+from compress.model.cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.experts import Experts, open_experts
 from compress.model.load import load
-from compress.model.packed import CompressedLinear
+from compress.model.packed import CompressedLinear, linears
 from compress.numerics.grids import IntGrid
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import SparseWeight
@@ -52,10 +54,12 @@ def verify(
     digests: Mapping[str, str],
     reference: Mapping[str, Tensor],
     run: Run,
+    caches: Mapping[str, str] | None = None,
 ) -> tuple[Verified, PreTrainedModel]:
     """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
 
     digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
+    caches: `cache_sha256` of every attention whose keys and values are rounded.
 
     Raises VerificationError naming the layer, or the reader whose logits differ.
     """
@@ -64,6 +68,10 @@ def verify(
         layer = model.get_submodule(name)
         if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
+    rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
+    if rounding != (caches or {}):
+        name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
+        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} does not read back as it was")
     own = _compare("compress.load", model, reference, run.device, folder)
     skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
@@ -73,6 +81,7 @@ def verify(
     if rounded:
         run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    _round_as_well(model, other, run)
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance)
     del other
@@ -98,6 +107,16 @@ def _compare_with_transformers(
         with _multiplied_out(layer):
             _same_weight(name, model.get_submodule(name), layer, dtype, folder)
     return difference
+
+
+def _round_as_well(model: nn.Module, other: nn.Module, run: Run) -> None:
+    """Let `other`, as transformers read it, round the keys and values that it knows nothing of, for the comparison."""
+    left = [name for name in rounded_caches(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
+    for name in left:
+        copy_rounding(model.get_submodule(name), other.get_submodule(name))
+    if left:
+        message = "transformers reads keys and values as they are, so they were rounded for the comparison"
+        run.journal.add("note", "verify", message, attentions=len(left))
 
 
 def _multiply_out_as_needed(model: nn.Module) -> None:
@@ -126,8 +145,8 @@ def _dense_while_it_runs(layer: nn.Module) -> None:
 
 
 def _is_packed(layer: nn.Module) -> bool:
-    """Whether compressed-tensors holds this layer packed."""
-    return getattr(layer, "quantization_status", None) == "compressed"
+    """Whether compressed-tensors holds this layer packed; an attention that says so rounds its cache."""
+    return getattr(layer, "quantization_status", None) == "compressed" and not any(layer.children())
 
 
 @contextmanager
@@ -161,7 +180,7 @@ def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
     return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
 
 
-def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | None:
+def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
     """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
     packed, sparse = _packed_layers(model), _sparse_layers(model)
     if recipe.save.verify == "own":
@@ -169,12 +188,15 @@ def _no_reader(recipe: Recipe, model: nn.Module, dtype: torch.dtype) -> str | No
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
         return "transformers has no names for this model's experts one by one"
-    if not packed and not sparse:
+    stated = stated_scheme(model, rounded_caches(model), FORMATS[recipe.save.format]) is not None
+    if not packed and not sparse and not stated:
         return None
     if recipe.save.format == "native":
         return "format native is read by compress.load alone"
     if any(layer.transposed for layer in packed):
         return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+    if not all(isinstance(m, CompressedLinear) and m.packed for e in experts for m in linears(e).values()):
+        return "transformers does not read experts that are dense where anything else is quantized"
     schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
     inside = [m for e in experts for m in e.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
     if inside and not _readable_experts(inside, len(schemes)):

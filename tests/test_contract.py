@@ -18,6 +18,7 @@ import compress
 from compress import PASSES, Recipe, passes
 from compress.contract import BlockPass, LayerPass, ModelPass, Pass, Solution
 from compress.errors import CalibrationError, RecipeError, TargetError
+from compress.model.cache import SCALES, cache_sha256, caching, scheme_of
 from compress.model.packed import CompressedLinear, linears, replace_linear
 from compress.pruning import PruningPass
 from compress.quantizing import Quantizing
@@ -56,14 +57,21 @@ def digest_of_inputs(layer: CompressedLinear) -> torch.Tensor:
     return torch.tensor(list(hashlib.sha256(repr(told).encode()).digest()))
 
 
+def digest_of_cache(attention) -> torch.Tensor:
+    """The same for attentions that round keys and values alike."""
+    told = cache_sha256(attention) if scheme_of(attention) is not None else "as they are"
+    return torch.tensor(list(hashlib.sha256(told.encode()).digest()))
+
+
 def weights_of(model) -> dict[str, torch.Tensor]:
-    """The dense weight of every linear, a digest of how its inputs are treated, and all other tensors, by name."""
+    """The dense weight of every linear, digests of how its inputs, and keys and values, are treated, and all other tensors."""
     layers = {name: CompressedLinear.of(layer) for name, layer in linears(model).items()}
     found = {f"{name}.weight": layer.weight.clone() for name, layer in layers.items()}
     found |= {f"{name}.inputs": digest_of_inputs(layer) for name, layer in layers.items()}
     held = tuple(f"{name}." for name in layers)
-    found |= {name: tensor.clone() for name, tensor in model.state_dict().items() if not name.startswith(held)}
-    return found
+    rest = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
+    found |= {name: tensor.clone() for name, tensor in rest.items() if not name.endswith(SCALES)}
+    return found | {f"{name}.cache": digest_of_cache(attention) for name, attention in caching(model).items()}
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.numerics.codes import GroupSize
 from compress.numerics.grids import GRIDS, Grid
@@ -110,6 +111,48 @@ def _name(grid: Grid | None) -> str | None:
     return None if grid is None else grid.name
 
 
+@dataclass(frozen=True)
+class CacheScheme:
+    """How an attention's keys and values are rounded as they enter its cache: the grid of each, None: left as it is.
+
+    scale: 'token': one per token and head, found when the model runs; 'static': one of all keys and one of all values,
+    found before. symmetric: false adds a zero point to each scale that is found when the model runs.
+    """
+
+    keys: Grid | None
+    values: Grid | None
+    scale: Literal["token", "static"] = "token"
+    symmetric: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, grids by name."""
+        grids = {"keys": _name(self.keys), "values": _name(self.values)}
+        return {**grids, "scale": self.scale, "symmetric": self.symmetric}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
+        """The inverse of to_json. Raises KeyError for a grid that is not known, or a part that is missing."""
+        grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
+        return cls(grids[0], grids[1], values["scale"], values["symmetric"])
+
+    @property
+    def grids(self) -> tuple[Grid | None, Grid | None]:
+        """Of keys, and of values."""
+        return self.keys, self.values
+
+    @property
+    def static(self) -> tuple[bool, bool]:
+        """Whether there is a static scale of keys, and of values."""
+        return self.keys is not None and self.scale == "static", self.values is not None and self.scale == "static"
+
+    def token_bytes(self, grid: Grid | None, heads: int, width: int, itemsize: int) -> float:
+        """What keys, or values, of a token take on one of `grids`, scales and zero points too; itemsize: of a float."""
+        if grid is None:
+            return heads * width * itemsize
+        beside = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
+        return heads * (width * grid.bits / 8 + beside)
+
+
 def refuses_inputs(scheme: Scheme, here: str) -> str | None:
     """Why a format that knows of no outliers, scaled or permuted inputs cannot hold a layer; None if it can."""
     if scheme.outlier_threshold is not None or scheme.outlier_columns:
@@ -162,9 +205,22 @@ class Format(ABC):
         """The inverse of `encode_floats`, exact; raises as `decode` does."""
         raise AssertionError("this format stores pruned layers with their zeros")
 
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        """Whether `config` can say of a model that all of its keys and values are rounded so, and readers bear it."""
+        return False
+
     @abstractmethod
-    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
-        """The `quantization_config` for layers by full name; ignore: the linears that stay dense."""
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
+        """The `quantization_config` for layers by full name; ignore: the linears that stay dense.
+
+        cached: how all keys and values of the model are rounded, where it is a scheme that this format states.
+        """
+
+    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
+        """How a `quantization_config` says that all keys and values are rounded. Raises ValueError."""
+        return None
 
     @abstractmethod
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:

@@ -6,6 +6,14 @@
 
 `quantization_status` and each group's own `format` are required by the reader. Where all layers share one scheme the
 target is the class name `Linear`, otherwise each group lists its modules.
+
+    kv_cache_scheme: {num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}
+    <attention>.k_scale, <attention>.v_scale   float [1]
+
+say that all keys and all values are rounded to 8-bit floats (e4m3) as they enter the cache. It is the one scheme that
+servers know: integers with such a scale are read back by compressed-tensors, too, but a server would take the scale for
+one of 8-bit floats, so they are read here, and not written. Nor is it for models whose configuration does not name
+num_key_value_heads: compressed-tensors could not read those.
 """
 
 from __future__ import annotations
@@ -14,9 +22,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from compress.errors import ModelError
-from compress.formats.base import Format, Scheme, refuses_inputs
+from compress.formats.base import CacheScheme, Format, Scheme, refuses_inputs
 from compress.formats.float_quantized import FloatQuantized
 from compress.formats.int_quantized import IntQuantized
 from compress.formats.layout import Layout
@@ -32,7 +41,9 @@ IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
 GROUPED = ("group", "tensor_group")
 INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
-
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
+"""What `CACHE`, a `kv_cache_scheme`, says."""
 
 IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
 LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
@@ -85,12 +96,18 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        heads = getattr(model.get_text_config(decoder=True), "num_key_value_heads", None)
+        return scheme == SERVED and heads is not None
+
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for name, scheme in schemes.items():
             group = self._group(scheme)
             groups.setdefault(repr(group), (group, []))[1].append(name)
-        if not groups:
+        if not groups and cached is None:
             return None
         single = len(groups) == 1
         config_groups = {
@@ -98,7 +115,7 @@ class CompressedTensors(Format):
             for i, (group, names) in enumerate(groups.values())
         }
         formats = {group["format"] for group, _ in groups.values()}
-        summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision"
+        summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision" if formats else "dense"
         found = {
             "quant_method": "compressed-tensors",
             "version": WRITES_AS,
@@ -106,7 +123,7 @@ class CompressedTensors(Format):
             "quantization_status": "compressed",
             "ignore": ignore,
             "global_compression_ratio": None,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if cached is None else dict(CACHE),
             "sparsity_config": {},
             "transform_config": {},
             "config_groups": config_groups,
@@ -123,6 +140,17 @@ class CompressedTensors(Format):
         inputs = None if scheme.activations is None else input_arguments(scheme)
         weights = layout.weight_arguments(scheme)
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
+
+    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
+        told = config.get("kv_cache_scheme")
+        if told is None:
+            return None
+        usual = {**CACHE, "type": told.get("type")}
+        differing = {name: told.get(name) for name, value in usual.items() if told.get(name, value) != value}
+        if differing or told.get("type") not in INPUTS:
+            raise ValueError(f"kv_cache_scheme {told} cannot be read, only 8 bits with one static scale per tensor")
+        grid = INPUTS[told["type"]]
+        return CacheScheme(grid, grid, "static")
 
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
         found: dict[str, Scheme] = {}

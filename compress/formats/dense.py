@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.formats.base import Format, Scheme
+from compress.formats.base import CacheScheme, Format, Scheme
 from compress.numerics.grids import Grid
 from compress.numerics.packed import PackedCodes
 
@@ -36,7 +36,9 @@ class Dense(Format):
     def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
         raise AssertionError("this format holds no codes")
 
-    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
         return None
 
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:

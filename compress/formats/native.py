@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats.base import Format, Scheme
+from compress.formats.base import CacheScheme, Format, Scheme
 from compress.numerics.grids import Grid
 from compress.numerics.packed import PackedCodes
 from compress.numerics.sparse import Kept, SparseWeight, Sparsity
@@ -109,7 +109,9 @@ class Native(Format):
         _check("weight_values", values, kept.sparsity.values(kept.shape), values.dtype)
         return SparseWeight(values, kept)
 
-    def config(self, schemes: Mapping[str, Scheme], ignore: list[str], version: str) -> dict[str, Any] | None:
+    def config(
+        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
         layers = {name: scheme.to_json() for name, scheme in schemes.items()}
         return {"quant_method": "compress", "version": version, "layers": layers} if layers else None
 

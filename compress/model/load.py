@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import ModelError
 from compress.formats import FORMATS
-from compress.formats.base import Format, Scheme
+from compress.formats.base import CacheScheme, Format, Scheme
 from compress.model import open as opening
+from compress.model.cache import CONFIG_KEY, SCALES, caching, round_cache
 from compress.model.experts import open_experts
 from compress.model.packed import linears, replace_linear
 from compress.numerics.packed import PackedCodes
@@ -64,6 +65,9 @@ def load(
         opening.assign(model, renamed.read([name for name in files if name not in packed]))
         model.tie_weights()
         opening.to_device(model, device)
+    caches = _caches(model, config, format_, described)
+    scales = opening.Mapped(stored, compute, device)
+    fill_caches(model, "", scales.read([name for name in stored if name.endswith(SCALES)]), caches)
     model.eval().requires_grad_(False)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
@@ -76,6 +80,50 @@ def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[
     if method not in METHODS:
         raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
     return FORMATS[METHODS[method]], described
+
+
+def _caches(
+    model: nn.Module, config: Any, format_: Format | None, described: Mapping[str, Any]
+) -> dict[str, CacheScheme]:
+    """How keys and values are rounded, by the name of the attention. Raises ModelError."""
+    told = vars(config).pop(CONFIG_KEY, None)
+    try:
+        everywhere = None if format_ is None else format_.cached(described)
+        if everywhere is not None:
+            return dict.fromkeys(caching(model), everywhere)
+        return {name: CacheScheme.from_json(values) for name, values in (told or {}).items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({error!r})") from error
+    except ValueError as error:
+        raise ModelError(f"model: {error}") from error
+
+
+def fill_caches(
+    root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]
+) -> None:
+    """Let attentions below `root` round keys and values as they did; `prefix` + name is the full name, as in `fill`.
+
+    Raises ModelError for a scale that is missing or cannot be right, and for an attention that is not there.
+    """
+    known = caching(root)
+    for full, scheme in caches.items():
+        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "": the root itself
+        if attention is None:
+            raise ModelError(f"model: {full} has no cache whose keys and values could be rounded")
+        scales: list[Tensor | None] = [None, None]
+        for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):
+            if static:
+                scales[i] = _cache_scale(f"{full}.{name}", tensors)
+        round_cache(attention, scheme, (scales[0], scales[1]))
+
+
+def _cache_scale(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    if name not in tensors:
+        raise ModelError(f"model: {name} is missing; write the checkpoint again")
+    scale = tensors[name].reshape(-1)
+    if scale.numel() != 1 or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
+        raise ModelError(f"model: {name} is {scale.tolist()[:4]}, not one positive number; write the checkpoint again")
+    return scale
 
 
 def fill(

@@ -29,6 +29,7 @@ from transformers.initialization import no_init_weights
 from compress.errors import ModelError, did_you_mean
 from compress.model import gguf
 from compress.model.blocks import Block, find_blocks
+from compress.model.cache import CONFIG_KEY
 from compress.model.experts import open_experts, renamed
 from compress.model.packed import linears
 from compress.types import DTYPES
@@ -181,6 +182,8 @@ def open_model(
     config = read_config(folder, source, trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
+    if getattr(config, CONFIG_KEY, None) is not None:
+        raise ModelError(f"model: {source} has a rounded KV cache already; start from the model as it was before")
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.errors import NumericError, SaveError
-from compress.formats.base import Format
+from compress.formats.base import CacheScheme, Format
+from compress.model.cache import CONFIG_KEY
 from compress.model.open import OpenModel
 from compress.model.packed import CompressedLinear, linears
 from compress.numerics.sparse import SparsePolicy, SparseWeight, Sparsity, choose, sparsities
@@ -171,8 +172,12 @@ def write_description(
     sizes: int,
     quantization: dict[str, Any] | None,
     storage: torch.dtype,
+    caches: Mapping[str, CacheScheme] | None = None,
 ) -> None:
-    """Everything beside the shards: index, config with its quantization part, generation config, tokenizer."""
+    """Everything beside the shards: index, config with its quantization part, generation config, tokenizer.
+
+    caches: how keys and values are rounded, by attention, where the quantization part does not say it.
+    """
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / "model.safetensors.index.json", index)
@@ -182,6 +187,8 @@ def write_description(
     config["dtype"] = dtype_name(storage)
     if quantization is not None:
         config["quantization_config"] = quantization
+    if caches:
+        config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
     generation = getattr(opened.model, "generation_config", None)
     try:
         if generation is not None:

@@ -13,28 +13,31 @@ from compress.numerics.grids import Grid
 
 @dataclass(frozen=True, eq=False)
 class InputRounding:
-    """Rounding of inputs to a symmetric grid; what it returns is what the codes stand for, in the dtype of the inputs.
+    """Rounding of inputs to a grid; what it returns is what the codes stand for, in the dtype of the inputs.
 
     scale: [1], found in calibration, for all tokens; None: one per token, found when the layer runs (ZeroQuant, Yao
     2022, section 3.2). threshold: input columns in which any magnitude of the call reaches it are left as they are;
     columns: [in], True for columns that are always left as they are (LLM.int8, Dettmers 2022, section 3.2). With
-    either of them, x W^T is the sum of a product in integers and one in floats over the spared columns.
+    either of them, x W^T is the sum of a product in integers and one in floats over the spared columns. symmetric:
+    false finds a zero point with the scale of each token.
     """
 
     grid: Grid
     scale: Float[Tensor, " 1"] | None = None
     threshold: float | None = None
     columns: Bool[Tensor, " in"] | None = None
+    symmetric: bool = True
 
     def __call__(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         spared = self.spared(x)
         inside = x if spared is None else x.masked_fill(spared, 0)
+        zero = None
         if self.scale is None:
             low, high = torch.aminmax(inside, dim=-1, keepdim=True)
-            scale, _ = self.grid.fit(low, high, True, x.dtype)
+            scale, zero = self.grid.fit(low, high, self.symmetric, x.dtype)
         else:
             scale = self.scale.to(x.dtype)
-        rounded = self.grid.decode(self.grid.encode(inside, scale, None), scale, None)
+        rounded = self.grid.decode(self.grid.encode(inside, scale, zero), scale, zero)
         return rounded if spared is None else torch.where(spared, x, rounded)
 
     def spared(self, x: Float[Tensor, "*batch in"]) -> Bool[Tensor, " in"] | None:

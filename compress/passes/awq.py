@@ -44,7 +44,7 @@ class AWQ(WeightGrid, BlockPass):
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
     duo: bool = Field(default=True, description="also try scales that are divided by the size of the weights")
     clip: bool = Field(default=True, description="cut the range of each group of weights where that lessens the error")

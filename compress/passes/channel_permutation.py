@@ -38,7 +38,7 @@ class ChannelPermutation(BlockPass):
     paper: ClassVar[str] = (
         "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
     )
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
     pattern: Pattern = Field(default=Pattern("2:4"), description="the N:M that the pass after it will prune to")
     score: Score = Field(

@@ -37,7 +37,7 @@ class SmoothQuant(BlockPass):
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(
         default=0.5, description="how much of the difficulty moves to the weights; 'search': what is best for each link"

@@ -46,10 +46,11 @@ def build_report(
     quality: list[dict[str, Any]],
     calibration_sha256: str,
     sparsity: dict[str, Any] | None,
+    cached: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """All sections of report.json; ended: the plan with what was known only after calibration (`plan.settle`).
 
-    sparsity: what `check_sparsity` found.
+    sparsity: what `check_sparsity` found. cached: of `cache_report`.
 
     Raises VerificationError when the checkpoint has another size than that.
     """
@@ -66,6 +67,7 @@ def build_report(
         "quality": quality,
         "layers": [r for block in opened.blocks for r in manifest.shards[block.name].results],
         "sparsity": sparsity,
+        "kv_cache": cached,
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
         "training": manifest.training,
         "predicted": {"tensor_bytes": planned.checkpoint_bytes, "memory_bytes": planned.memory_bytes},

@@ -11,6 +11,7 @@ import yaml
 
 from compress.model.prediction import NEXT_TOKENS
 from compress.model.save import write_json, write_text
+from compress.report.cache import who_rounds
 from compress.report.curves import picture, sparks
 from compress.types import DTYPES
 
@@ -38,6 +39,7 @@ def markdown(report: dict[str, Any]) -> str:
         + table(("pass", "layers", "mean", "largest", "sparsity"), by_pass(report)),
         f"The {WORST} largest:\n\n" + table(("layer", "pass", "error"), worst(report)),
         *sparsity(report),
+        *kv_cache(report),
         *training(report),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
         "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
@@ -65,6 +67,9 @@ def evidence(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
             f"{bits / size['bits_per_weight']:.2f}x smaller",
         ),
     ]
+    if report["kv_cache"] is not None:
+        before, after = (report["kv_cache"]["bytes_per_token"][key] for key in ("before", "after"))
+        rows.append(("KV cache, bytes per token", f"{before:g}", f"{after:g}", f"{before / after:.2f}x smaller"))
     for text in report["quality"]:
         before, after = text["base"]["perplexity"], text["compressed"]["perplexity"]
         of = text["base"]["of"]
@@ -128,6 +133,18 @@ def sparsity(report: dict[str, Any]) -> list[str]:
     rows = [(name, *(f"{one[key]:.4f}" for key in ("asked", "due", "achieved"))) for name, one in shown.items()]
     told = "due: in whole units of the pattern, its dense tail apart; achieved: zeros counted in the checkpoint."
     return [f"## Sparsity\n\nOf {len(layers)} layers; {told}\n\n" + table(("layers", "asked", "due", "achieved"), rows)]
+
+
+def kv_cache(report: dict[str, Any]) -> list[str]:
+    """How keys and values are rounded, what that does to them, and who knows of it; nothing where none are."""
+    found = report["kv_cache"]
+    if found is None:
+        return []
+    rows = [
+        (kind, str(row["attentions"]), f"{row['mean_error']:.4f}", f"{row['largest_error']:.4f}")
+        for kind, row in found["of"].items()
+    ]
+    return [f"## KV cache\n\n{who_rounds(found)}\n\n" + table(("rounded", "attentions", "mean error", "largest"), rows)]
 
 
 def training(report: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import OutputError
+from compress.formats.base import CacheScheme
 from compress.model.save import write_json
 
 WORK = ".compress"
@@ -31,6 +32,7 @@ class ShardEntry:
     """One finished shard: what it holds, what was done, and how it can be recognized.
 
     digests: sha256 of the codes per layer. schemes: how each layer is stored. results, journal: lines for the report.
+    caches: attentions whose keys and values are rounded: {scheme, sha256}.
     """
 
     file: str
@@ -41,6 +43,7 @@ class ShardEntry:
     schemes: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     journal: list[dict[str, Any]] = field(default_factory=list)
+    caches: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,6 +65,12 @@ class Manifest:
     def path(self) -> Path:
         """Where the manifest is."""
         return self.folder / WORK / "manifest.json"
+
+    @property
+    def caches(self) -> dict[str, CacheScheme]:
+        """How keys and values are rounded, by attention, those that are."""
+        told = {name: told for entry in self.shards.values() for name, told in entry.caches.items()}
+        return {name: CacheScheme.from_json(values["scheme"]) for name, values in told.items()}
 
     def write(self) -> None:
         """Write atomically."""

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, OPTConfig
 
 from compress.errors import ModelError
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
+from compress.formats.base import CacheScheme, Scheme
 from compress.formats.pack_quantized import PackQuantized
 from compress.numerics.grids import GRIDS
 
@@ -83,6 +84,35 @@ def test_the_width_of_a_layer_makes_no_group_of_its_own():
     scheme = SCHEMES["W4A16 g32"]
     schemes = {"a": replace(scheme, width=64), "b": replace(scheme, width=128)}
     assert len(FORMAT.config(schemes, [], "0.1")["config_groups"]) == 1
+
+
+FP8_CACHE = CacheScheme(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"], "static")
+
+
+@pytest.mark.parametrize("schemes", [{}, {"a": SCHEMES["W4A16 g32"]}])
+def test_a_rounded_cache_is_stated_as_its_owner_has_it_and_read_back(schemes):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = json.loads(json.dumps(FORMAT.config(schemes, ["lm_head"], "0.1", FP8_CACHE)))
+    theirs = quantization.QuantizationConfig.model_validate(config).kv_cache_scheme
+    assert (theirs.num_bits, theirs.type, theirs.strategy) == (8, "float", "tensor")
+    assert theirs.symmetric and not theirs.dynamic
+    assert FORMAT.cached(config) == FP8_CACHE
+    assert FORMAT.cached(FORMAT.config({"a": SCHEMES["FP8"]}, [], "0.1")) is None
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        CacheScheme(FP8_CACHE.keys, FP8_CACHE.values, "token"),
+        CacheScheme(FP8_CACHE.keys, None, "static"),
+        CacheScheme(INT8, INT8, "static"),
+    ],
+)
+def test_other_ways_to_round_a_cache_are_not_stated(scheme):
+    grouped = LlamaConfig(num_key_value_heads=4)
+    assert FORMAT.states(FP8_CACHE, grouped) and not FORMAT.states(scheme, grouped)
+    assert not FORMAT.states(FP8_CACHE, OPTConfig()), "compressed-tensors looks for num_key_value_heads"
+    assert not FORMATS["native"].states(FP8_CACHE, grouped)
 
 
 def test_without_compressed_layers_there_is_no_config():

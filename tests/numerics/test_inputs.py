@@ -28,6 +28,13 @@ def test_a_stored_scale_serves_all_tokens_and_saturates():
     assert InputRounding(INT8, scale=torch.tensor([1.0]))(x).tolist() == [[10.0, -3.0], [1.0, 127.0]]
 
 
+def test_a_token_with_a_zero_point_by_hand():
+    """[-1, 14] in 16 steps of 1: codes -8 to 7 with the zero point -7; one of positive numbers begins at zero."""
+    x = torch.tensor([[-1.0, 3.4, 14.0], [15.0, 7.6, 8.0]])
+    found = InputRounding(GRIDS["int4"], symmetric=False)(x)
+    assert found.tolist() == [[-1.0, 3.0, 14.0], [15.0, 8.0, 8.0]]
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_rounded_inputs_times_codes_are_the_product_in_integers(static):
     x, weight = random(5, 32), random(7, 32, seed=1)

@@ -220,4 +220,4 @@ def test_alpha_is_a_share(alpha):
 
 
 def test_it_comes_before_anything_is_quantized():
-    assert SmoothQuant.never_after == {"quantized"}
+    assert SmoothQuant.never_after == {"quantized", "cache_quantized"}

@@ -7,7 +7,18 @@ import re
 import pytest
 
 import compress
-from compress.report.write import by_pass, checks, costs, evidence, journal, markdown, training, worst, write_report
+from compress.report.write import (
+    by_pass,
+    checks,
+    costs,
+    evidence,
+    journal,
+    kv_cache,
+    markdown,
+    training,
+    worst,
+    write_report,
+)
 
 MB = 1_000_000
 REPORT = {
@@ -26,6 +37,7 @@ REPORT = {
         {"layer": "z", "by": "two", "error": None, "sparsity": 0.25},
     ],
     "sparsity": None,
+    "kv_cache": None,
     "costs": {"save": {"seconds": 1.26, "peak_bytes": 7 * MB}},
     "training": {},
     "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
@@ -78,6 +90,19 @@ def test_training_by_hand(report):
         "| two | 20 | 19.5 | 1.5 | 7.5 (step 3) | 1.3 |",
     ]
     assert section in markdown(report)
+
+
+def test_a_rounded_cache_by_hand(report):
+    assert kv_cache(report) == [] and "## KV cache" not in markdown(report)
+    of = {"keys, int8 per attention": {"attentions": 3, "mean_error": 0.01, "largest_error": 0.02}}
+    sizes = {"before": 768.0, "after": 408.0}
+    report["kv_cache"] = {"bytes_per_token": sizes, "stated": True, "of": of, "attentions": {}}
+    (section,) = kv_cache(report)
+    assert section.splitlines()[-1] == "| keys, int8 per attention | 3 | 0.0100 | 0.0200 |"
+    assert "kv_cache_scheme in config.json" in section and section in markdown(report)
+    assert evidence(report)[2] == ("KV cache, bytes per token", "768", "408", "1.88x smaller")
+    report["kv_cache"]["stated"] = False
+    assert "Only compress.load knows of it" in kv_cache(report)[0]
 
 
 def test_checks_say_what_was_not_done(report):

@@ -1,0 +1,124 @@
+"""KV-cache quantization: keys and values rounded as they enter the cache (Liu 2023, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from pydantic import BeforeValidator, Field
+from torch import Tensor, nn
+
+from compress.contract import ActivationScale, BlockInputs, BlockPass
+from compress.errors import NumericError
+from compress.formats.base import CacheScheme
+from compress.model.cache import holding, round_cache, watching
+from compress.numerics.grids import GRIDS, Grid
+from compress.types import Extent, Fact, Note
+
+UNROUNDED = "none"
+ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
+"""Grids with a scale that is a plain float and covers the largest number, whatever the width of a head."""
+
+
+def _cache_grid(value: Any) -> Any:
+    name = value.name if isinstance(value, Grid) else value
+    if name != UNROUNDED and name not in ALLOWED:
+        raise ValueError(f"grid {name!r} cannot hold keys and values; use {', '.join(ALLOWED)}, or {UNROUNDED}")
+    return name
+
+
+CacheGrid = Annotated[str, BeforeValidator(_cache_grid)]
+
+
+class KVCache(BlockPass):
+    """Round keys and values to a grid as they enter the cache, and let all passes behind it find them rounded.
+
+    Rounding stays in the model: passes that calibrate or train afterwards (gptq, qat, distill, ...) do so through it,
+    with a straight-through gradient, and a teacher is the model without it. Keys are rounded as they are cached, which
+    is with their positions, where a model rotates them. An attention takes part when it holds one of the targets.
+    Passes that rewrite attentions and prove it (smoothquant, awq, channel_permutation) come before: rounding makes a
+    step of the least difference, so that proofs fail.
+
+    The cache is as large as ever here, as rounded numbers stay in the model's dtype. Small ones are kept by servers:
+    vLLM with --kv-cache-dtype fp8 (that of a checkpoint with static scales of fp8_e4m3 by itself), transformers with
+    cache_implementation="quantized" (integers of 2 or 4 bits).
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
+
+    keys: CacheGrid = Field(default="int8", description=f"grid of the keys: {', '.join(ALLOWED)}, or {UNROUNDED}")
+    values: CacheGrid = Field(default="int8", description="grid of the values, of the same ones")
+    scale: ActivationScale = Field(
+        default="token",
+        description="'token': a scale per token and head, found when the model runs; 'static': one of all keys and one "
+        "of all values of each attention, calibrated",
+    )
+    symmetric: bool = Field(default=True, description="no zero point; false finds one with each scale (integer grids)")
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.keys == self.values == UNROUNDED:
+            raise ValueError(f"keys and values: {UNROUNDED} leaves nothing to round; give one of them a grid")
+        if not self.symmetric and self.scale == "static":
+            raise ValueError("symmetric: false needs scale: token; a static scale has no zero point")
+        symmetric = [g.name for g in self.cache.grids if g is not None and g.symmetric_only]
+        if not self.symmetric and symmetric:
+            raise ValueError(f"symmetric: false needs integer grids; {symmetric[0]} has no zero point")
+
+    @property
+    def cache(self) -> CacheScheme:
+        keys, values = (None if name == UNROUNDED else GRIDS[name] for name in (self.keys, self.values))
+        return CacheScheme(keys, values, self.scale, self.symmetric)
+
+    @property
+    def needs_data(self) -> bool:
+        return self.scale == "static"
+
+    def memory_bytes(self, extent: Extent) -> int:
+        return extent.forward_bytes
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+        found, scheme = holding(block, inputs.names), self.cache
+        if self.scale == "token":
+            for attention in found.values():
+                round_cache(attention, scheme, (None, None))
+            return
+        dtype, tops = next(block.parameters()).dtype, largest(block, found, inputs)
+        for name, attention in found.items():
+            pairs = zip(scheme.grids, tops[name], strict=True)
+            of_keys, of_values = (g and fitted(g, top, inputs.storage).to(dtype) for g, top in pairs)
+            round_cache(attention, scheme, (of_keys, of_values))
+            key, value = (float(top) for top in tops[name])
+            note("note", f"{name}: keys and values have static scales", largest_key=key, largest_value=value)
+
+
+def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs) -> dict[str, list[Tensor]]:
+    """The largest magnitude of all keys, and of all values, on the calibration text, by attention.
+
+    Raises NumericError where they are not finite, or no token came by.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def see(name: str, keys: Tensor, values: Tensor) -> None:
+        tops = [keys.abs().amax().float(), values.abs().amax().float()]
+        found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
+
+    with watching(attentions, see):
+        for batch in range(inputs.batches):
+            inputs.forward(block, batch)
+    for name in attentions:
+        if name not in found:
+            raise NumericError(f"{inputs.label}.{name}: no calibration token reached its cache; use scale: token")
+        for kind, top in zip(("keys", "values"), found[name], strict=True):
+            if not bool(top.isfinite()):
+                raise NumericError(f"{inputs.label}.{name}: {kind} hold NaN or infinity on the calibration text")
+    return found
+
+
+def fitted(grid: Grid, top: Float[Tensor, ""], storage: torch.dtype) -> Float[Tensor, " 1"]:
+    """The scale with which a grid reaches from -top to top, as it will be stored."""
+    return grid.fit(-top.reshape(1), top.reshape(1), True, storage)[0]

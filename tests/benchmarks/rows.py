@@ -57,6 +57,11 @@ ROWS: dict[str, list[dict]] = {
         {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "error": "asymmetric"}}
     ],
     "signround": [{"signround": {"weights": "int4", **GROUPS}}],
+    "kv-int8": [{"kv_cache": {"keys": "int8", "values": "int8"}}],
+    "kv-fp8-static": [{"kv_cache": {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}}],
+    "kv-int8-int4-zeros": [{"kv_cache": {"keys": "int8", "values": "int4", "symmetric": False}}],
+    "kv-int4-zeros": [{"kv_cache": {"keys": "int4", "values": "int4", "symmetric": False}}],
+    "gptq-int8": [{"gptq": {"weights": "int8", "group_size": "channel", **BEST}}],
     "magnitude-20": [{"magnitude": {"sparsity": 0.2, "pattern": "layer"}}],
     "magnitude-30": [{"magnitude": {"sparsity": 0.3, "pattern": "layer"}}],
     "magnitude-40": [{"magnitude": {"sparsity": 0.4, "pattern": "layer"}}],

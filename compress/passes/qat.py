@@ -29,8 +29,8 @@ class QAT(Quantizing, TrainingPass):
     be; the backward pass goes straight through (LLM-QAT, Liu 2023, section 2.2). With scales among what is trained,
     they (and zero points) are learned as LSQ has it (Esser 2020, arXiv 1902.08153); without, they are found from the
     weights in every step. With `hard` below 1 the uncompressed model is a teacher; with a calibration set that the
-    model writes itself (source: self) no data is needed. Ternary and binary weights train in it, too (Ma 2024, arXiv
-    2402.17764; there from scratch).
+    model writes itself (source: self) no data is needed. Behind `kv_cache` keys and values are rounded, too. Ternary
+    and binary weights train in it, as well (Ma 2024, arXiv 2402.17764; there from scratch).
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"

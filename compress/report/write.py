@@ -41,6 +41,7 @@ def markdown(report: dict[str, Any]) -> str:
         *sparsity(report),
         *kv_cache(report),
         *training(report),
+        *reconstruction(report),
         "## Journal\n\n" + ("\n".join(journal(report)) or "Nothing was done another way than asked."),
         "## To do it again\n\n```yaml\n" + yaml.safe_dump(report["reproduce"]["recipe"], sort_keys=False) + "```",
         table(("", ""), reproduction(report)),
@@ -158,6 +159,24 @@ def training(report: dict[str, Any]) -> list[str]:
     head = ("pass", "steps", "loss, first quarter", "last quarter", "best held out", "seconds")
     curves = f"```\n{sparks(report['training'])}\n```\n\n![training]({CURVES})"
     return [f"## Training\n\n{table(head, rows)}\n\n{curves}"] if rows else []
+
+
+def reconstruction(report: dict[str, Any]) -> list[str]:
+    """A section on the passes that learned block by block: the error of each block before and after, in the order of
+    the model; none where there were none.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for entry in report["journal"]["entries"]:
+        figures = entry["figures"]
+        if {"start", "learned"} <= figures.keys():
+            label, _, block = entry["where"].rpartition(" ")
+            found[label][block] = {"before": figures["start"], "after": min(figures["start"], figures["learned"])}
+    curves = {
+        f"{label}: {len(blocks)} blocks": {"curve": [{"step": i, **told} for i, told in enumerate(blocks.values())]}
+        for label, blocks in found.items()
+    }
+    text = "The error of each block's output, from the first to the last, before and after learning."
+    return [f"## Learned block by block\n\n{text}\n\n```\n{sparks(curves)}\n```"] if curves else []
 
 
 def worst(report: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -116,6 +116,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required="--list" not in sys.argv)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", help="keep the checkpoints, with reports and curves of training, in this folder")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(ROWS))
@@ -123,7 +124,6 @@ def main() -> None:
     unknown = set(arguments.rows) - set(ROWS)
     if unknown:
         parser.error(f"no row is called {', '.join(sorted(unknown))}; --list prints them")
-    arguments.out = None
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.rows or ROWS:

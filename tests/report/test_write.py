@@ -15,6 +15,7 @@ from compress.report.write import (
     journal,
     kv_cache,
     markdown,
+    reconstruction,
     training,
     worst,
     write_report,
@@ -42,7 +43,7 @@ REPORT = {
     "training": {},
     "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
-    "journal": {"entries": [{"kind": "note", "where": w, "message": "hm"} for w in ("x", "y", "z")]},
+    "journal": {"entries": [{"kind": "note", "where": w, "message": "hm", "figures": {}} for w in ("x", "y", "z")]},
     "reproduce": {
         "recipe": {"model": "some/model"}, "calibration_sha256": "c1", "compute_dtype": "float32",
         "storage_dtype": "bfloat16", "device": "cpu", "threads": 2, "python": "3.11", "platform": "p",
@@ -69,6 +70,18 @@ def test_size_and_quality_by_hand(report):
 def test_perplexity_of_masked_tokens_is_called_so(report):
     report["quality"][0]["base"]["of"] = "masked tokens"
     assert evidence(report)[2][0] == "perplexity of masked tokens, a (2 x 8 tokens)"
+
+
+def test_errors_of_blocks_that_learned_are_told_in_their_order(report):
+    assert reconstruction(report) == []
+    for block, start, learned in ((0, 0.5, 0.25), (1, 0.25, 0.5), (2, 1.0, 0.75)):  # the second stayed as it was
+        entry = {"kind": "note", "where": f"passes[1] p layers.{block}", "message": "error"}
+        report["journal"]["entries"].append({**entry, "figures": {"start": start, "learned": learned}})
+    (text,) = reconstruction(report)
+    assert text.splitlines()[-4:-1] == [
+        "passes[1] p: 3 blocks", "  before           0.5 ▃▁█ 1", "  after           0.25 ▁▁█ 0.75"
+    ]  # fmt: skip
+    assert text in markdown(report)
 
 
 def test_time_errors_and_journal_by_hand(report):

@@ -70,6 +70,7 @@ ROWS: dict[str, list[dict]] = {
     "magnitude-2:4": [{"magnitude": {"pattern": "2:4"}}],
     "wanda": [{"wanda": {"sparsity": 0.5}}],
     "wanda-2:4": [{"wanda": {"pattern": "2:4"}}],
+    "wanda-2:4-sequential": [{"wanda": {"pattern": "2:4", "true_sequential": True}}],
     "wanda-60": [{"wanda": {"sparsity": 0.6}}],
     "wanda-60-owl": [{"wanda": {"sparsity": 0.6, "allocate": "owl"}}],
     "wanda-60-sensitivity": [{"wanda": {"sparsity": 0.6, "allocate": "sensitivity"}}],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import core_schema
 from torch import Tensor
@@ -81,8 +81,8 @@ class Pattern:
             return kept
         if self.n_of_m is not None:
             n, m = self.n_of_m
-            turned = _turned(score.reshape(rows, -1, m))
-            return _turned(top(turned.reshape(-1, m), n).reshape(turned.shape)).reshape(score.shape)
+            odd = (torch.arange(rows, device=score.device) % 2 == 1).repeat_interleave(width // m)
+            return top(score.reshape(-1, m), n, odd).reshape(score.shape)
         units = self.units(score)
         kept = top(units[None], round(density * units.numel()))
         if self.block is None:
@@ -145,21 +145,19 @@ def _text(value: Any) -> str:
     return value
 
 
-def _turned(groups: Shaped[Tensor, "out groups m"]) -> Shaped[Tensor, "out groups m"]:
-    """Every group of every other row from right to left."""
-    found = groups.clone()
-    found[1::2] = groups[1::2].flip(-1)
-    return found
-
-
-def top(score: Float[Tensor, "rows n"], count: int) -> Bool[Tensor, "rows n"]:
-    """True for the `count` highest of each row, ties to the lower index."""
+def top(
+    score: Float[Tensor, "rows n"], count: int, last: Bool[Tensor, " rows"] | None = None
+) -> Bool[Tensor, "rows n"]:
+    """True for the `count` highest of each row, ties to the lower index; to the higher one in rows where `last`."""
     size = score.shape[1]
     if count in (0, size):
         return torch.full_like(score, count > 0, dtype=torch.bool)
     cut = score.kthvalue(size - count + 1, dim=1, keepdim=True).values
     above, equal = score > cut, score == cut
-    room = count - above.sum(1, keepdim=True)
-    if bool((equal.sum(1, keepdim=True) > room).any()):
-        equal &= equal.cumsum(1) <= room
+    room, ties = count - above.sum(1, keepdim=True), equal.sum(1, keepdim=True)
+    if bool((ties > room).any()):
+        place = equal.cumsum(1)
+        if last is not None:
+            place = torch.where(last[:, None], ties + 1 - place, place)
+        equal &= place <= room
     return above | equal

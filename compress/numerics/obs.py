@@ -131,8 +131,9 @@ def _greedy_rows(
         count = values.shape[1] - step
         if count <= SHRINK * columns.shape[1]:  # leave out what is gone: half of the work, and better cached
             kept = left.gather(1, columns).nonzero()[:, 1].reshape(-1, count)
-            inverse = torch.stack([one[at[:, None], at] for one, at in zip(inverse, kept, strict=True)])
-            columns = columns.gather(1, kept)
+            for one, at in zip(inverse, kept, strict=True):  # in place: a second one would double the memory
+                one[:count, :count] = one[at[:, None], at]
+            inverse, columns = inverse[:, :count, :count], columns.gather(1, kept)
         diagonal = inverse.diagonal(dim1=1, dim2=2)
         rounded = round_to(values, rows)
         # p = argmin (quant(w_p) - w_p)^2 / [inv(H)]_pp over the weights that are left

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.model.save import atomic
+from compress.train.sharded import like
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -27,26 +28,30 @@ def digest(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def write_state(
-    path: Path,
-    key: str,
-    told: Mapping[str, Any],
+def tensors_of(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     best: Mapping[str, Tensor],
     moments: Mapping[Tensor, Mapping[str, Tensor]],
-) -> None:
-    """Everything that the next step depends on. told: plain values. Raises SaveError; the file before stays whole."""
+) -> dict[str, Tensor]:
+    """All tensors that the next step depends on, by their names in the file."""
     tensors = {f"parameter/{name}": p.detach() for name, p in parameters.items()}
     tensors |= {f"buffer/{name}": tensor for name, tensor in buffers.items()}
     tensors |= {f"best/{name}": tensor for name, tensor in best.items()}
     for name, parameter in parameters.items():
         found = moments.get(parameter, {})
         tensors |= {f"{moment}/{name}": found[moment] for moment in MOMENTS if moment in found}
+    return tensors
+
+
+def write_state(path: Path, key: str, told: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Everything that the next step depends on. told: plain values; tensors: of `tensors_of`, whole.
+
+    Raises SaveError; the file before stays whole.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
-        found = {name: t.cpu().contiguous() for name, t in tensors.items()}  # no copies: they would double the peak
-        save_file(found, part, metadata={"format": "pt", "key": key, "state": json.dumps(told)})
+        save_file(tensors, part, metadata={"format": "pt", "key": key, "state": json.dumps(told)})
 
 
 def read_state(
@@ -66,10 +71,10 @@ def read_state(
     except (FileNotFoundError, SafetensorError):
         return None
     for name, parameter in parameters.items():
-        parameter.data.copy_(tensors[f"parameter/{name}"])
+        parameter.detach().copy_(like(tensors[f"parameter/{name}"], parameter))
         held = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
         if held:
-            moments[parameter] = {m: t if m == "step" else t.to(parameter.device) for m, t in held.items()}
+            moments[parameter] = {m: t if m == "step" else like(t, parameter) for m, t in held.items()}
     for name, buffer in buffers.items():
         buffer.copy_(tensors[f"buffer/{name}"])
     best = {name.removeprefix("best/"): t for name, t in tensors.items() if name.startswith("best/")}

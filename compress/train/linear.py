@@ -14,7 +14,8 @@ from compress.model.packed import CompressedLinear
 from compress.numerics.codes import GroupSize, grouped, spread
 from compress.numerics.packed import PackedCodes
 from compress.numerics.scales import positive
-from compress.train.parametrization import Masked, Parametrization, Shares
+from compress.train.parametrization import Parametrization, Shares, masked
+from compress.train.sharded import put_together
 
 SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
 
@@ -110,7 +111,7 @@ class TrainedLinear(nn.Module):
 
     def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
         """Train the dense weight, in float32; parametrization: how, without one as the layer's mask has it."""
-        self.parametrization = Masked(self.layer.mask) if parametrization is None else parametrization
+        self.parametrization = masked("", self.layer) if parametrization is None else parametrization
         self.weight = nn.Parameter(self.layer.weight.detach().float().clone())  # it may be a view of a file
         self.weight.requires_grad_(self.parametrization.trains_weight)
         self.parametrization.to(self.weight.device)
@@ -119,17 +120,21 @@ class TrainedLinear(nn.Module):
 
     def adjust(self) -> None:
         """Once the gradients of a step are there: what the parametrization does to that of the weight."""
-        if self.parametrization is not None and self.weight is not None:
-            self.parametrization.adjust(self.weight)
+        how = self.parametrization
+        if how is not None and self.weight is not None and type(how).adjust is not Parametrization.adjust:
+            with put_together(self):
+                how.adjust(self.weight)
 
     @torch.no_grad()
     def update(self, done: int, of: int) -> Shares:
         """Bring what was trained to where it may be, after `done` steps: scales above 0, pruned weights at 0."""
         if self.factor is not None:
             self.factor.clamp_(min=SMALLEST_FACTOR)
-        if self.parametrization is None or self.weight is None:
+        how = self.parametrization
+        if how is None or self.weight is None or type(how).update is Parametrization.update:
             return {}
-        return self.parametrization.update(self.weight, done, of)
+        with put_together(self):
+            return how.update(self.weight, done, of)
 
     @torch.no_grad()
     def settle(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:

@@ -12,14 +12,16 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from compress.errors import NumericError, RecipeError, ShortageError
 from compress.journal import Journal
-from compress.train.checkpoint import digest, read_state, write_state
+from compress.train.checkpoint import digest, read_state, tensors_of, write_state
 from compress.train.settings import Settings
+from compress.train.sharded import full, gather, like
 from compress.train.student import Student
 
 STATE = "training.safetensors"
@@ -74,13 +76,25 @@ class State:
     seconds: float = 0.0
 
 
-def check_whole(kind: DistributedType, label: str) -> None:
-    """Raise RecipeError for a launcher that splits parameters over processes: masks and grids need whole weights."""
-    if kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise RecipeError(
-            f"{label}: the launcher is set to {kind.value}, which splits weights over processes, but masks and scales "
-            "are made of whole ones; launch with --multi_gpu, or in one process"
-        )
+def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin | None, label: str) -> None:
+    """Raise RecipeError for a launcher whose way to split weights hides them from masks and scales."""
+    use = "launch with --use_fsdp --fsdp_version 2, which splits the same, or with --multi_gpu"
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        what = f"is set to {kind.value}, whose engine has the weights to itself, but masks and scales are made of them"
+    elif fsdp is not None and fsdp.fsdp_version != 2:
+        what = "is set to version 1 of FSDP, which flattens weights, but masks and scales are made of them"
+    elif fsdp is not None and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        what = "is set to FSDP, whose processes wait for each other for ever where an expert got no token of one"
+        use = "install torch 2.13 or later, or launch with --multi_gpu"
+    elif fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
+        what = "is set to FSDP that keeps weights on the CPU, but masks and scales are made on the device"
+        use = "launch without --fsdp_offload_params"
+    elif fsdp is not None and fsdp.activation_checkpointing:
+        what = "is set to compute activations twice, which is not done here"
+        use = "launch without --fsdp_activation_checkpointing, and lower batch"
+    else:
+        return
+    raise RecipeError(f"{label}: the launcher {what}; {use}")
 
 
 def train(
@@ -93,7 +107,7 @@ def train(
     trained, all of it if it is not given.
 
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError;
-    ShortageError for a batch that does not fit; RecipeError for a launcher that splits weights.
+    ShortageError for a batch that does not fit; RecipeError for a launcher that does not go with masks and scales.
     """
     trainer = _Trainer(student, objective, ids, settings, where, span or Span())
     with torch.enable_grad():
@@ -104,16 +118,24 @@ class _Trainer:
     def __init__(
         self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where, span: Span
     ) -> None:
-        self.student, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
+        self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.span = span
-        self.parameters, self.buffers = student.named(), student.buffers()
-        self.device = next(iter(self.parameters.values())).device
+        self.device = next(iter(student.named().values())).device
         # Precision is set here step by step: the state of accelerate is one for the whole process.
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that no token reached
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
         )
-        check_whole(self.accelerator.distributed_type, where.label)
+        fsdp: FullyShardedDataParallelPlugin | None = getattr(self.accelerator.state, "fsdp_plugin", None)
+        check_launcher(self.accelerator.distributed_type, fsdp, where.label)
+        told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        told |= {"begin": span.begin, "keep": span.keep}
+        self.key = digest(told, {"ids": ids, **student.named(), **student.buffers()})
+        if fsdp is not None:
+            fsdp.auto_wrap_policy = None  # blocks are found by structure, not by the names of their classes
+            reshard = fsdp.reshard_after_forward is not False
+            student = student.split(self.device, self.accelerator.num_processes, reshard)
+        self.student, self.parameters, self.buffers = student, student.named(), student.buffers()
         groups = [
             {"params": list(p.values()), "lr": settings.rate_of(kind), "weight_decay": settings.decay_of(kind)}
             for kind, p in student.parameters.items()
@@ -128,9 +150,6 @@ class _Trainer:
         self.first = round(span.begin * len(self.order))
         self.state = State(step=self.first, best_step=self.first)
         self.good = self._copy()
-        told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
-        told |= {"begin": span.begin, "keep": span.keep}
-        self.key = digest(told, {"ids": ids, **self.good})
         self.begun = perf_counter()
 
     @property
@@ -156,6 +175,7 @@ class _Trainer:
                 self._write()
         if self.held:
             self._put(self.good)
+        self._return()
         return self._told()
 
     def _begin(self) -> None:
@@ -179,10 +199,13 @@ class _Trainer:
                 part = self._loss(rows) / len(mine)
                 self.accelerator.backward(part)
             loss += part.detach()
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # of an expert that no token reached: zero, however processes share the work
+                parameter.grad = torch.zeros_like(parameter)
         self.student.adjust()
         clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
         mean: Any = self.accelerator.reduce(loss, "mean")
-        found, norm = float(mean), float(clipped)
+        found, norm = float(mean), float(full(clipped))
         if not (math.isfinite(found) and math.isfinite(norm)):
             self._fail(step + 1, found, norm)
         self.stepper.step()
@@ -240,6 +263,7 @@ class _Trainer:
     def _fail(self, step: int, loss: float, norm: float) -> None:
         """Put the last good state in place and raise."""
         self._put(self.good)
+        self._return()
         file = self._file
         kept = f"; the state before is in {file.parent}" if file is not None and file.exists() else ""
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
@@ -254,6 +278,12 @@ class _Trainer:
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             tensor.copy_(tensors[name])
 
+    def _return(self) -> None:
+        """What was learned, whole, in the student that was given."""
+        if self.student is not self.given:
+            self.given.take(self.student, self.device)
+            self.span.kept = {name: full(tensor) for name, tensor in self.span.kept.items()}
+
     def _resume(self) -> bool:
         """Whether a killed run has left a state of this very training, which is then put in place."""
         if self._file is None:
@@ -261,8 +291,9 @@ class _Trainer:
         found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if found is not None:
             told, best = found
-            self.good = {name: best[name] for name in self.good}
-            self.span.kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
+            self.good = {name: like(best[name], tensor) for name, tensor in self.good.items()}
+            kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
+            self.span.kept = {name: like(tensor, self.parameters[name]) for name, tensor in kept.items()}
             self.state = State(**told)
             self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
         return found is not None
@@ -270,10 +301,12 @@ class _Trainer:
     def _write(self) -> None:
         if not self.held:
             self.good = self._copy()
-        if self._file is not None and self.accelerator.is_main_process:
-            told, moments = vars(self.state), self.optimizer.state
+        if self._file is not None:
             best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
-            write_state(self._file, self.key, told, self.parameters, self.buffers, best, moments)
+            main = self.accelerator.is_main_process
+            found = gather(tensors_of(self.parameters, self.buffers, best, self.optimizer.state), keep=main)
+            if main:
+                write_state(self._file, self.key, vars(self.state), found)
         self.accelerator.wait_for_everyone()  # whoever is done may remove the folder
 
     def _progress(self, loss: float) -> None:

@@ -61,20 +61,19 @@ class Parametrization(nn.Module):
 
 
 class Masked(Parametrization):
-    """W * mask: pruned weights get no gradient, and are exactly zero after every step; without a mask W as it is."""
+    """W * mask: pruned weights get no gradient, and are exactly zero after every step."""
 
-    mask: Tensor | None
+    mask: Tensor
 
-    def __init__(self, mask: Bool[Tensor, "out in"] | None) -> None:
+    def __init__(self, mask: Bool[Tensor, "out in"]) -> None:
         super().__init__()
         self.register_buffer("mask", mask)
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        return weight if self.mask is None else weight * self.mask
+        return weight * self.mask
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
-        if self.mask is not None:
-            weight.mul_(self.mask)
+        weight.mul_(self.mask)
         return {}
 
     def settle(
@@ -90,8 +89,6 @@ def magnitudes(weight: Float[Tensor, "out in"], allowed: Bool[Tensor, "out in"] 
 
 class Shrinking(Masked):
     """W * mask, where the mask may be made smaller on the way."""
-
-    mask: Tensor
 
     def __init__(self, layer: CompressedLinear) -> None:
         mask = layer.mask
@@ -111,5 +108,6 @@ Parametrize = Callable[[str, CompressedLinear], Parametrization]
 
 
 def masked(name: str, layer: CompressedLinear) -> Parametrization:
-    """The mask that the layer came with stays."""
-    return Masked(layer.mask)
+    """The mask that the layer came with stays; without one the weight is trained as it is."""
+    mask = layer.mask
+    return Parametrization() if mask is None else Masked(mask)

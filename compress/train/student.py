@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from compress.model.blocks import find_blocks
 from compress.model.packed import CompressedLinear, linears
 from compress.train.linear import TrainedLinear
 from compress.train.parametrization import Kind, Parametrize, masked
+from compress.train.sharded import full, split
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KEPT = "scales that are not stored as floats are not trained"
@@ -27,13 +29,14 @@ class Student:
     """A model in training.
 
     parameters: what is trained, by kind and by full name. layers: linears that hold some of it, by full name. kept:
-    packed layers whose scales cannot be trained, although scales are.
+    packed layers whose scales cannot be trained, although scales are. blocks: of a whole model.
     """
 
     model: nn.Module
     parameters: dict[Kind, dict[str, nn.Parameter]]
     layers: dict[str, TrainedLinear] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Everything that is trained, by full name."""
@@ -54,6 +57,31 @@ class Student:
             if trained.parametrization is not None
             for own, tensor in trained.parametrization.named_buffers()
         }
+
+    def split(self, device: torch.device, processes: int, reshard: bool) -> Student:
+        """A second student, whose parameters are split over processes (`sharded.split`); this one rests on the CPU."""
+        self.model.cpu()
+        other = copy.deepcopy(self)
+        for layer in other.layers.values():
+            if layer.weight is not None:  # which is what the layer holds, too, but whole
+                layer.layer.put(layer.weight.detach().to("meta"))
+        names = {id(p): name for name, p in other.model.named_parameters()}
+        split(other.model, other.blocks, device, processes, reshard)
+        found = dict(other.model.named_parameters())
+        for group in other.parameters.values():
+            group.update({name: found[names[id(p)]] for name, p in group.items()})
+        return other
+
+    @torch.no_grad()
+    def take(self, other: Student, device: torch.device) -> None:
+        """What another student of the same kind, split or not, has learned; every process must ask for it."""
+        self.model.to(device)
+        for mine, theirs in ((self.named(), other.named()), (self.buffers(), other.buffers())):
+            for name, tensor in mine.items():
+                tensor.copy_(full(theirs[name].detach()))
+        for layer in self.layers.values():
+            if layer.weight is not None:
+                layer.layer.put(layer.weight.detach())
 
     def adjust(self) -> None:
         """Once the gradients of a step are there: what parametrizations do to those of their weights."""
@@ -114,6 +142,7 @@ def _choose(
 ) -> None:
     """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
     model, found = student.model, student.parameters
+    student.blocks = [model.get_submodule(block.name) for block in find_blocks(model)] if whole else []
     blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
     every = linears(model)
     shared = {id(parameter) for module in every.values() for parameter in module.parameters()}  # a head's bias, say

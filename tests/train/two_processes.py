@@ -1,6 +1,8 @@
 """Prunes, quantizes and distils a small random model in one of several processes; the first writes what became of it.
 
-accelerate launch --multi_gpu --num_processes 2 tests/train/two_processes.py OUT.safetensors ACCUMULATE [masked]
+accelerate launch --multi_gpu --num_processes 2 tests/train/two_processes.py OUT.safetensors ACCUMULATE MODEL
+
+MODEL: causal, masked, or experts, of which some get no token of a process.
 """
 
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, LlamaConfig, MixtralConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -23,11 +25,16 @@ SIZES = {
 
 
 def main() -> None:
-    out, accumulate, masked = sys.argv[1], int(sys.argv[2]), "masked" in sys.argv
+    out, accumulate, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    masked = kind == "masked"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if masked:
         model = AutoModelForMaskedLM.from_config(BertConfig(**SIZES)).eval()
+    elif kind == "experts":
+        experts = {"num_local_experts": 12, "num_experts_per_tok": 1}
+        config = MixtralConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False, **experts)
+        model = AutoModelForCausalLM.from_config(config).eval()
     else:
         config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False)
         model = AutoModelForCausalLM.from_config(config).eval()

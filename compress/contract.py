@@ -18,6 +18,7 @@ from compress.formats.base import CacheScheme
 from compress.model.links import Group, Link
 from compress.model.packed import CompressedLinear
 from compress.model.permutations import Permutation
+from compress.model.prediction import Prediction
 from compress.model.select import chosen
 from compress.numerics.codes import Codes, GroupSize
 from compress.numerics.grids import Grid
@@ -346,6 +347,13 @@ class ModelPass(Pass):
     def predicts(self) -> bool:
         """Whether it looks at how well the model predicts the text, for which `run.prediction` then stands."""
         return False
+
+    def asks(self, prediction: Prediction, where: str) -> Prediction:
+        """What it asks a model for that predicts so; where: its label. Raises RecipeError for options that say nothing.
+
+        Called before any work, too.
+        """
+        return prediction
 
     def memory_bytes(self, extent: Extent) -> int:
         """About what it needs beside the model itself."""

@@ -140,7 +140,7 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
-    context.prediction = predicted(passes, opened)
+    context.prediction = predicted(steps, opened)
     for swept, segment in segments(steps):
         if swept:
             Sweep(opened, segment, batches, ids[:1, :PROBE_TOKENS], context)(lambda *_: None, lambda _: False)
@@ -185,7 +185,7 @@ class Job:
         for step in recipe.passes:
             if isinstance(step, ModelPass) and step.other_teacher is not None:
                 check_teacher(step.other_teacher, opened, recipe.trust_remote_code)
-        context.prediction = predicted(recipe.passes, opened, recipe.seed)
+        context.prediction = predicted(steps, opened, recipe.seed)
         if recipe.eval.perplexity:
             prediction_of(opened.model, opened.tokenizer)  # for `_measure`: an error comes before the work
         texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}

@@ -121,18 +121,15 @@ class TrainingPass(Settings, ModelPass):
 
     def where(self, run: Run) -> Where:
         """What the loop is told of the run."""
-        key = f"{run.storage} {self.prediction(run)}"
+        key = f"{run.storage} {self.asks(run.prediction, run.label or self.key())}"
         return Where(run.label or self.key(), run.journal, run.folder_of_pass(), key)
 
-    def prediction(self, run: Run) -> Prediction:
-        """What the model is asked for, as these options have it. Raises RecipeError for those that say nothing."""
-        found = run.prediction
-        if isinstance(found, MaskedTokens):
-            return replace(found, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
+    def asks(self, prediction: Prediction, where: str) -> Prediction:
+        if isinstance(prediction, MaskedTokens):
+            return replace(prediction, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
         if self.mask_probability is not None:
-            where = run.label or self.key()
-            raise RecipeError(f"{where}: mask_probability says nothing of a model of {found.of}; leave it out")
-        return found
+            raise RecipeError(f"{where}: mask_probability says nothing of a model of {prediction.of}; leave it out")
+        return prediction
 
     @contextmanager
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
@@ -149,7 +146,7 @@ class TrainingPass(Settings, ModelPass):
         with self._teacher(run) as teacher:
             yield LanguageLoss(
                 self.hard, self.divergence, self.temperature, teacher, self.token_scale, self.hidden, self.cosine,
-                self.layer_map, self.prediction(run),
+                self.layer_map, self.asks(run.prediction, run.label or self.key()),
             )  # fmt: skip
 
     @contextmanager
@@ -159,7 +156,8 @@ class TrainingPass(Settings, ModelPass):
         elif self.top_k is None:
             assert run.open_teacher is not None
             with run.open_teacher(self.teacher) as model:
-                yield Beside(model, self.temperature, run.label or self.key(), self.prediction(run))
+                label = run.label or self.key()
+                yield Beside(model, self.temperature, label, self.asks(run.prediction, label))
         else:
             yield self._asked(run, self.top_k)
 
@@ -171,7 +169,7 @@ class TrainingPass(Settings, ModelPass):
 
         assert run.calibration is not None and run.open_teacher is not None
         opened = partial(run.open_teacher, self.teacher)
-        question = Question(self.temperature, top_k, self.teacher, self.prediction(run))
+        question = Question(self.temperature, top_k, self.teacher, self.asks(run.prediction, label))
         return ask(opened, run.calibration, question, run.work, run.device, label, tell)
 
 

@@ -43,13 +43,16 @@ def work_on_whole(steps: Sequence[Step], where: str, opened: OpenModel, context:
         follow(steps, opened, context.format, index + 1)
 
 
-def predicted(passes: Sequence[Pass], opened: OpenModel, seed: int = 0) -> Prediction:
+def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> Prediction:
     """`Run.prediction`; where no pass looks at it, a tokenizer need not say which token is the mask.
 
-    Raises ModelError where it must, and does not.
+    Raises ModelError where it must, and does not; RecipeError for options that say nothing of what is predicted.
     """
-    needed = any(isinstance(step, ModelPass) and step.predicts for step in passes)
-    return prediction_of(opened.model, opened.tokenizer, seed) if needed else NEXT_TOKENS
+    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.predicts]
+    found = prediction_of(opened.model, opened.tokenizer, seed) if asking else NEXT_TOKENS
+    for where, step in asking:
+        step.asks(found, where)
+    return found
 
 
 def teachers(

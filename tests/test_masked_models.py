@@ -194,6 +194,11 @@ def test_without_a_mask_token_all_else_is_done(recipe, tiny_folder, tmp_path, ti
 def test_a_share_of_masks_says_nothing_of_next_tokens(tiny, ids):
     with pytest.raises(RecipeError, match="finetune: mask_probability says nothing of a model of next tokens"):
         compress.apply(tiny("llama"), [Finetune(steps=1, mask_probability=0.3)], ids())
+    model = tiny("llama")
+    before = model.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    with pytest.raises(RecipeError, match=r"passes\[1\] finetune: mask_probability"):  # before the pass in front of it
+        compress.apply(model, [compress.Wanda(), Finetune(steps=1, mask_probability=0.3)], ids())
+    assert torch.equal(model.state_dict()["model.layers.0.mlp.up_proj.weight"], before)
 
 
 def test_a_teacher_in_memory_must_predict_the_same(tiny, ids):

@@ -100,17 +100,18 @@ def greedy(
     inverse: Float[Tensor, "in in"],
     round_to: Callable[[Float[Tensor, "rows in"], slice], Float[Tensor, "rows in"]],
     urgency: Callable[[Tensor, Tensor, slice], Float[Tensor, "rows in"]] | None = None,
+    costliest: bool = False,
 ) -> Float[Tensor, "out in"]:
-    """Round the weights of each row in the order that costs least: OBQ (Frantar 2022b, algorithm 3); exact, and slow.
+    """Round in each row the weight next that costs least: OBQ (Frantar 2022b, algorithm 3); exact, and slow.
 
     inverse: inv(H), damped. round_to(values, rows): the grid's nearest values for these rows. urgency(values, rounded,
-    rows): weights of higher urgency go first, whatever they cost (None: all alike). Work is out * in^3, memory
-    out * in^2 cut into chunks of rows.
+    rows): weights of higher urgency go first, whatever they cost (None: all alike). costliest: the weight that costs
+    most instead, while many are left to make up for it. Work is out * in^3, memory out * in^2 cut into chunks of rows.
     """
     width = weight.shape[1]
     step = max(1, CHUNK // (width * width))
     parts = [slice(start, min(start + step, weight.shape[0])) for start in range(0, weight.shape[0], step)]
-    return torch.cat([_greedy_rows(weight[rows], inverse, rows, round_to, urgency) for rows in parts])
+    return torch.cat([_greedy_rows(weight[rows], inverse, rows, round_to, urgency, costliest) for rows in parts])
 
 
 def greedy_bytes(rows: int, width: int) -> int:
@@ -119,8 +120,9 @@ def greedy_bytes(rows: int, width: int) -> int:
 
 
 def _greedy_rows(
-    weight: Tensor, inverse: Tensor, rows: slice, round_to: Callable[..., Tensor], urgency: Callable[..., Tensor] | None
-) -> Tensor:
+    weight: Tensor, inverse: Tensor, rows: slice, round_to: Callable[..., Tensor],
+    urgency: Callable[..., Tensor] | None, costliest: bool,
+) -> Tensor:  # fmt: skip
     """`greedy` for some rows; each has an inverse Hessian of its own, of what is left in it."""
     values = weight.to(inverse.dtype, copy=True)
     left = torch.ones_like(values, dtype=torch.bool)
@@ -137,9 +139,8 @@ def _greedy_rows(
         diagonal = inverse.diagonal(dim1=1, dim2=2)
         rounded = round_to(values, rows)
         # p = argmin (quant(w_p) - w_p)^2 / [inv(H)]_pp over the weights that are left
-        cost = ((rounded - values).square_().gather(1, columns) / diagonal).masked_fill_(
-            ~left.gather(1, columns), torch.inf
-        )
+        cost = (rounded - values).square_().gather(1, columns) / diagonal
+        cost = (cost.neg_() if costliest else cost).masked_fill_(~left.gather(1, columns), torch.inf)
         if urgency is not None:
             rank = urgency(values, rounded, rows).masked_fill(~left, -torch.inf)
             cost.masked_fill_((rank < rank.amax(1, keepdim=True)).gather(1, columns), torch.inf)

@@ -72,6 +72,36 @@ def test_its_error_is_mostly_below_that_of_gptq(layer_of, weights, symmetric):
     assert sum(ratios) / 4 < 1 and sum(ratio < 1 for ratio in ratios) >= 3
 
 
+@pytest.mark.parametrize("weights", ["int4", "nf4"])
+def test_beside_inputs_that_are_far_larger_the_costliest_go_first(layer_of, weights):
+    """As in language models: a few channels are far larger than the rest."""
+    for seed in range(3):
+        weight, inputs, _ = problem(rows=16, width=48, seed=10 * seed)
+        inputs = inputs * torch.tensor([30.0, 10.0, 10.0, 5.0] + [1.0] * 44)
+        seen = Gram(48, torch.device("cpu"))
+        seen.update(inputs)
+        options = {"weights": weights, "group_size": 24}
+        cheapest, costliest = (
+            error(OBQ(order=order, **options).codes(weight, seen, layer_of()), weight, inputs)
+            for order in ("cheapest", "costliest")
+        )
+        swept = error(GPTQ(act_order="static", **options).codes(weight, seen, layer_of()), weight, inputs)
+        assert costliest < 0.7 * cheapest and costliest < 1.1 * swept, (costliest, cheapest, swept)
+
+
+def test_the_first_weight_may_be_the_costliest():
+    weight, inputs, _ = problem(rows=1, width=5)
+    inverse, seen = torch.linalg.inv(inputs.double().T @ inputs.double()), []
+
+    def round_to(values, rows):
+        seen.append(values.clone())
+        return values.round()
+
+    found = obs.greedy(weight.double(), inverse, round_to, costliest=True)
+    first = int(((weight.double().round() - weight) ** 2 / inverse.diagonal()).argmax())
+    assert found[0, first] == weight[0, first].round() and seen[1][0, first] == found[0, first]
+
+
 def test_every_kind_of_grid_is_rounded_to(layer_of):
     weight, inputs, seen = problem()
     found = OBQ(weights="fp8_e4m3", group_size=12).codes(weight, seen, layer_of())

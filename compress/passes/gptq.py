@@ -14,7 +14,7 @@ from compress.numerics.codes import Codes
 from compress.numerics.linalg import DAMPING
 from compress.numerics.rounding import GridOptions, round_columns, rounding_bytes
 from compress.quantizing import QuantizingPass
-from compress.stream.observers import CrossGram, Gram, Observer
+from compress.stream.observers import CrossGram, Gram, Observer, UnitGram
 
 ALPHA = 1.0
 
@@ -46,10 +46,18 @@ class GPTQ(QuantizingPass):
         default=ALPHA, gt=0, le=1, description="error: asymmetric alone: how much of the way to aim, 1 is all of it"
     )
 
+    normalize_tokens: bool = Field(
+        default=False,
+        description="divide each token's input by its length in the Hessian, so that tokens of small inputs, such as "
+        "attention sinks behind a norm, count as much as others",
+    )
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
+        if self.error == "asymmetric" and self.normalize_tokens:
+            raise ValueError("normalize_tokens goes with error: symmetric alone; leave one of them out")
         if self.error == "symmetric" and self.alpha != ALPHA:
             raise ValueError("alpha has no meaning with error: symmetric; leave it out, or use error: asymmetric")
 
@@ -59,6 +67,8 @@ class GPTQ(QuantizingPass):
 
     @property
     def observer(self) -> type[Observer]:
+        if self.normalize_tokens:
+            return UnitGram
         return CrossGram if self.error == "asymmetric" else Gram
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.errors import NumericError
 from compress.numerics.linalg import inverse_factor
@@ -177,6 +177,13 @@ class Gram(Observer):
         if dead:
             note("note", "input channels were always zero; errors there are not made up for", channels=dead)
         return factor
+
+
+class UnitGram(Gram):
+    """Gram of the rows at unit length: the relative errors of all tokens count alike, not their squared size."""
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(nn.functional.normalize(rows))  # a row of zeros stays
 
 
 class CrossGram(Gram):

@@ -53,6 +53,9 @@ ROWS: dict[str, list[dict]] = {
     ],
     "gptq": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static"}}],
     "gptq-mse": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse"}}],
+    "gptq-mse-normalized": [
+        {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "normalize_tokens": True}}
+    ],
     "gptaq-mse": [
         {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "error": "asymmetric"}}
     ],

@@ -335,3 +335,20 @@ def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
     assert GPTQ(error="asymmetric").needs_reference
     with pytest.raises(ValidationError, match="alpha has no meaning with error: symmetric"):
         GPTQ(alpha=0.5)
+
+
+def test_tokens_of_unit_length_count_alike(layer_of):
+    """A few tokens of small inputs in directions of their own, as attention sinks are behind a norm."""
+    ratios = []
+    for seed in range(4):
+        rows, weight = correlated(seed=seed), random(16, WIDTH, seed=seed + 9)
+        sinks = 0.01 * random(4, WIDTH, seed=seed + 20)
+        rows = torch.cat([rows, sinks])
+        away = []
+        for step in (GPTQ(group_size=12), GPTQ(group_size=12, normalize_tokens=True)):
+            found = step.codes(weight, seen_of(rows, step.observer), layer_of())
+            away.append(error(found, weight, sinks))
+        ratios.append(away[1] / away[0])
+    assert sum(ratios) / 4 < 0.9, ratios
+    with pytest.raises(ValidationError, match="normalize_tokens goes with error: symmetric alone"):
+        GPTQ(normalize_tokens=True, error="asymmetric")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compress.errors import NumericError
-from compress.stream.observers import Gram, InputAbsMax, InputNorm, Nothing, Sample
+from compress.stream.observers import Gram, InputAbsMax, InputNorm, Nothing, Sample, UnitGram
 
 CPU = torch.device("cpu")
 
@@ -139,3 +139,11 @@ def test_a_sample_is_a_copy():
     sample.update(rows)
     rows.zero_()
     assert torch.equal(sample.rows, torch.ones(2, 3))
+
+
+@given(rows_in_batches())
+def test_the_gram_of_unit_rows_is_that_of_directions(drawn):
+    rows, batches = drawn
+    lengths = rows.double().norm(dim=1, keepdim=True)
+    unit = (rows.double() / lengths.clamp(min=1e-12)).numpy()
+    assert np.allclose(feed(UnitGram(rows.shape[1], CPU), batches).hessian, 2 / len(rows) * unit.T @ unit, atol=1e-5)

@@ -121,7 +121,7 @@ class TrainingPass(Settings, ModelPass):
 
     def where(self, run: Run) -> Where:
         """What the loop is told of the run."""
-        key = f"{run.storage} {self.asks(run.prediction, run.label or self.key())}"
+        key = f"{run.storage} {self._asks(run)}"
         return Where(run.label or self.key(), run.journal, run.folder_of_pass(), key)
 
     def asks(self, prediction: Prediction, where: str) -> Prediction:
@@ -130,6 +130,9 @@ class TrainingPass(Settings, ModelPass):
         if self.mask_probability is not None:
             raise RecipeError(f"{where}: mask_probability says nothing of a model of {prediction.of}; leave it out")
         return prediction
+
+    def _asks(self, run: Run) -> Prediction:
+        return self.asks(run.prediction, run.label or self.key())
 
     @contextmanager
     def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
@@ -146,7 +149,7 @@ class TrainingPass(Settings, ModelPass):
         with self._teacher(run) as teacher:
             yield LanguageLoss(
                 self.hard, self.divergence, self.temperature, teacher, self.token_scale, self.hidden, self.cosine,
-                self.layer_map, self.asks(run.prediction, run.label or self.key()),
+                self.layer_map, self._asks(run),
             )  # fmt: skip
 
     @contextmanager
@@ -156,8 +159,7 @@ class TrainingPass(Settings, ModelPass):
         elif self.top_k is None:
             assert run.open_teacher is not None
             with run.open_teacher(self.teacher) as model:
-                label = run.label or self.key()
-                yield Beside(model, self.temperature, label, self.asks(run.prediction, label))
+                yield Beside(model, self.temperature, run.label or self.key(), self._asks(run))
         else:
             yield self._asked(run, self.top_k)
 
@@ -169,7 +171,7 @@ class TrainingPass(Settings, ModelPass):
 
         assert run.calibration is not None and run.open_teacher is not None
         opened = partial(run.open_teacher, self.teacher)
-        question = Question(self.temperature, top_k, self.teacher, self.asks(run.prediction, label))
+        question = Question(self.temperature, top_k, self.teacher, self._asks(run))
         return ask(opened, run.calibration, question, run.work, run.device, label, tell)
 
 

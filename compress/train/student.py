@@ -142,8 +142,9 @@ def _choose(
 ) -> None:
     """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
     model, found = student.model, student.parameters
-    student.blocks = [model.get_submodule(block.name) for block in find_blocks(model)] if whole else []
-    blocks = tuple(f"{block.name}." for block in find_blocks(model)) if whole else ("",)
+    names = [block.name for block in find_blocks(model)] if whole else []
+    student.blocks = [model.get_submodule(name) for name in names]
+    blocks = tuple(f"{name}." for name in names) if whole else ("",)
     every = linears(model)
     shared = {id(parameter) for module in every.values() for parameter in module.parameters()}  # a head's bias, say
     for name, module in every.items():

@@ -72,7 +72,7 @@ MODEL = click.option("--model", help="Use this model instead of the recipe's: hu
 
 
 def _read(recipe: Path, model: str | None) -> Any:
-    from compress.recipe import Recipe  # torch takes seconds to import; --help should not
+    from compress.recipe.schema import Recipe  # torch takes seconds to import; --help should not
 
     found = Recipe.from_yaml(recipe)
     return found if model is None else found.model_copy(update={"model": model})
@@ -88,8 +88,8 @@ def _read(recipe: Path, model: str | None) -> Any:
 def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> None:
     """Compress the model of RECIPE, check and evaluate the result. Continues a run that was stopped."""
     asked = _read(recipe, model)
-    from compress.journal import Journal
-    from compress.runner import run as run_recipe
+    from compress.api.journal import Journal
+    from compress.pipeline.run import run as run_recipe
 
     console, journal = Console(stderr=True, markup=False), Journal()
     folder = out or Path("out") / recipe.stem
@@ -106,7 +106,7 @@ def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> N
 def plan(recipe: Path, model: str | None) -> None:
     """Show what RECIPE will do to every module, the bytes it will write and the memory it will need."""
     asked = _read(recipe, model)
-    from compress.plan import plan as make_plan
+    from compress.pipeline.plan import plan as make_plan
 
     planned = make_plan(asked)
     rows = [
@@ -116,8 +116,8 @@ def plan(recipe: Path, model: str | None) -> None:
         for layer in planned.layers
     ]  # fmt: skip
     _print_table("", ("module", "out x in", "passes", "ends as", "bytes"), rows)
-    for note in planned.notes:
-        click.echo(f"note: {note}")
+    for log in planned.notes:
+        click.echo(f"note: {log}")
     click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
     click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, libraries apart")
 
@@ -132,7 +132,7 @@ def plan(recipe: Path, model: str | None) -> None:
 @click.option("--dtype", default="auto", help="What is computed in.")
 def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
     """Measure the perplexity of MODEL: a compressed checkpoint, or any model."""
-    from compress.evaluate.texts import evaluate_texts
+    from compress.evaluate.perplexity import evaluate_texts
 
     found = evaluate_texts(model, text, windows, length, dtype)
     rows = [
@@ -154,7 +154,7 @@ def passes() -> None:
 
 
 def _print_report(report: dict[str, Any], folder: Path) -> None:
-    from compress.report.write import checks, costs, evidence, journal
+    from compress.report.markdown import checks, costs, evidence, journal
 
     _print_table(f"{report['model']['source']} -> {folder}", ("", "before", "after", "ratio"), evidence(report))
     _print_table("", ("phase", "seconds", "peak memory, MB"), costs(report))
@@ -208,7 +208,7 @@ class _Bar:
             TimeRemainingColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
-        self._told: set[tuple[str, int]] = set()
+        self._record: set[tuple[str, int]] = set()
 
     def __enter__(self) -> Callable[[Any], None]:
         return self._hear
@@ -234,6 +234,6 @@ class _Bar:
             self._tasks[task] = self._bar.add_task(text, total=of)
         self._bar.update(self._tasks[task], description=text, completed=done)
         tenth = 10 * done // of
-        if not self._console.is_terminal and (task, tenth) not in self._told:
-            self._told.add((task, tenth))
+        if not self._console.is_terminal and (task, tenth) not in self._record:
+            self._record.add((task, tenth))
             self._console.print(f"{text}  {done}/{of}")

@@ -29,11 +29,12 @@ from transformers import (
 )
 
 import compress
-from compress import Calibration, Evaluate, Recipe, Save, corpus
-from compress.corpus import token_ids
-from compress.model.blocks import find_blocks
-from compress.model.open import InMemory, OpenModel
-from compress.runner import Job
+from compress import Calibration, Evaluate, Recipe, Save
+from compress.data import ids as ids_of
+from compress.data.ids import token_ids
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.structure.blocks import find_blocks
+from compress.pipeline.run import Job
 
 PICO = Path(__file__).parent / "pico" / "model"
 VOCAB, WIDTH = 64, 32
@@ -109,7 +110,7 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenization():
     """The embedded text is cut into pico's tokens once: that would be a third of every small run."""
-    tokenize, done = corpus.token_stream, {}
+    tokenize, done = ids_of.token_stream, {}
 
     def token_stream(documents, tokenizer):
         if Path(tokenizer.name_or_path) != PICO:
@@ -120,7 +121,7 @@ def one_tokenization():
         return done[key].clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "token_stream", token_stream)
+        patch.setattr(ids_of, "token_stream", token_stream)
         yield
 
 

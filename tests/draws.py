@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.stream.observers import Gram
+from compress.api.observers import Gram
 
 
 def random(*shape, seed=0):

@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.grids import GRIDS
 
 WITH_ZERO = [name for name, grid in GRIDS.items() if grid.has_zero]
 """Grids that a pruned weight may be rounded to."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from compress import Calibration, Evaluate, Recipe
 from compress.errors import TargetError
-from compress.plan import plan
+from compress.pipeline.plan import plan
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"

@@ -7,13 +7,14 @@ from pydantic import ValidationError
 
 import compress
 from compress import Recipe
-from compress.allocation import OWL, Global, Sensitivity, Uniform, read_allocation
-from compress.context import Run
+from compress.api.context import Run
+from compress.api.journal import Journal
 from compress.errors import RecipeError, TargetError
-from compress.journal import Journal
-from compress.model.packed import linears
-from compress.model.probing import relative_error
-from compress.numerics.masks import Pattern
+from compress.families.allocation import OWL, Global, Sensitivity, Uniform, read_allocation
+from compress.model.linear import linears
+from compress.model.open.experts import open_experts
+from compress.numerics.metrics import relative_error
+from compress.numerics.sparse.masks import Pattern
 from compress.stream.sweep import Sweep
 
 STEPS = [
@@ -95,7 +96,9 @@ def test_a_mistake_says_where_it_is_and_what_is_right(written, message):
 
 @pytest.mark.parametrize("written", ["global", "owl", "sensitivity"])
 def test_a_pattern_with_a_sparsity_of_its_own_cannot_be_allocated(written):
-    with pytest.raises(ValidationError, match=f"allocate: {written} needs sparsities that can differ, and that of pattern 2:4"):
+    with pytest.raises(
+        ValidationError, match=f"allocate: {written} needs sparsities that can differ, and that of pattern 2:4"
+    ):
         compress.Wanda(pattern="2:4", allocate=written)
     assert compress.Wanda(pattern="2:4", allocate="uniform").density == 0.5
 
@@ -111,11 +114,11 @@ def test_the_sparsity_of_all_layers_is_the_one_asked_for(step, written, pico_mod
     batches = [ids(3, 32) * 5, ids(2, 32, seed=3) * 4]
     sweep = swept(opened, batches, with_allocation(step, written))
     layers = {name: layer for name, layer in linears(opened.model).items() if name in opened.linear_names()}
-    decided = sweep.decided["passes[0]"]
-    assert decided.keys() == layers.keys() and len(set(decided.values())) > 1
+    allocated = sweep.allocated["passes[0]"]
+    assert allocated.keys() == layers.keys() and len(set(allocated.values())) > 1
     zeros = {name: int((~layer.mask).sum()) for name, layer in layers.items()}
     sizes = {name: layer.mask.numel() for name, layer in layers.items()}
-    for name, share in decided.items():
+    for name, share in allocated.items():
         assert zeros[name] / sizes[name] == pytest.approx(share, abs=0.01)
     assert sum(zeros.values()) / sum(sizes.values()) == pytest.approx(0.5, abs=0.002)
 
@@ -123,7 +126,7 @@ def test_the_sparsity_of_all_layers_is_the_one_asked_for(step, written, pico_mod
 def test_owl_counts_outliers_of_the_dense_model_block_by_block(tiny, in_memory, batches):
     """By hand, from what really comes by: D = share of |W_ij| ||X_j|| above M times its mean in the block."""
     dense, opened = tiny("llama"), in_memory(tiny("llama"))
-    decided = swept(opened, batches, compress.Wanda(sparsity=0.6, allocate={"owl": {"M": 3}})).decided["passes[0]"]
+    allocated = swept(opened, batches, compress.Wanda(sparsity=0.6, allocate={"owl": {"M": 3}})).allocated["passes[0]"]
     names, squares = opened.linear_names(), {}
     for name in names:
         squares[name] = torch.zeros(dense.get_submodule(name).in_features)
@@ -142,7 +145,7 @@ def test_owl_counts_outliers_of_the_dense_model_block_by_block(tiny, in_memory, 
     densities = [(ratio - low) / (high - low) * 0.16 for ratio in ratios]
     for name in names:
         block = int(name.split(".")[2])
-        assert decided[name] == pytest.approx(0.6 - (densities[block] - sum(densities) / 3), abs=1e-4)
+        assert allocated[name] == pytest.approx(0.6 - (densities[block] - sum(densities) / 3), abs=1e-4)
 
 
 def test_sensitivity_prunes_less_where_the_measured_error_is_more(pico_model, in_memory, ids):
@@ -160,7 +163,7 @@ def test_sensitivity_prunes_less_where_the_measured_error_is_more(pico_model, in
     for handle in handles:
         handle.remove()
     step = compress.Magnitude(sparsity=0.5, allocate={"sensitivity": {"within": 0.2}})
-    decided = swept(opened, batches, step).decided["passes[0]"]
+    allocated = swept(opened, batches, step).allocated["passes[0]"]
 
     def total(shares):
         errors = 0.0
@@ -169,8 +172,8 @@ def test_sensitivity_prunes_less_where_the_measured_error_is_more(pico_model, in
             errors += relative_error(rows @ (weight * keep).T, rows @ weight.T) ** 2
         return errors
 
-    assert total(decided) < 0.97 * total(dict.fromkeys(names, 0.5))
-    assert min(decided.values()) >= 0.3 - 1e-9 and max(decided.values()) <= 0.7 + 1e-9
+    assert total(allocated) < 0.97 * total(dict.fromkeys(names, 0.5))
+    assert min(allocated.values()) >= 0.3 - 1e-9 and max(allocated.values()) <= 0.7 + 1e-9
 
 
 def test_a_lambda_that_leaves_a_layer_nothing_is_an_error(tiny, in_memory, batches):
@@ -183,8 +186,10 @@ def test_a_layer_that_a_global_threshold_empties_is_told(tiny, in_memory):
     for name in linears(opened.blocks[1].module):
         opened.blocks[1].module.get_submodule(name).weight.data *= 1e-6
     swept(opened, [], compress.Magnitude(sparsity=0.5, allocate="global"), run=run)
-    told = [entry for entry in run.journal.entries if entry.message == "the allocation leaves no weight of this layer"]
-    assert len(told) == 7 and all("model.layers.1." in entry.where for entry in told)
+    record = [
+        entry for entry in run.journal.entries if entry.message == "the allocation leaves no weight of this layer"
+    ]
+    assert len(record) == 7 and all("model.layers.1." in entry.where for entry in record)
 
 
 # The look
@@ -192,23 +197,24 @@ def test_a_layer_that_a_global_threshold_empties_is_told(tiny, in_memory):
 
 def test_two_looks_at_once_are_each_the_look_alone(tiny, in_memory, batches):
     owl, sensitivity = compress.Wanda(allocate="owl"), compress.RIA(allocate="sensitivity")
-    both = swept(in_memory(tiny("llama")), batches, owl, sensitivity).decided
-    assert both["passes[0]"] == swept(in_memory(tiny("llama")), batches, owl).decided["passes[0]"]
-    assert both["passes[1]"] == swept(in_memory(tiny("llama")), batches, sensitivity).decided["passes[0]"]
+    both = swept(in_memory(tiny("llama")), batches, owl, sensitivity).allocated
+    assert both["passes[0]"] == swept(in_memory(tiny("llama")), batches, owl).allocated["passes[0]"]
+    assert both["passes[1]"] == swept(in_memory(tiny("llama")), batches, sensitivity).allocated["passes[0]"]
 
 
 def test_without_an_allocation_nothing_is_looked_at(tiny, in_memory, batches):
-    assert swept(in_memory(tiny("llama")), batches, compress.Wanda(), compress.RTN(group_size=16)).decided == {}
+    assert swept(in_memory(tiny("llama")), batches, compress.Wanda(), compress.RTN(group_size=16)).allocated == {}
 
 
 def test_what_goes_on_to_the_blocks_is_as_if_nobody_had_looked(tiny, in_memory, batches):
     """Sparsities that a look comes to (OWL's are those of whole blocks), given by hand, make the same weights."""
     one, other = in_memory(tiny("llama")), in_memory(tiny("llama"))
-    decided = swept(one, batches, compress.Wanda(sparsity=0.6, allocate="owl")).decided["passes[0]"]
+    allocated = swept(one, batches, compress.Wanda(sparsity=0.6, allocate="owl")).allocated["passes[0]"]
     names = other.linear_names()
-    shares = {block: decided[f"model.layers.{block}.mlp.up_proj"] for block in range(3)}
+    shares = {block: allocated[f"model.layers.{block}.mlp.up_proj"] for block in range(3)}
     steps = [
-        (f"passes[{i}]", compress.Wanda(sparsity=share), [n for n in names if f".{i}." in n]) for i, share in shares.items()
+        (f"passes[{i}]", compress.Wanda(sparsity=share), [n for n in names if f".{i}." in n])
+        for i, share in shares.items()
     ]
     Sweep(other, steps, batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
     for name in names:
@@ -217,12 +223,12 @@ def test_what_goes_on_to_the_blocks_is_as_if_nobody_had_looked(tiny, in_memory, 
 
 def test_an_expert_that_no_token_reached_is_looked_at_without_data(tiny, in_memory, ids):
     opened = in_memory(tiny("mixtral", num_local_experts=16))
-    compress.model.experts.open_experts(opened.model)
+    open_experts(opened.model)
     opened = in_memory(opened.model)
     sweep = swept(opened, [ids(1, 3)], compress.Wanda(sparsity=0.5, allocate="owl"))
-    decided = sweep.decided["passes[0]"]
-    assert len(decided) == len(opened.linear_names())
-    assert sum(decided.values()) / len(decided) == pytest.approx(0.5, abs=1e-3)
+    allocated = sweep.allocated["passes[0]"]
+    assert len(allocated) == len(opened.linear_names())
+    assert sum(allocated.values()) / len(allocated) == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.few(1)

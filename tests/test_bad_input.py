@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda, cli
 from compress.errors import NumericError, OutputError, SaveError, ShortageError
-from compress.stream.manifest import open_folder
+from compress.pipeline.checkpoint import open_folder
 from compress.stream.store import ActivationStore
 
 
@@ -225,7 +225,7 @@ def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
     def fail(self, damping, order=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
-    monkeypatch.setattr("compress.stream.observers.Gram.factor", fail)
+    monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
     with pytest.raises(ShortageError, match="does not fit into the memory of cpu; use a smaller calibration.batch"):
         compress.run(recipe(GPTQ()), tmp_path)
 
@@ -237,6 +237,8 @@ def test_a_solver_that_fails_is_named_with_its_layer(recipe, tmp_path, monkeypat
     def fail(self, damping, order=None):
         raise NumericError("the Hessian is not positive definite")
 
-    monkeypatch.setattr("compress.stream.observers.Gram.factor", fail)
-    with pytest.raises(NumericError, match=r"^passes\[0\] gptq model\.layers\.0\.self_attn\.q_proj: the Hessian is not"):
+    monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
+    with pytest.raises(
+        NumericError, match=r"^passes\[0\] gptq model\.layers\.0\.self_attn\.q_proj: the Hessian is not"
+    ):
         compress.run(recipe(GPTQ()), tmp_path)

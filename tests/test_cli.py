@@ -19,10 +19,10 @@ from rich.console import Console
 
 import compress
 from compress import cli
+from compress.api.journal import Entry
 from compress.errors import NumericError
-from compress.journal import Entry
 from compress.passes import PASSES
-from compress.recipe import DType
+from compress.recipe.schema import DType
 
 RTN = "- rtn: {group_size: 32}"
 
@@ -152,7 +152,7 @@ def test_a_failure_is_one_line_and_its_exit_code(error, code, message, spell, mo
         raise error
 
     path = spell()
-    monkeypatch.setattr("compress.runner.run", fail)
+    monkeypatch.setattr("compress.pipeline.run.run", fail)
     result = call("run", path)
     result_line = result.stderr.lstrip("\n")  # click ends the line of ^C
     assert (result.exit_code, result.stdout, result_line.count("\n")) == (code, "", 1)
@@ -165,7 +165,7 @@ def test_a_failure_is_one_line_and_its_exit_code(error, code, message, spell, mo
 
 def test_an_error_of_our_own_is_not_hidden(spell, monkeypatch):
     path = spell()
-    monkeypatch.setattr("compress.runner.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("compress.pipeline.run.run", lambda *_: 1 / 0)
     assert isinstance(call("run", path).exception, ZeroDivisionError)
 
 
@@ -252,7 +252,7 @@ def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, mon
             journal.add("progress", "x", "working", done=step, of=3)
 
     path = spell()
-    monkeypatch.setattr("compress.runner.run", run)
+    monkeypatch.setattr("compress.pipeline.run.run", run)
     result = call("run", path)
     assert result.exit_code == 130 and "interrupted; the same command continues" in result.stderr
     assert steps == [0] and signal.getsignal(signal.SIGINT) is before

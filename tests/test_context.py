@@ -4,7 +4,7 @@ from time import sleep
 
 import pytest
 
-from compress.context import Run
+from compress.api.context import Run
 
 
 def test_parts_of_a_phase_add_up():

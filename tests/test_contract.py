@@ -16,14 +16,14 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import PASSES, Recipe, passes
-from compress.contract import BlockPass, LayerPass, ModelPass, Pass, Solution
+from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Solution
 from compress.errors import CalibrationError, RecipeError, TargetError
-from compress.model.cache import SCALES, cache_sha256, caching, scheme_of
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.pruning import PruningPass
-from compress.quantizing import Quantizing
-from compress.recipe import check_order
-from compress.reshaping import ReshapingPass
+from compress.families.pruning import PruningPass
+from compress.families.quantizing import Quantizing
+from compress.families.reshaping import ReshapingPass
+from compress.model.kv_cache import SCALES, cache_sha256, caching, scheme_of
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.recipe.schema import check_order
 from compress.stream.sweep import needs_data
 
 ROOT = Path(__file__).parents[1]
@@ -53,14 +53,14 @@ def fresh():
 
 def digest_of_inputs(layer: CompressedLinear) -> torch.Tensor:
     """The same for layers that scale and round their inputs alike."""
-    told = (layer.activations, layer.outlier_threshold, {n: t.tolist() for n, t in layer.input_tensors().items()})
-    return torch.tensor(list(hashlib.sha256(repr(told).encode()).digest()))
+    record = (layer.activations, layer.outlier_threshold, {n: t.tolist() for n, t in layer.input_tensors().items()})
+    return torch.tensor(list(hashlib.sha256(repr(record).encode()).digest()))
 
 
 def digest_of_cache(attention) -> torch.Tensor:
     """The same for attentions that round keys and values alike."""
-    told = cache_sha256(attention) if scheme_of(attention) is not None else "as they are"
-    return torch.tensor(list(hashlib.sha256(told.encode()).digest()))
+    record = cache_sha256(attention) if scheme_of(attention) is not None else "as they are"
+    return torch.tensor(list(hashlib.sha256(record.encode()).digest()))
 
 
 def weights_of(model) -> dict[str, torch.Tensor]:
@@ -364,7 +364,7 @@ class Shifted(LayerPass):
     amount: float = 0.25
 
     def solve(self, weight, seen, layer):
-        layer.note("note", "shifted", amount=self.amount)
+        layer.log("note", "shifted", amount=self.amount)
         return Solution(weight + self.amount)
 
 
@@ -373,7 +373,7 @@ class Negated(BlockPass):
 
     paper: ClassVar[str] = "https://example.org/negated"
 
-    def solve_block(self, block, inputs, note):
+    def solve_block(self, block, inputs, log):
         CompressedLinear.of(block.mlp.up_proj).weight.neg_()
 
 

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress import corpus
+from compress.data import ids as ids_of
+from compress.data import self_sampling, sources
 from compress.errors import CalibrationError
 
 PICO = Path(__file__).parent / "pico" / "model"
@@ -37,13 +38,13 @@ def model():
 
 
 def test_both_parts_have_text():
-    sizes = {part: sum(map(len, corpus.embedded_text(part))) for part in ("calibration", "test")}
+    sizes = {part: sum(map(len, sources.embedded_text(part))) for part in ("calibration", "test")}
     assert 0.15 < sizes["test"] / sum(sizes.values()) < 0.30
 
 
 def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
-    def paragraphs(part: corpus.Part) -> set[str]:
-        return {" ".join(p.split()) for text in corpus.embedded_text(part) for p in text.split("\n\n")} - {""}
+    def paragraphs(part: sources.Part) -> set[str]:
+        return {" ".join(p.split()) for text in sources.embedded_text(part) for p in text.split("\n\n")} - {""}
 
     assert len(paragraphs("test")) > 300
     assert paragraphs("test").isdisjoint(paragraphs("calibration"))
@@ -51,13 +52,13 @@ def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
 
 @pytest.mark.parametrize(("topic", "is_test"), [("assignment", True), ("comparisons", False)])
 def test_the_split_is_fixed(topic, is_test):
-    assert corpus._is_test(topic) is is_test
-    assert (topics[topic] in corpus.embedded_text("test")) is is_test
+    assert sources._is_test(topic) is is_test
+    assert (topics[topic] in sources.embedded_text("test")) is is_test
 
 
 def test_text_hash_follows_the_bounds_of_the_documents():
-    assert corpus.text_sha256(["ab", "c"]) != corpus.text_sha256(["a", "bc"])
-    assert corpus.text_sha256(["a", "b"]) == corpus.text_sha256(("a", "b"))
+    assert sources.text_sha256(["ab", "c"]) != sources.text_sha256(["a", "bc"])
+    assert sources.text_sha256(["a", "b"]) == sources.text_sha256(("a", "b"))
 
 
 # ---- windows and ids ----
@@ -65,7 +66,7 @@ def test_text_hash_follows_the_bounds_of_the_documents():
 
 @given(tokens=st.integers(0, 300), length=st.integers(1, 60))
 def test_windows_are_the_stream_in_order_without_overlap(tokens, length):
-    cut = corpus.windows(torch.arange(tokens), length)
+    cut = ids_of.windows(torch.arange(tokens), length)
     assert cut.shape == (tokens // length, length)
     assert cut.flatten().tolist() == list(range(tokens // length * length))
 
@@ -73,53 +74,53 @@ def test_windows_are_the_stream_in_order_without_overlap(tokens, length):
 @given(data=st.data(), length=st.integers(1, 30), seed=st.integers(0, 2**31))
 def test_calibration_draws_whole_windows_once(data, length, seed):
     stream = torch.arange(200)
-    cut = corpus.windows(stream, length)
+    cut = ids_of.windows(stream, length)
     sequences = data.draw(st.integers(1, len(cut)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "texts", lambda *_: [])
-        patch.setattr(corpus, "token_stream", lambda *_: stream)
-        ids = corpus.token_ids("embedded", "calibration", object(), sequences, length, seed)
+        patch.setattr(ids_of, "texts", lambda *_: [])
+        patch.setattr(ids_of, "token_stream", lambda *_: stream)
+        ids = ids_of.token_ids("embedded", "calibration", object(), sequences, length, seed)
     assert ids.shape == (sequences, length)
     assert len(ids.unique()) == sequences * length
     assert {tuple(row) for row in ids.tolist()} <= {tuple(row) for row in cut.tolist()}
 
 
 def test_calibration_ids_depend_on_the_seed_alone(tokenizer):
-    first, again, other = (corpus.token_ids("embedded", "calibration", tokenizer, 8, 64, seed) for seed in (1, 1, 2))
+    first, again, other = (ids_of.token_ids("embedded", "calibration", tokenizer, 8, 64, seed) for seed in (1, 1, 2))
     assert first.dtype == torch.int64
     assert torch.equal(first, again)
-    assert corpus.corpus_sha256(first) == corpus.corpus_sha256(again) != corpus.corpus_sha256(other)
+    assert ids_of.corpus_sha256(first) == ids_of.corpus_sha256(again) != ids_of.corpus_sha256(other)
 
 
 def test_test_ids_are_the_text_from_its_start(tokenizer):
-    few = corpus.token_ids("embedded", "test", tokenizer, 3, 64, seed=5)
-    every = corpus.token_ids("embedded", "test", tokenizer, None, 64, seed=6)
+    few = ids_of.token_ids("embedded", "test", tokenizer, 3, 64, seed=5)
+    every = ids_of.token_ids("embedded", "test", tokenizer, None, 64, seed=6)
     assert torch.equal(few, every[:3])
-    assert corpus.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
+    assert sources.embedded_text("test")[0].startswith(tokenizer.decode(few[0]))
 
 
 def test_documents_are_joined_by_the_end_token(tokenizer):
     a, b, end = tokenizer("one text").input_ids, tokenizer("two").input_ids, tokenizer.eos_token_id
-    assert corpus.token_stream(["one text", "two"], tokenizer).tolist() == [*a, end, *b]
+    assert ids_of.token_stream(["one text", "two"], tokenizer).tolist() == [*a, end, *b]
     plain = AutoTokenizer.from_pretrained(PICO)
     plain.eos_token = None
-    assert corpus.token_stream(["one text", "two"], plain).tolist() == [*a, *b]
-    assert corpus.token_stream([], tokenizer).tolist() == []
+    assert ids_of.token_stream(["one text", "two"], plain).tolist() == [*a, *b]
+    assert ids_of.token_stream([], tokenizer).tolist() == []
 
 
 def test_long_documents_are_tokenized_without_a_warning(caplog, monkeypatch):
     fresh = AutoTokenizer.from_pretrained(PICO)  # transformers warns once per tokenizer
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    ids = corpus.token_stream(["word " * 5 * fresh.model_max_length], fresh)
+    ids = ids_of.token_stream(["word " * 5 * fresh.model_max_length], fresh)
     assert len(ids) > fresh.model_max_length
     assert not caplog.records
 
 
 def test_ids_hash_is_that_of_little_endian_int64():
-    assert corpus.corpus_sha256(torch.tensor([[1, 2]])) == corpus.corpus_sha256(
+    assert ids_of.corpus_sha256(torch.tensor([[1, 2]])) == ids_of.corpus_sha256(
         torch.tensor([[1, 2]], dtype=torch.int32)
     )
-    assert corpus.corpus_sha256(torch.tensor([[1]])) == hashlib.sha256(b"\1" + b"\0" * 7).hexdigest()
+    assert ids_of.corpus_sha256(torch.tensor([[1]])) == hashlib.sha256(b"\1" + b"\0" * 7).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_ids_hash_is_that_of_little_endian_int64():
 )
 def test_impossible_shapes(tokenizer, sequences, length, message):
     with pytest.raises(CalibrationError, match=message):
-        corpus.token_ids("embedded", "calibration", tokenizer, sequences, length, seed=0)
+        ids_of.token_ids("embedded", "calibration", tokenizer, sequences, length, seed=0)
 
 
 # ---- sources ----
@@ -154,16 +155,16 @@ def test_impossible_shapes(tokenizer, sequences, length, message):
 )
 def test_sources_that_are_none(source, message):
     with pytest.raises(CalibrationError, match=message):
-        corpus.texts(source, "calibration")
+        sources.texts(source, "calibration")
 
 
 def test_a_text_file_is_one_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one\n\ntwo\n", encoding="utf-8")
-    assert corpus.texts(str(path), "test") == ["one\n\ntwo\n"]
+    assert sources.texts(str(path), "test") == ["one\n\ntwo\n"]
     path.write_bytes(b"ab\xff")
     with pytest.raises(CalibrationError, match="a.txt is not UTF-8 at byte 2"):
-        corpus.texts(str(path), "test")
+        sources.texts(str(path), "test")
 
 
 def test_json_lines(tmp_path, tokenizer):
@@ -171,10 +172,10 @@ def test_json_lines(tmp_path, tokenizer):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     first = json.dumps({"text": "x\u2028y"}, ensure_ascii=False)
     path.write_text(first + "\n\n" + json.dumps({"messages": talk}), encoding="utf-8")
-    assert corpus.texts(str(path), "test", tokenizer) == ["x\u2028y", "user: Hi\nassistant: Ho"]
+    assert sources.texts(str(path), "test", tokenizer) == ["x\u2028y", "user: Hi\nassistant: Ho"]
     templated = AutoTokenizer.from_pretrained(PICO)
     templated.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    assert corpus.texts(str(path), "test", templated)[1] == "<user>Hi<assistant>Ho"
+    assert sources.texts(str(path), "test", templated)[1] == "<user>Hi<assistant>Ho"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_bad_json_lines_are_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")
     with pytest.raises(CalibrationError, match=message):
-        corpus.texts(str(path), "calibration")
+        sources.texts(str(path), "calibration")
 
 
 # ---- the hub ----
@@ -209,10 +210,10 @@ def test_hub_sets(monkeypatch):
     asked = []
     rows = Rows([{"text": "a"}, {"text": "b"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, **rest: asked.append((names, rest)) or rows)
-    assert corpus.texts("wikitext", "test") == ["a\n\nb"]
-    assert corpus.texts("c4", "calibration") == ["a", "b"]
+    assert sources.texts("wikitext", "test") == ["a\n\nb"]
+    assert sources.texts("c4", "calibration") == ["a", "b"]
     rows[:] = [{"messages": [{"role": "user", "content": "Hi"}]}]
-    assert corpus.texts("ultrachat", "calibration") == ["user: Hi"]
+    assert sources.texts("ultrachat", "calibration") == ["user: Hi"]
     assert [(names, rest["split"]) for names, rest in asked] == [
         (("Salesforce/wikitext", "wikitext-2-raw-v1"), "test"),
         (("allenai/c4", None), "train"),
@@ -221,7 +222,7 @@ def test_hub_sets(monkeypatch):
     assert asked[1][1]["data_files"] == {"train": "en/c4-train.00000-of-01024.json.gz"}
 
 
-@pytest.mark.parametrize("source", corpus.HUB_SETS)
+@pytest.mark.parametrize("source", sources.HUB_SETS)
 @pytest.mark.parametrize(
     "failure",
     [
@@ -238,13 +239,13 @@ def test_an_unreachable_hub_names_the_offline_choices(monkeypatch, source, failu
     monkeypatch.setattr(datasets, "load_dataset", fail)
     message = f"test: source {source} .*not be loaded from the hub: no route.*; offline choices: embedded"
     with pytest.raises(CalibrationError, match=message):
-        corpus.texts(source, "test")
+        sources.texts(source, "test")
 
 
 def test_the_hub_package_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets.exceptions", None)
     with pytest.raises(CalibrationError, match="source c4 needs the package datasets.*; offline choices"):
-        corpus.texts("c4", "test")
+        sources.texts("c4", "test")
 
 
 # ---- stored ids ----
@@ -259,10 +260,10 @@ def stored(folder: Path, ids: np.ndarray) -> str:
 @pytest.mark.parametrize("dtype", ["uint16", "int32", ">i8"])
 def test_stored_ids(tmp_path, dtype):
     path = stored(tmp_path, np.arange(12).reshape(3, 4).astype(dtype))
-    every = corpus.token_ids(path, "calibration", None, None, None, seed=0)
+    every = ids_of.token_ids(path, "calibration", None, None, None, seed=0)
     assert every.dtype == torch.int64
     assert every.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert corpus.token_ids(path, "test", None, 2, 3, seed=0).tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert ids_of.token_ids(path, "test", None, 2, 3, seed=0).tolist() == [[0, 1, 2], [4, 5, 6]]
 
 
 @pytest.mark.parametrize(
@@ -278,18 +279,18 @@ def test_stored_ids(tmp_path, dtype):
 )
 def test_bad_stored_ids(tmp_path, ids, message):
     with pytest.raises(CalibrationError, match=message):
-        corpus.token_ids(stored(tmp_path, ids), "calibration", None, 2, 3, seed=0)
+        ids_of.token_ids(stored(tmp_path, ids), "calibration", None, 2, 3, seed=0)
 
 
 def test_stored_ids_that_are_not_there(tmp_path):
     with pytest.raises(CalibrationError, match="cannot read .*none.npy: No such file"):
-        corpus.token_ids(str(tmp_path / "none.npy"), "calibration", None, None, None, seed=0)
+        ids_of.token_ids(str(tmp_path / "none.npy"), "calibration", None, None, None, seed=0)
     (tmp_path / "text.npy").write_text("not an array")
     with pytest.raises(CalibrationError, match="text.npy is no plain .npy array"):
-        corpus.token_ids(str(tmp_path / "text.npy"), "calibration", None, None, None, seed=0)
+        ids_of.token_ids(str(tmp_path / "text.npy"), "calibration", None, None, None, seed=0)
     (tmp_path / "zero.npy").write_bytes(b"")
     with pytest.raises(CalibrationError, match="zero.npy is no plain .npy array"):
-        corpus.token_ids(str(tmp_path / "zero.npy"), "calibration", None, None, None, seed=0)
+        ids_of.token_ids(str(tmp_path / "zero.npy"), "calibration", None, None, None, seed=0)
 
 
 # ---- sampled by the model itself ----
@@ -297,18 +298,18 @@ def test_stored_ids_that_are_not_there(tmp_path):
 
 def test_self_sampled(model, tokenizer):
     before = torch.random.get_rng_state()
-    ids = corpus.self_sampled(model, tokenizer, sequences=3, length=20, seed=3, batch=2)
+    ids = self_sampling.self_sampled(model, tokenizer, sequences=3, length=20, seed=3, batch=2)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert ids.shape == (3, 20)
     assert ids.dtype == torch.int64
     assert not torch.isin(ids, torch.tensor(tokenizer.all_special_ids)).any()
     assert len({tuple(row) for row in ids.tolist()}) == 3
-    assert torch.equal(ids, corpus.self_sampled(model, tokenizer, 3, 20, seed=3, batch=2))
-    assert not torch.equal(ids, corpus.self_sampled(model, tokenizer, 3, 20, seed=4, batch=2))
+    assert torch.equal(ids, self_sampling.self_sampled(model, tokenizer, 3, 20, seed=3, batch=2))
+    assert not torch.equal(ids, self_sampling.self_sampled(model, tokenizer, 3, 20, seed=4, batch=2))
 
 
 def test_self_sampled_begins_with_the_most_likely_tokens(model, tokenizer):
-    ids = corpus.self_sampled(model, tokenizer, sequences=8, length=12, seed=0)
+    ids = self_sampling.self_sampled(model, tokenizer, sequences=8, length=12, seed=0)
     with torch.no_grad():
         logits = model(ids).logits[:, :-1]
     logits[..., tokenizer.eos_token_id] = -torch.inf
@@ -319,18 +320,18 @@ def test_self_sampled_begins_with_the_most_likely_tokens(model, tokenizer):
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_short_self_sampled_sequences(model, tokenizer, length):
-    assert corpus.self_sampled(model, tokenizer, 3, length, seed=0).shape == (3, length)
+    assert self_sampling.self_sampled(model, tokenizer, 3, length, seed=0).shape == (3, length)
 
 
 def test_self_sampled_ignores_the_sampling_settings_of_the_model(model, tokenizer):
-    plain = corpus.self_sampled(model, tokenizer, 4, 24, seed=0)
+    plain = self_sampling.self_sampled(model, tokenizer, 4, 24, seed=0)
     changed = AutoModelForCausalLM.from_pretrained(PICO)
     changed.generation_config.update(do_sample=True, temperature=0.1, top_k=2, top_p=0.5, max_length=20)
-    assert torch.equal(plain, corpus.self_sampled(changed, tokenizer, 4, 24, seed=0))
+    assert torch.equal(plain, self_sampling.self_sampled(changed, tokenizer, 4, 24, seed=0))
 
 
 @pytest.mark.parametrize("name", ["sequences", "length", "batch"])
 def test_self_sampled_counts(model, tokenizer, name):
     counts = {"sequences": 1, "length": 8, "batch": 1, name: 0}
     with pytest.raises(CalibrationError, match=f"self: {name} is 0; use 1 or more"):
-        corpus.self_sampled(model, tokenizer, seed=0, **counts)
+        self_sampling.self_sampled(model, tokenizer, seed=0, **counts)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import compress
+from compress.api.journal import Journal
 from compress.errors import OutputError, RecipeError, TargetError
-from compress.journal import Journal
 
 PICO = Path(__file__).parent / "pico" / "model"
 CHAIN = f"""
@@ -193,7 +193,11 @@ def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
     recipe = chain_in_python().model_copy(update={"passes": passes, "dtype": dtype})
     verified = compress.run(recipe, tmp_path).report["verified"]
     assert verified["own"] == 0
-    assert (verified["transformers"], verified["skipped"]) == (0, None) if skipped is None else skipped in verified["skipped"]
+    assert (
+        (verified["transformers"], verified["skipped"]) == (0, None)
+        if skipped is None
+        else skipped in verified["skipped"]
+    )
 
 
 @pytest.mark.parametrize("step", [compress.RTN(weights="nvfp4"), compress.GPTQ(weights="nvfp4")], ids=lambda s: s.key())

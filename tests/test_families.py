@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import compress
-from compress.contract import Layer
-from compress.model.packed import CompressedLinear, linears
-from compress.stream.observers import Gram, InputNorm
+from compress.api.observers import Gram, InputNorm
+from compress.api.passes import Layer
+from compress.model.linear import CompressedLinear, linears
 
 FAMILIES = {
     "gpt2": ("gpt2", {}),
@@ -67,7 +67,7 @@ def test_the_chain_is_reloaded_as_it_was_computed(name, format_, tiny, recipe, t
 
 
 def find(model):
-    from compress.model.blocks import find_blocks
+    from compress.model.structure.blocks import find_blocks
 
     return [block.module for block in find_blocks(model)]
 
@@ -90,11 +90,11 @@ def test_masks_survive_quantization_exactly(rows, width, sparsity, pattern, grou
     norm, gram = InputNorm(width, inputs.device), Gram(width, inputs.device)
     norm.update(inputs)
     gram.update(inputs)
-    note = lambda *_, **__: None  # noqa: E731
+    log = lambda *_, **__: None  # noqa: E731
     options = {"pattern": pattern} if ":" in pattern else {"pattern": pattern, "sparsity": sparsity}
-    pruned = compress.Wanda(**options).solve(weight, norm, Layer("a", None, torch.float32, note))
+    pruned = compress.Wanda(**options).solve(weight, norm, Layer("a", None, torch.float32, log))
     assert torch.equal(pruned.weight != 0, pruned.mask)
-    layer = Layer("a", pruned.mask, torch.float32, note)
+    layer = Layer("a", pruned.mask, torch.float32, log)
     quantized = {"group_size": group_size, "symmetric": symmetric}
     for step in (compress.GPTQ(act_order=order, **quantized), compress.RTN(**quantized)):
         solved = step.solve(pruned.weight, gram, layer)

@@ -6,14 +6,15 @@ import torch
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
-from compress.footprint import Footprint
+from compress.api.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency, Rows, Sample
 from compress.formats import FORMATS
-from compress.model.held import held_bytes
-from compress.model.open import open_model
+from compress.model.open.opening import open_model
+from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
 from compress.passes.awq import Moments
-from compress.plan import layer_shapes, plan, resolve
-from compress.stream.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierShare, Rows, Sample
+from compress.pipeline.footprint import Footprint
+from compress.pipeline.plan import plan
+from compress.pipeline.resolve import layer_shapes, resolve
 
 # pico: 3 blocks in float32, hidden 128, feed-forward 288; the text: 8 sequences of 64 tokens in batches of 4
 TOKENS, BATCH = 8 * 64, 4 * 64
@@ -97,7 +98,10 @@ def test_the_whole_model_is_there_for_passes_that_train_it(footprint):
 def test_ids_in_a_file_are_counted_there(recipe, tmp_path):
     np.save(tmp_path / "ids.npy", np.zeros((8, 64), dtype=np.int64))
     given = Calibration(source=str(tmp_path / "ids.npy"), sequences=None, length=None)
-    assert plan(recipe(AWQ(), RTN(), calibration=given)).memory_bytes == plan(recipe(AWQ(), RTN(), calibration=TEXT)).memory_bytes
+    assert (
+        plan(recipe(AWQ(), RTN(), calibration=given)).memory_bytes
+        == plan(recipe(AWQ(), RTN(), calibration=TEXT)).memory_bytes
+    )
     missing = given.model_copy(update={"source": str(tmp_path / "none.npy")})
     with pytest.raises(compress.errors.CalibrationError, match="cannot read"):
         plan(recipe(GPTQ(), calibration=missing))
@@ -114,7 +118,10 @@ def test_views_of_a_file_are_not_counted(pico, pico_model, in_memory):
 
 def test_weights_that_are_stored_narrower_are_copies(footprint):
     found, narrow = footprint(RTN()), footprint(RTN(), save={"dtype": "bfloat16"})
-    assert (found.held(found.outside), narrow.held(narrow.outside)) == (0, sum(t.nbytes for t in found.outside.values()))
+    assert (found.held(found.outside), narrow.held(narrow.outside)) == (
+        0,
+        sum(t.nbytes for t in found.outside.values()),
+    )
 
 
 def tensor_bytes(value) -> int:
@@ -128,10 +135,10 @@ def tensor_bytes(value) -> int:
     return tensor_bytes(vars(value)) if isinstance(value, Sample) else 0
 
 
-@pytest.mark.parametrize("kind", [Nothing, InputNorm, InputAbsMax, OutlierShare, Gram, CrossGram, Rows, Moments])
+@pytest.mark.parametrize("kind", [Nothing, InputNorm, InputAbsMax, OutlierFrequency, Gram, CrossGram, Rows, Moments])
 def test_observers_hold_what_they_say(kind):
     rows = torch.randn(8 * 64, 12)
-    seen = kind(12, torch.device("cpu"), *([1.0] if kind is OutlierShare else []))
+    seen = kind(12, torch.device("cpu"), *([1.0] if kind is OutlierFrequency else []))
     for part in rows.split(64):
         seen.compare(part, part + 1) if kind is CrossGram else seen.update(part)
     if kind is CrossGram:

@@ -1,6 +1,6 @@
 """The journal keeps entries in order, shows all of them at once, and does not keep progress."""
 
-from compress.journal import Entry, Journal
+from compress.api.journal import Entry, Journal
 
 
 def test_entries_are_kept_in_order_and_counted():

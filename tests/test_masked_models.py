@@ -11,17 +11,17 @@ from encoders import VOCAB, tokenizer
 
 import compress
 from compress import RTN, Distill, DropBlocks, Finetune
+from compress.api.journal import Journal
 from compress.cli import main
+from compress.data.ids import around, model_ids
 from compress.errors import CalibrationError, ModelError, RecipeError
-from compress.evaluate.texts import around, model_ids
-from compress.journal import Journal
-from compress.model.blocks import find_blocks
-from compress.model.prediction import prediction_of
-from compress.stream.depth import mean_loss, skipping
+from compress.model.forward import mean_loss, skipping
+from compress.model.objective import objective_of
+from compress.model.structure.blocks import find_blocks
 from compress.train.objective import LanguageLoss
-from compress.train.teacher import Beside
+from compress.train.teacher import OnlineTeacher
 
-TRIPLE = {"hard": 2 / 7, "temperature": 2.0, "cosine": 1 / 7, "top_k": None}  # 5 : 2 : 1, as in the authors' code
+TRIPLE = {"ce_weight": 2 / 7, "temperature": 2.0, "cosine": 1 / 7, "top_k": None}  # 5 : 2 : 1, as in the authors' code
 RTN4 = {"weights": "int4", "group_size": 16}
 
 
@@ -86,9 +86,9 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
 
 def loss_of(model, teacher, ids):
     """The mean triple loss of all sequences under the masks of a pass."""
-    prediction = prediction_of(model, tokenizer())
-    objective = LanguageLoss(2 / 7, temperature=2.0, cosine=1 / 7, prediction=prediction,
-                             teacher=Beside(teacher, 2.0, "here", prediction))  # fmt: skip
+    lm_objective = objective_of(model, tokenizer())
+    objective = LanguageLoss(2 / 7, temperature=2.0, cosine=1 / 7, lm_objective=lm_objective,
+                             teacher=OnlineTeacher(teacher, 2.0, "here", lm_objective))  # fmt: skip
     with torch.no_grad():
         return float(objective(model, ids, range(len(ids))))
 
@@ -108,7 +108,7 @@ def test_what_is_learned_makes_the_triple_loss_smaller(tiny, ids):
     "step",
     [
         Finetune(steps=1),
-        Finetune(steps=1, mask_probability=0.4, hard=0.5),
+        Finetune(steps=1, mask_probability=0.4, ce_weight=0.5),
         compress.GMP(steps=2, sparsity=0.5),
         compress.SRSTE(steps=1),
         compress.TopKAST(steps=1, sparsity=0.5),
@@ -119,23 +119,23 @@ def test_what_is_learned_makes_the_triple_loss_smaller(tiny, ids):
 )
 def test_every_training_asks_for_masked_tokens(step, tiny, ids, monkeypatch):
     real, predictions = LanguageLoss.__call__, []
-    monkeypatch.setattr(LanguageLoss, "__call__", lambda s, *a: predictions.append(s.prediction) or real(s, *a))
+    monkeypatch.setattr(LanguageLoss, "__call__", lambda s, *a: predictions.append(s.lm_objective) or real(s, *a))
     compress.apply(tiny("bert"), [step], ids(2), tokenizer=tokenizer())
     assert {(p.of, p.probability) for p in predictions} == {("masked tokens", step.mask_probability or 0.15)}
 
 
 def test_the_block_that_goes_is_the_one_that_masked_tokens_miss_least(tiny, ids):
-    model, journal, prediction = tiny("bert"), Journal(), prediction_of(tiny("bert"), tokenizer())
+    model, journal, lm_objective = tiny("bert"), Journal(), objective_of(tiny("bert"), tokenizer())
     blocks = find_blocks(model)
     losses = []
     for block in blocks:
         with skipping(blocks, [block.index]):
-            losses.append(mean_loss(model, ids(3), prediction))
+            losses.append(mean_loss(model, ids(3), lm_objective))
     step = DropBlocks(count=1, by="loss")
     compress.apply(model, [step], ids(3), journal=journal, tokenizer=tokenizer())
-    (told,) = [entry for entry in journal.entries if entry.message == "dropped"]
-    assert told.figures["loss"] == pytest.approx(min(losses), abs=1e-5)
-    assert told.where.endswith(f".{losses.index(min(losses))}")
+    (record,) = [entry for entry in journal.entries if entry.message == "dropped"]
+    assert record.figures["loss"] == pytest.approx(min(losses), abs=1e-5)
+    assert record.where.endswith(f".{losses.index(min(losses))}")
 
 
 @pytest.mark.slow

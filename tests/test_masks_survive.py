@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 import compress
 from compress import AWQ, GPTQ, HQQ, RTN, ChannelPermutation, SignRound, SmoothQuant, Wanda
 from compress.formats import FORMATS
-from compress.model.packed import CompressedLinear, linears
-from compress.numerics.grids import GRIDS, IntGrid
-from compress.runner import Job
+from compress.model.linear import CompressedLinear, linears
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.pipeline.run import Job
 from compress.stream.sweep import Sweep
 
 FAMILIES = ["llama", "gpt2", "opt"]
@@ -105,14 +105,14 @@ def watched():
 
     def run(recipe, folder):
         watch = Watch()
-        site, write = Sweep._site, Job._write_block
+        context, write = Sweep._context, Job._write_block
         working = {}
 
         def next_pass(self, block, state, label, shown=True):
             if block.index in working:
                 watch.pass_done(block, working[block.index])  # the one before has done its work
             working[block.index] = label
-            return site(self, block, state, label, shown)
+            return context(self, block, state, label, shown)
 
         def writing(self, block, results):
             watch.written(block)
@@ -121,7 +121,7 @@ def watched():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Sweep, "_site", next_pass)
             patch.setattr(Job, "_write_block", writing)
-            patch.setattr("compress.runner.gc.collect", lambda: 0)  # most of the time that a tiny run takes
+            patch.setattr("compress.pipeline.run.gc.collect", lambda: 0)  # most of the time that a tiny run takes
             compress.run(recipe, folder)
         return watch
 

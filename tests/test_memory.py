@@ -4,8 +4,8 @@ from time import sleep
 
 import torch
 
-from compress import memory
-from compress.memory import INTERVAL_SECONDS, PeakMemory
+from compress.api import memory
+from compress.api.memory import INTERVAL_SECONDS, PeakMemory
 
 BIG = 128 << 20
 

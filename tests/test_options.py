@@ -6,7 +6,8 @@ from pydantic import ValidationError
 import compress
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
-from compress.plan import plan, resolve
+from compress.pipeline.plan import plan
+from compress.pipeline.resolve import resolve
 
 DOWN = "model.layers.1.mlp.down_proj"
 UP = "model.layers.1.mlp.up_proj"
@@ -40,13 +41,25 @@ def test_a_mapping_and_a_list_are_two_spellings_of_one_value_and_yaml_keeps_it()
     ("overrides", "at", "message"),
     [
         ("{'*.a': {wieghts: int8}}", "wieghts", r"overrides \*.a wieghts: unknown option; did you mean 'weights'"),
-        ("[{targets: '*.a', wieghts: int8}]", "wieghts", r"overrides\[0\] wieghts: unknown option; did you mean 'weights'"),
+        (
+            "[{targets: '*.a', wieghts: int8}]",
+            "wieghts",
+            r"overrides\[0\] wieghts: unknown option; did you mean 'weights'",
+        ),
         ("{'*.a': {weights: int9}}", "weights", r"overrides \*.a weights: grid 'int9' is not known"),
         ("[{targets: '*.a', group_size: 0}]", "group_size", r"overrides\[0\] group_size: group_size 0 must be"),
-        ("[{targets: '*.a', weights: nf4, symmetric: false}]", "{targets", "symmetric: false needs an integer grid; nf4"),
+        (
+            "[{targets: '*.a', weights: nf4, symmetric: false}]",
+            "{targets",
+            "symmetric: false needs an integer grid; nf4",
+        ),
         ("[{weights: int8}]", "{weights", r"overrides\[0\] targets: is missing"),
         ("{'re:(': {weights: int8}}", "'re:(", "'re:\\(' is no regular expression"),
-        ("{'*.a': {weights: none, scale: mse}}", "'*.a'", "weights: none leaves the layers alone, so scale would do nothing"),
+        (
+            "{'*.a': {weights: none, scale: mse}}",
+            "'*.a'",
+            "weights: none leaves the layers alone, so scale would do nothing",
+        ),
         ("{'*.a': {}}", "'*.a'", "changes nothing"),
         ("{'*.a': int8}", "'*.a'", "must be a mapping of options"),
         ("int8", "overrides", "overrides: must be a list such as"),
@@ -73,7 +86,7 @@ def test_the_pass_itself_is_checked_before_its_overrides():
 
 @pytest.fixture(scope="module")
 def opened(pico):
-    from compress.model.open import open_model
+    from compress.model.open.opening import open_model
 
     return open_model(pico)
 
@@ -81,11 +94,23 @@ def opened(pico):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"*.dwon_proj": {"weights": "int8"}}, "overrides: targets pattern '\\*.dwon_proj' matches no linear .*down_proj"),
-        ({"*.q_proj": {"weights": "int8"}}, "overrides: targets pattern '\\*.q_proj' matches no linear"),  # not its layer
-        ({"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}}, "overrides before it have taken; put it before"),
+        (
+            {"*.dwon_proj": {"weights": "int8"}},
+            "overrides: targets pattern '\\*.dwon_proj' matches no linear .*down_proj",
+        ),
+        (
+            {"*.q_proj": {"weights": "int8"}},
+            "overrides: targets pattern '\\*.q_proj' matches no linear",
+        ),  # not its layer
+        (
+            {"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}},
+            "overrides before it have taken; put it before",
+        ),
         ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
-        ({"*.up_proj": {"group_size": 4096}}, "group_size 4096 is larger than the .* inputs of model.layers.0.mlp.up_proj"),
+        (
+            {"*.up_proj": {"group_size": 4096}},
+            "group_size 4096 is larger than the .* inputs of model.layers.0.mlp.up_proj",
+        ),
         ({"*.up_proj": {"weights": "nf4"}}, "model.layers.0.mlp.up_proj: weights nf4 have no layout"),
     ],
 )

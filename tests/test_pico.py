@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from compress.corpus import embedded_text, token_ids, token_stream
+from compress.data.ids import token_ids, token_stream
+from compress.data.sources import embedded_text
 
 PICO = Path(__file__).parent / "pico"
 MAX_BYTES = 3_000_000

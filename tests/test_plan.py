@@ -15,11 +15,11 @@ from compress import GPTQ, RTN, SmoothQuant, Wanda
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
-from compress.model.open import Mapped
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS, IntGrid
-from compress.numerics.packed import PackedCodes
-from compress.plan import layer_bytes, plan
+from compress.model.open.opening import Mapped
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.numerics.quant.packed import PackedCodes
+from compress.pipeline.plan import layer_bytes, plan
 
 
 def written_bytes(folder) -> int:
@@ -43,7 +43,9 @@ def written_bytes(folder) -> int:
 )
 def test_the_bytes_of_a_layer(name, grid, shape, group_size, symmetric, activations, storage):
     format_, symmetric = FORMATS[name], symmetric or not isinstance(GRIDS[grid], IntGrid)
-    group_size = GRIDS[grid].group_size or group_size  # that of the grid, for grids that have one: a pass takes no other
+    group_size = (
+        GRIDS[grid].group_size or group_size
+    )  # that of the grid, for grids that have one: a pass takes no other
     scheme = Scheme(GRIDS[grid], group_size, symmetric, activations=activations, width=shape[1])
     assume(format_.refuses(scheme, shape) is None)
     codes = quantize(torch.ones(shape), GRIDS[grid], group_size, symmetric, dtype=storage)
@@ -135,7 +137,11 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
 @pytest.mark.parametrize(
     ("step", "save", "message"),
     [
-        (RTN(targets="*.q_porj"), {}, r"passes\[0\] rtn: targets pattern '\*\.q_porj' matches no.*did you mean 'q_proj'"),
+        (
+            RTN(targets="*.q_porj"),
+            {},
+            r"passes\[0\] rtn: targets pattern '\*\.q_porj' matches no.*did you mean 'q_proj'",
+        ),
         (RTN(ignore="*.lm_head"), {}, r"ignore pattern '\*\.lm_head' matches no linear inside the blocks"),
         (RTN(ignore="*"), {}, "the ignore patterns leave none of the 21 linears"),
         (
@@ -149,7 +155,11 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
             {},
             r"model\.layers\.0\.self_attn\.q_proj: group_size 100 does not divide the 128 inputs; use 16, 32, 64, 128, channel",
         ),
-        (RTN(weights="nf4"), {}, "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"),
+        (
+            RTN(weights="nf4"),
+            {},
+            "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
+        ),
         (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
         (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),
         (RTN(activations="fp8_e4m3"), {}, "use int8, or format: native"),
@@ -182,7 +192,9 @@ def test_the_group_sizes_that_an_error_names_work(width, group_size):
 
 def test_a_device_that_is_not_there(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RecipeError, match="device: cuda was asked, but this machine has no CUDA.*write device: auto, or cpu"):
+    with pytest.raises(
+        RecipeError, match="device: cuda was asked, but this machine has no CUDA.*write device: auto, or cpu"
+    ):
         plan(recipe(RTN(), device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -11,7 +11,7 @@ import pytest
 
 import compress
 from compress import errors
-from compress.contract import Pass
+from compress.api.passes import Pass
 
 NAMES = [
     "Calibration",
@@ -73,8 +73,8 @@ def test_other_names_are_not_there(name):
 
 
 def test_the_function_plan_is_not_hidden_by_its_module():
-    import_module("compress.plan")
-    assert callable(compress.plan) and compress.plan.__module__ == "compress.plan"
+    import_module("compress.pipeline.plan")
+    assert callable(compress.plan) and compress.plan.__module__ == "compress.pipeline.plan"
 
 
 def test_type_checkers_see_the_same_names():

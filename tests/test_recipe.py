@@ -10,11 +10,11 @@ from pydantic import ValidationError
 
 import compress
 from compress import GPTQ, RTN, Calibration, Evaluate, Recipe, Save, SmoothQuant, Wanda
-from compress.contract import Pass
+from compress.api.passes import Pass
 from compress.errors import RecipeError, UserError
 from compress.formats import FORMATS
-from compress.numerics.grids import GRIDS, IntGrid
-from compress.numerics.masks import Pattern
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.numerics.sparse.masks import Pattern
 
 # ---- round trips ----
 
@@ -36,7 +36,9 @@ def quantizing(draw, step=RTN, **more):
         scale=draw(scales),
         activations=inputs,
         activation_scale="token" if inputs == "none" else draw(st.sampled_from(["token", "static"])),
-        overrides=draw(st.just(()) | st.builds(lambda targets, scale: [{"targets": targets, "scale": scale}], patterns, scales)),
+        overrides=draw(
+            st.just(()) | st.builds(lambda targets, scale: [{"targets": targets, "scale": scale}], patterns, scales)
+        ),
         true_sequential=draw(st.booleans()),
         **{name: draw(values) for name, values in {**common, **more}.items()},
     )
@@ -140,8 +142,16 @@ MISTAKES = {
     # name: (text, line:column, message)
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: there is no pass 'gtpq'; did you mean 'gptq'\?"),
     "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, channel_permutation, "),
-    "unknown option": (START + "gptq: {group_sise: 64}", "3:12", "group_sise: unknown option; did you mean 'group_size'"),
-    "option like no other": (START + "rtn:\n      zz: 1", "4:7", "zz: unknown option; known: activation_scale, activations, "),
+    "unknown option": (
+        START + "gptq: {group_sise: 64}",
+        "3:12",
+        "group_sise: unknown option; did you mean 'group_size'",
+    ),
+    "option like no other": (
+        START + "rtn:\n      zz: 1",
+        "4:7",
+        "zz: unknown option; known: activation_scale, activations, ",
+    ),
     "unknown key": ("model: x\npasses: [rtn]\npases: []", "3:1", "pases: unknown option; did you mean 'passes'"),
     "unknown key inside": (
         "model: x\npasses: [rtn]\nsave:\n  dtype: auto\n  fromat: dense",
@@ -155,7 +165,11 @@ MISTAKES = {
     "too much": (START + "wanda: {sparsity: 1.5}", "3:13", r"passes\[0\] wanda sparsity: .*less than 1, not 1\.5"),
     "too little": ("model: x\npasses: [rtn]\ncalibration: {sequences: 0}", "3:15", "greater than 0, not 0"),
     "below zero": ("model: x\npasses: [rtn]\nseed: -1", "3:1", "greater than or equal to 0, not -1"),
-    "no group size": (START + "rtn: {group_size: 0}", "3:11", "must be a positive number of columns, channel, or tensor"),
+    "no group size": (
+        START + "rtn: {group_size: 0}",
+        "3:11",
+        "must be a positive number of columns, channel, or tensor",
+    ),
     "another type": ("model: x\npasses: [rtn]\neval: {windows: many}", "3:8", "valid integer.*not 'many'"),
     "text for a list": ("model: x\npasses: [rtn]\neval: {perplexity: c4}", "3:8", "eval perplexity: must be a list"),
     "in a list": (START + "rtn: {targets: [a, [b]]}", "3:24", r"passes\[0\] rtn targets\[1\]: .*string"),
@@ -171,10 +185,22 @@ MISTAKES = {
     "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; N:M needs quotes.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
     "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
-    "no search of scales": (START + "rtn: {scale: min}", "3:11", "scale 'min' is not known; write absmax, absmean, mse, percentile"),
+    "no search of scales": (
+        START + "rtn: {scale: min}",
+        "3:11",
+        "scale 'min' is not known; write absmax, absmean, mse, percentile",
+    ),
     "half of a range": (START + "rtn: {scale: {percentile: 0.5}}", "3:11", "must be a share above 0.5 and at most 1"),
-    "groups of another size": (START + "rtn: {weights: mxfp4, group_size: 64}", "3:5", "those of 32 columns; write 32, or"),
-    "zero points of floats": (START + "rtn: {weights: nf4, symmetric: false}", "3:5", "needs an integer grid; nf4 has no"),
+    "groups of another size": (
+        START + "rtn: {weights: mxfp4, group_size: 64}",
+        "3:5",
+        "those of 32 columns; write 32, or",
+    ),
+    "zero points of floats": (
+        START + "rtn: {weights: nf4, symmetric: false}",
+        "3:5",
+        "needs an integer grid; nf4 has no",
+    ),
     "no such groups": (
         START + "gptq: {act_order: group, group_size: channel}",
         "3:5",
@@ -236,12 +262,18 @@ def test_files_that_cannot_be_read(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"passes": [RTN(), Wanda()]}, r"^passes\[1\] wanda: the model is quantized by passes\[0\] rtn already; put wanda"),
+        (
+            {"passes": [RTN(), Wanda()]},
+            r"^passes\[1\] wanda: the model is quantized by passes\[0\] rtn already; put wanda",
+        ),
         ({"passes": [GPTQ(), RTN()]}, r"^passes\[1\] rtn: the model is quantized by passes\[0\] gptq already"),
         ({"passes": []}, "^passes: must not be empty$"),
         ({"passes": RTN()}, "^passes: must be a list"),
         ({"passes": ["gtpq"]}, "did you mean 'gptq'"),
-        ({"passes": [{"rtn": {"weigths": "int4"}}]}, r"^passes\[0\] rtn weigths: unknown option; did you mean 'weights'"),
+        (
+            {"passes": [{"rtn": {"weigths": "int4"}}]},
+            r"^passes\[0\] rtn weigths: unknown option; did you mean 'weights'",
+        ),
         ({"passes": [RTN()], "sed": 1}, "^sed: unknown option; did you mean 'seed'"),
         ({"passes": [RTN()], "seed": "x"}, "^seed: .*not 'x'"),
         ({"passes": [RTN()], "calibration": {"batch": 0}}, "^calibration batch: .*greater than 0, not 0"),
@@ -284,7 +316,9 @@ class NeedsMask(Pass):
 
 def test_what_a_pass_needs_before_it():
     assert Recipe(model="x", passes=[Wanda(), NeedsMask()]).labels() == ["passes[0] wanda", "passes[1] needs_mask"]
-    with pytest.raises(RecipeError, match=r"passes\[0\] needs_mask: the model must be pruned first; put a pass that does"):
+    with pytest.raises(
+        RecipeError, match=r"passes\[0\] needs_mask: the model must be pruned first; put a pass that does"
+    ):
         Recipe(model="x", passes=[NeedsMask(), Wanda()])
 
 

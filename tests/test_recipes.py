@@ -11,7 +11,8 @@ from on_pico import MEASURED, PICO, RECIPES, ROOT, on_pico
 from transformers import AutoTokenizer
 
 import compress
-from compress import Recipe, corpus
+from compress import Recipe
+from compress.data import ids as ids_of
 from compress.errors import TargetError
 
 STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
@@ -78,8 +79,8 @@ def test_every_baseline_is_of_a_recipe_and_was_measured_on_this_protocol():
     assert (measured["text"], measured["windows"], measured["length"]) == asked
     if platform.python_version_tuple()[:2] == tuple(STORED["python"].split(".")[:2]):  # the text is CPython's own
         tokenizer = AutoTokenizer.from_pretrained(PICO)
-        ids = corpus.token_ids(measured["text"], "test", tokenizer, measured["windows"], measured["length"], 0)
-        assert corpus.corpus_sha256(ids) == measured["sha256"]
+        ids = ids_of.token_ids(measured["text"], "test", tokenizer, measured["windows"], measured["length"], 0)
+        assert ids_of.corpus_sha256(ids) == measured["sha256"]
 
 
 def test_only_group_sizes_are_changed_to_fit():

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Calibration, Recipe, Save, SmoothQuant, Wanda
+from compress.api.passes import Layer
 from compress.errors import ModelError, NumericError, RecipeError
-from compress.model.packed import CompressedLinear, linears
-from compress.numerics.sparse import SparseWeight
-from compress.runner import Job
+from compress.model.linear import CompressedLinear, linears
+from compress.numerics.sparse.positions import SparseWeight
+from compress.pipeline.run import Job
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 
@@ -41,14 +42,22 @@ def spy_on_masks(monkeypatch):
 
 RUNS = {
     "2:4": ([Wanda(pattern="2:4")], {"dtype": "bfloat16"}, "2:4"),
-    "3:7, ragged": ([Wanda(pattern="3:7")], {}, None),  # 9 bits of indexes for 7 columns: a bitmask, but for whole words
+    "3:7, ragged": (
+        [Wanda(pattern="3:7")],
+        {},
+        None,
+    ),  # 9 bits of indexes for 7 columns: a bitmask, but for whole words
     "1:7, ragged": ([Wanda(pattern="1:7")], {}, "1:7"),
     "row": ([Wanda(sparsity=0.6)], {"dtype": "bfloat16"}, "bitmask"),
     "layer": ([Wanda(sparsity=0.55, pattern="layer")], {"dtype": "float16"}, "bitmask"),
     "few of a row": ([Wanda(sparsity=0.9)], {}, None),  # 'N of the width' where that is smaller than a bitmask
     "2:4 and int4": ([Wanda(pattern="2:4"), GPTQ(group_size=20)], {}, "2:4"),
     "row and int3": ([Wanda(sparsity=0.6), RTN(weights="int3", symmetric=False, group_size=16)], {}, "bitmask"),
-    "2:4 and nf4": ([Wanda(pattern="2:4"), SmoothQuant(), RTN(weights="nf4_dq", group_size=16)], {"dtype": "bfloat16"}, "2:4"),
+    "2:4 and nf4": (
+        [Wanda(pattern="2:4"), SmoothQuant(), RTN(weights="nf4_dq", group_size=16)],
+        {"dtype": "bfloat16"},
+        "2:4",
+    ),
     "some layers": ([Wanda(pattern="2:4", targets="*mlp*"), RTN(weights="int8", group_size="channel")], {}, None),
     "all masks": ([Wanda(sparsity=0.05), RTN(group_size=16)], {"sparse": "always"}, "bitmask"),
     "too few": ([Wanda(sparsity=0.05), RTN(group_size=16)], {}, "plain"),
@@ -60,7 +69,9 @@ RUNS = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, recipe, one_block, tmp_path, monkeypatch):
+def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(
+    name, family, recipe, one_block, tmp_path, monkeypatch
+):
     steps, save, stored = RUNS[name]
     asked = recipe(*steps, model=one_block(family), save={"format": "native", **save})
     before = spy_on_masks(monkeypatch)
@@ -125,7 +136,9 @@ def test_kept_weights_stay_alone_and_get_the_dtype_that_is_computed_in(recipe, t
 
 @pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize("steps", [[Wanda(pattern="2:4")], [Wanda(sparsity=0.5), GPTQ(group_size=32)]], ids=["floats", "codes"])
+@pytest.mark.parametrize(
+    "steps", [[Wanda(pattern="2:4")], [Wanda(sparsity=0.5), GPTQ(group_size=32)]], ids=["floats", "codes"]
+)
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(steps, recipe, tmp_path, stop):
     asked = recipe(*steps, save={"format": "native"})
     whole = compress.run(asked, tmp_path / "whole").report
@@ -157,7 +170,7 @@ def test_two_pruning_passes_are_settled_to_what_they_leave(recipe, tmp_path):
 
 def test_what_was_planned_sparse_may_end_dense(recipe, tmp_path, monkeypatch):
     """The bytes of the report are those of the checkpoint also then."""
-    monkeypatch.setattr("compress.runner.hold_as_stored", lambda *_: None)
+    monkeypatch.setattr("compress.pipeline.run.hold_as_stored", lambda *_: None)
     asked = recipe(Wanda(pattern="2:4"), save={"format": "native"})
     report = compress.run(asked, tmp_path).report
     assert written_bytes(tmp_path) == report["size"]["tensor_bytes"] > report["predicted"]["tensor_bytes"]
@@ -170,17 +183,22 @@ class Regrow(RTN):
     """Rounds to nearest and forgets the mask."""
 
     def codes(self, weight, seen, layer):
-        return super().codes(weight + 1, seen, compress.contract.Layer(layer.name, None, layer.storage, layer.note))
+        return super().codes(weight + 1, seen, Layer(layer.name, None, layer.storage, layer.log))
 
 
 def test_a_pass_that_forgets_the_mask_is_an_error(recipe, tmp_path):
-    with pytest.raises(NumericError, match=r"regrow model\.layers\.0\.\S+: weights that were pruned are no longer zero"):
+    with pytest.raises(
+        NumericError, match=r"regrow model\.layers\.0\.\S+: weights that were pruned are no longer zero"
+    ):
         compress.run(recipe(Wanda(sparsity=0.5), Regrow(), save={"format": "native"}), tmp_path)
 
 
 def test_a_format_without_sparse_layers_cannot_keep_every_mask():
     for name in ("dense", "compressed-tensors"):
-        with pytest.raises(RecipeError, match=f"save sparse: 'always' cannot be had: format {name} stores zeros in place; use format: native"):
+        with pytest.raises(
+            RecipeError,
+            match=f"save sparse: 'always' cannot be had: format {name} stores zeros in place; use format: native",
+        ):
             Recipe(model="x", passes=[Wanda()], save={"format": name, "sparse": "always"}, calibration=Calibration())
     assert Save(format="native", sparse="always").sparse == "always"
     with pytest.raises(RecipeError, match=r"save sparse: input should be 'auto', 'always' or 'off', not 'on'"):
@@ -190,7 +208,11 @@ def test_a_format_without_sparse_layers_cannot_keep_every_mask():
 @pytest.fixture(scope="module")
 def stored(recipe, tmp_path_factory):
     """MLPs 2:4 in floats, attention in int4 under a bitmask."""
-    steps = [Wanda(pattern="2:4", targets="*mlp*"), Wanda(sparsity=0.6, targets="*attn*"), RTN(targets="*attn*", group_size=32)]
+    steps = [
+        Wanda(pattern="2:4", targets="*mlp*"),
+        Wanda(sparsity=0.6, targets="*attn*"),
+        RTN(targets="*attn*", group_size=32),
+    ]
     return compress.run(recipe(*steps, save={"format": "native"}), tmp_path_factory.mktemp("sparse") / "out").folder
 
 
@@ -233,5 +255,7 @@ def test_a_layer_of_another_shape_than_the_model(stored, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] = 256
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"mlp\.gate_proj is \[288, 128\] in the checkpoint, but \[256, 128\] by its config\.json"):
+    with pytest.raises(
+        ModelError, match=r"mlp\.gate_proj is \[288, 128\] in the checkpoint, but \[256, 128\] by its config\.json"
+    ):
         compress.load(folder)

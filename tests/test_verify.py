@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import compress
-from compress.context import Run
+from compress.api.context import Run
 from compress.errors import CompressError, VerificationError
-from compress.recipe import Save
-from compress.stream.manifest import WORK, open_folder
-from compress.verify import verify
+from compress.pipeline.checkpoint import WORK, open_folder
+from compress.pipeline.verify import verify
+from compress.recipe.schema import Save
 
 LAYER = "model.layers.1.mlp.up_proj"
 SHARD = "model-00003-of-00004.safetensors"
@@ -104,13 +104,15 @@ def test_a_finished_run_is_checked_again(asked, folder):
 
 
 def test_another_reading_of_the_weights_by_transformers(check, folder, monkeypatch):
-    monkeypatch.setattr("compress.verify.CompressedLinear.weight_as", lambda self, dtype: torch.zeros(1))
-    with pytest.raises(VerificationError, match="transformers reads another weight for model.layers.0.self_attn.q_proj"):
+    monkeypatch.setattr("compress.pipeline.verify.CompressedLinear.weight_as", lambda self, dtype: torch.zeros(1))
+    with pytest.raises(
+        VerificationError, match="transformers reads another weight for model.layers.0.self_attn.q_proj"
+    ):
         check(folder)
 
 
 def test_other_logits_by_transformers(check, folder, monkeypatch):
-    from compress import verify as module
+    from compress.pipeline import verify as module
 
     load = module._transformers_model
 
@@ -119,13 +121,13 @@ def test_other_logits_by_transformers(check, folder, monkeypatch):
         model.model.norm.weight.data *= 2
         return model
 
-    monkeypatch.setattr("compress.verify._transformers_model", changed)
+    monkeypatch.setattr("compress.pipeline.verify._transformers_model", changed)
     with pytest.raises(VerificationError, match="reloaded by transformers, the model's logits differ"):
         check(folder)
 
 
 def test_transformers_holds_one_layer_multiplied_out_at_a_time(check, folder, monkeypatch):
-    from compress import verify as module
+    from compress.pipeline import verify as module
 
     held, compare = [], module._compare
 
@@ -137,7 +139,7 @@ def test_transformers_holds_one_layer_multiplied_out_at_a_time(check, folder, mo
             packed = [m for m in model.modules() if module._is_packed(m)]
         return compare(reader, model, *rest)
 
-    monkeypatch.setattr("compress.verify._compare", watched)
+    monkeypatch.setattr("compress.pipeline.verify._compare", watched)
     check(folder)
     assert len(held) == 21 and max(held) <= 1
 
@@ -148,7 +150,7 @@ def test_a_checkpoint_that_transformers_cannot_load(check, folder, monkeypatch):
         def from_pretrained(*_, **__):
             raise ValueError("no such thing")
 
-    from compress import verify as module
+    from compress.pipeline import verify as module
 
     with pytest.raises(VerificationError, match="transformers cannot load the checkpoint: no such thing"):
         module._transformers_model(Broken, folder, torch.float32, False)

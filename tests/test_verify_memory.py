@@ -8,8 +8,8 @@ import torch
 
 import compress
 from compress import RTN, Wanda
+from compress.api.memory import available_bytes
 from compress.errors import VerificationError
-from compress.memory import available_bytes
 
 
 @pytest.fixture
@@ -17,14 +17,16 @@ def short_of_memory(monkeypatch):
     """short_of_memory(bytes): that much is available."""
 
     def limit(size: int):
-        monkeypatch.setattr("compress.verify.available_bytes", lambda device: size)
+        monkeypatch.setattr("compress.pipeline.verify.available_bytes", lambda device: size)
 
     return limit
 
 
 @pytest.mark.parametrize("save", [{}, {"format": "dense"}])
-def test_transformers_is_left_out_where_the_dense_model_does_not_fit(save, recipe, short_of_memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("compress.verify._transformers_model", lambda *_: pytest.fail("loaded whole"))
+def test_transformers_is_left_out_where_the_dense_model_does_not_fit(
+    save, recipe, short_of_memory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("compress.pipeline.verify._transformers_model", lambda *_: pytest.fail("loaded whole"))
     short_of_memory(2_400_000)  # pico has 2.4 MB in float32
     report = compress.run(recipe(RTN(), save=save), tmp_path).report
     assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is None
@@ -49,7 +51,7 @@ def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, s
 def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):
     asked = recipe(RTN(), save={"verify": "own"})
     compress.run(asked, tmp_path)
-    monkeypatch.setattr("compress.numerics.packed.PackedCodes.sha256", lambda self: "other")
+    monkeypatch.setattr("compress.numerics.quant.packed.PackedCodes.sha256", lambda self: "other")
     with pytest.raises(VerificationError, match=r"the codes of model\.layers\.0\..* do not read back") as caught:
         compress.run(asked, tmp_path)
     assert caught.value.exit_code == 1

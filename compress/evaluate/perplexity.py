@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.api.journal import Journal
+from compress.data.ids import corpus_sha256, model_ids
 from compress.errors import NumericError
-from compress.model.prediction import NEXT_TOKENS, Prediction
-from compress.stream.depth import total_loss
+from compress.model.forward import total_loss
+from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.model.open.load import load
+from compress.model.open.opening import folder_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ def perplexity(
     model: nn.Module,
     ids: Int[Tensor, "windows length"],
     progress: Callable[[int, int], None] | None = None,
-    prediction: Prediction = NEXT_TOKENS,
+    lm_objective: LMObjective = NEXT_TOKENS,
 ) -> Perplexity:
     """Mean loss of each token given those before it in its window; the first of each window has no loss.
 
@@ -48,11 +55,52 @@ def perplexity(
     """
     total, tokens, begin = 0.0, 0, perf_counter()
     for i, window in enumerate(ids):
-        loss, count = total_loss(model, window, prediction, i)
+        loss, count = total_loss(model, window, lm_objective, i)
         total += loss
         tokens += count
         if math.isnan(total):
             raise NumericError(f"the model's loss is NaN on window {i} of the evaluation text")
         if progress is not None:
             progress(i + 1, len(ids))
-    return Perplexity(total / tokens, tokens, perf_counter() - begin, prediction.of)
+    return Perplexity(total / tokens, tokens, perf_counter() - begin, lm_objective.of)
+
+
+def evaluate_texts(
+    source: str, texts: Sequence[str], windows: int | None, length: int | None, dtype: str = "auto"
+) -> dict[str, Perplexity]:
+    """Perplexity by text for a checkpoint folder, a hub id or a .gguf file.
+
+    Raises ModelError, CalibrationError; all texts are found before the first one is measured.
+    """
+    model, tokenizer = load(Path(folder_of(source)), dtype)
+    lm_objective = objective_of(model, tokenizer)
+    ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
+    return {text: perplexity(model, found, lm_objective=lm_objective) for text, found in ids.items()}
+
+
+def perplexities(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Mapping[str, Int[Tensor, "windows length"]],
+    which: str,
+    journal: Journal,
+) -> dict[str, Perplexity]:
+    """Perplexity by the name of each text; `which` model it is, for the journal."""
+    found: dict[str, Perplexity] = {}
+    for name, ids in texts.items():
+        message = f"perplexity of the {which} model on {name}"
+
+        def tell(done: int, of: int, message: str = message) -> None:
+            journal.add("progress", "evaluate", message, done=done, of=of)
+
+        found[name] = perplexity(model, ids, tell, objective_of(model, tokenizer))
+    return found
+
+
+def record(
+    name: str, ids: Int[Tensor, "windows length"], base: Perplexity, compressed: Perplexity
+) -> dict[str, Any]:  # fmt: skip
+    """What the report says of a text."""
+    facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
+    both = {"base": base, "compressed": compressed}
+    return facts | {which: asdict(m) | {"perplexity": m.perplexity} for which, m in both.items()}

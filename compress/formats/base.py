@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.numerics.codes import GroupSize
-from compress.numerics.grids import GRIDS, Grid
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import SparseWeight, Sparsity
+from compress.numerics.quant.codes import GroupSize
+from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight, Sparsity
 
 UNUSUAL = (
     "activation_scale",

@@ -26,14 +26,14 @@ from transformers import PretrainedConfig
 
 from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format, Scheme, refuses_inputs
-from compress.formats.float_quantized import FloatQuantized
-from compress.formats.int_quantized import IntQuantized
-from compress.formats.layout import Layout
-from compress.formats.mxfp4_pack_quantized import MXFP4PackQuantized
-from compress.formats.nvfp4_pack_quantized import NVFP4PackQuantized
-from compress.formats.pack_quantized import PackQuantized, input_arguments
-from compress.numerics.grids import GRIDS, Grid, IntGrid
-from compress.numerics.packed import PackedCodes
+from compress.formats.layouts.float_quantized import FloatQuantized
+from compress.formats.layouts.int_quantized import IntQuantized
+from compress.formats.layouts.layout import Layout
+from compress.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
+from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments
+from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
+from compress.numerics.quant.packed import PackedCodes
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
 IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
@@ -66,9 +66,7 @@ class CompressedTensors(Format):
         if reason is not None:
             return reason
         if scheme.float_zeros:
-            return (
-                f"zero points of format {self.name} are whole numbers; use zero_point: integer, or format: native"
-            )
+            return f"zero points of format {self.name} are whole numbers; use zero_point: integer, or format: native"
         layout = layout_of(scheme)
         if layout is None:
             name = scheme.coded.name
@@ -142,14 +140,14 @@ class CompressedTensors(Format):
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
 
     def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
-        told = config.get("kv_cache_scheme")
-        if told is None:
+        record = config.get("kv_cache_scheme")
+        if record is None:
             return None
-        usual = {**CACHE, "type": told.get("type")}
-        differing = {name: told.get(name) for name, value in usual.items() if told.get(name, value) != value}
-        if differing or told.get("type") not in INPUTS:
-            raise ValueError(f"kv_cache_scheme {told} cannot be read, only 8 bits with one static scale per tensor")
-        grid = INPUTS[told["type"]]
+        usual = {**CACHE, "type": record.get("type")}
+        differing = {name: record.get(name) for name, value in usual.items() if record.get(name, value) != value}
+        if differing or record.get("type") not in INPUTS:
+            raise ValueError(f"kv_cache_scheme {record} cannot be read, only 8 bits with one static scale per tensor")
+        grid = INPUTS[record["type"]]
         return CacheScheme(grid, grid, "static")
 
     def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from compress.formats.base import CacheScheme, Format, Scheme
-from compress.numerics.grids import Grid
-from compress.numerics.packed import PackedCodes
+from compress.numerics.quant.grids import Grid
+from compress.numerics.quant.packed import PackedCodes
 
 
 class Dense(Format):

@@ -49,9 +49,9 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import CacheScheme, Format, Scheme
-from compress.numerics.grids import Grid
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import Kept, SparseWeight, Sparsity
+from compress.numerics.quant.grids import Grid
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import Kept, SparseWeight, Sparsity
 
 
 class Native(Format):

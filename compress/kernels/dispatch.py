@@ -10,8 +10,8 @@ from typing import Protocol
 from torch import Tensor
 
 from compress.kernels import reference
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import SparseWeight
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight
 
 
 class Kernel(Protocol):

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compress.numerics.codes import spread
-from compress.numerics.grids import IntGrid
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import SparseWeight
+from compress.numerics.quant.codes import spread
+from compress.numerics.quant.grids import IntGrid
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight
 
 
 def dense_weight(weight: PackedCodes | SparseWeight, dtype: torch.dtype) -> Float[Tensor, "out in"]:

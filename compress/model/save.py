@@ -2,92 +2,24 @@
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.errors import NumericError, SaveError
 from compress.formats.base import CacheScheme, Format
-from compress.model.cache import CONFIG_KEY
-from compress.model.open import OpenModel
-from compress.model.packed import CompressedLinear, linears
-from compress.numerics.sparse import SparsePolicy, SparseWeight, Sparsity, choose, sparsities
-from compress.types import dtype_name
+from compress.formats.containers.files import reason_of, write_json
+from compress.model.kv_cache import CONFIG_KEY
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.opening import OpenModel
+from compress.numerics.dtypes import dtype_name
+from compress.numerics.sparse.positions import SparsePolicy, SparseWeight, Sparsity, choose, sparsities
 
 OUTSIDE = "outside"
-
-
-def shard_name(number: int, count: int) -> str:
-    """The usual name of shard `number` (from 1) of `count`."""
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-@contextmanager
-def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when all went well, and is removed when it did not.
-
-    Raises SaveError, saying what is still there, when the disk is full or the folder cannot be written.
-    """
-    part = path.with_name(path.name + ".part")
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
-        raise SaveError(
-            f"{path}: {_reason(error)}; finished blocks are kept, the same command continues there"
-        ) from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    if getattr(error, "errno", None) in full or any(os.strerror(number) in text for number in full):
-        return "the disk is full"
-    return f"cannot be written ({text})"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with atomic(path) as part:
-        part.write_text(text, encoding="utf-8")
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def write_shard(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Write tensors atomically in safetensors; returns the file's sha256."""
-    with atomic(path) as part:
-        save_file(tensors, part, metadata={"format": "pt"})
-    return file_sha256(path)
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def hold_as_stored(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
@@ -196,7 +128,7 @@ def write_description(
         if opened.tokenizer is not None:
             opened.tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise SaveError(f"{folder}: {_reason(error)}") from error
+        raise SaveError(f"{folder}: {reason_of(error)}") from error
     write_json(folder / "config.json", config)
 
 

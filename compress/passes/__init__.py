@@ -6,7 +6,7 @@ import importlib
 import inspect
 import pkgutil
 
-from compress.contract import Pass
+from compress.api.passes import Pass
 
 
 def find_passes() -> dict[str, type[Pass]]:

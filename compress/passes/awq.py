@@ -10,13 +10,14 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import COPIES, BlockInputs, BlockPass
-from compress.model.links import Group, fold
-from compress.model.packed import CompressedLinear, replace_linear
-from compress.numerics.codes import CHUNK, GroupSize, grouped, quantize, share, spread
-from compress.quantizing import WeightGrid
-from compress.stream.observers import Gram
-from compress.types import Extent, Fact, Note
+from compress.api.facts import Fact, Log
+from compress.api.memory import ProblemSize
+from compress.api.observers import Gram
+from compress.api.passes import COPIES, BlockInputs, BlockPass
+from compress.families.quantizing import WeightGrid
+from compress.model.linear import CompressedLinear, replace_linear
+from compress.model.structure.links import Group, fold
+from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread
 
 STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of what is clipped
 MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest share of a range that is cut off
@@ -24,7 +25,7 @@ SMALLEST = 1e-4  # reference code (auto_scale.py): scales are kept above this be
 SKETCH = 128  # rows of each weight, evenly spaced, that every scale is tried on
 FINALISTS = 2  # scales that are then compared, with no scaling, on all rows
 
-Share = Callable[[Tensor], Tensor]
+Equalize = Callable[[Tensor], Tensor]
 """A scale made equal on columns that come from one channel."""
 
 
@@ -57,19 +58,19 @@ class AWQ(WeightGrid, BlockPass):
         if self.group_size == "tensor":
             raise ValueError("group_size: tensor is one range for all rows, which cannot be searched; use channel")
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         """Statistics of all inputs, and while scales are tried a few copies of a chunk of rows and of a matrix."""
         widest = max(extent.inputs, default=0)
         rows = COPIES * 4 * min(extent.largest, CHUNK)
         return sum(map(Moments.memory_bytes, extent.inputs)) + max(extent.forward_bytes, 2 * 4 * widest**2 + rows)
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = {group: Fed(found) for group, found in inputs.observe(Moments).items()}
         chosen = set(inputs.names)
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
             read = _members(seen, chosen & set(link.readers))
-            scale = self._scale(block, read, link.readers, link.share, note)
+            scale = self._scale(block, read, link.readers, link.equalize, log)
             if scale is None:
                 continue
             done = fold(block, link, scale, inputs.probe)
@@ -79,58 +80,58 @@ class AWQ(WeightGrid, BlockPass):
             else:
                 where = ", ".join(link.readers)
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
-                note("fallback", message, relative_error=done.error)
+                log("fallback", message, relative_error=done.error)
         for group in inputs.groups:
             if not linked & set(group.linears):
-                self._unlinked(block, [name for name in group.linears if name in chosen], seen[group], note)
+                self._unlinked(block, [name for name in group.linears if name in chosen], seen[group], log)
         if self.clip:
             for group in inputs.groups:
-                self._clip(block, [name for name in group.linears if name in chosen], seen[group], note)
+                self._clip(block, [name for name in group.linears if name in chosen], seen[group], log)
 
-    def _unlinked(self, block: nn.Module, names: Sequence[str], fed: Fed, note: Note) -> None:
+    def _unlinked(self, block: nn.Module, names: Sequence[str], fed: Fed, log: Log) -> None:
         """Linears that read one tensor, which nothing is linked to."""
         if self.unlinked == "leave":
             where = ", ".join(names)
-            note("note", f"{where}: nothing that writes their input can take a scale, so none is searched")
+            log("note", f"{where}: nothing that writes their input can take a scale, so none is searched")
             return
-        scale = self._scale(block, {fed: names}, names, lambda scale: scale, note)
+        scale = self._scale(block, {fed: names}, names, lambda scale: scale, log)
         if scale is not None:
             for name in names:
                 replace_linear(block, name).rescale_input(scale)
             fed.divide(scale)
 
     def _scale(
-        self, block: nn.Module, read: Mapping[Fed, Sequence[str]], readers: Sequence[str], share: Share, note: Note
+        self, block: nn.Module, read: Mapping[Fed, Sequence[str]], readers: Sequence[str], equalize: Equalize, log: Log
     ) -> Float[Tensor, " in"] | None:
         """The scale with the least error; None where that is no scaling, or no token came by."""
         where = ", ".join(readers)
         tokens = sum(fed.tokens for fed in read)
         if tokens == 0:
-            note("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
+            log("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
             return None
         weights = {fed: [_weight(block, name) for name in names] for fed, names in read.items()}
         inputs = torch.stack([fed.mean * (fed.tokens / tokens) for fed in read]).sum(0)
         held = [weight for found in weights.values() for weight in found]
-        trials = self.trials(share(inputs), share(weight_mean(held, self.group_size)), share)
+        trials = self.trials(equalize(inputs), equalize(weight_mean(held, self.group_size)), equalize)
         best, error, unscaled = self.best(list(trials.values()), weights)
         formula, alpha = list(trials)[best]
         less = 1 - (error / unscaled) ** 0.5 if unscaled else 0.0
-        note("note", f"{where}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
+        log("note", f"{where}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
         return list(trials.values())[best] if best else None
 
     def trials(
-        self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], share: Share
+        self, inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], equalize: Equalize
     ) -> dict[tuple[str, float], Float[Tensor, " in"]]:
         """The scales to try, by formula and alpha; the first is no scaling."""
         found = {("none", 0.0): torch.ones_like(inputs)}
         live = inputs[inputs > 0]
         inputs = inputs.clamp(min=float(live.min()) if len(live) else 1.0)  # channels that were always zero
         for step in range(1, STEPS):
-            found["inputs", step / STEPS] = share(normalized(inputs.pow(step / STEPS)))
+            found["inputs", step / STEPS] = equalize(normalized(inputs.pow(step / STEPS)))
         if self.duo:
             for step in range(STEPS):
                 alpha = step / STEPS
-                found["duo", alpha] = share(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
+                found["duo", alpha] = equalize(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
         return found
 
     def best(self, scales: Sequence[Tensor], weights: Mapping[Fed, Sequence[Tensor]]) -> tuple[int, float, float]:
@@ -159,10 +160,10 @@ class AWQ(WeightGrid, BlockPass):
         """What the quantizing pass will make of the weight, if it rounds to nearest."""
         return quantize(weight, self.grid, self.group_size, self.symmetric).dense()
 
-    def _clip(self, block: nn.Module, names: Sequence[str], fed: Fed, note: Note) -> None:
+    def _clip(self, block: nn.Module, names: Sequence[str], fed: Fed, log: Log) -> None:
         """Clamp the weights of linears that read the same input."""
         if fed.tokens == 0:
-            note("fallback", f"{', '.join(names)}: no calibration token reached them, so they are not clipped")
+            log("fallback", f"{', '.join(names)}: no calibration token reached them, so they are not clipped")
             return
         hessian = fed.hessian
         blocks = diagonal_blocks(hessian, self.group_size)
@@ -184,7 +185,7 @@ class AWQ(WeightGrid, BlockPass):
         """
         parts = grouped(weight, self.group_size)
         low, high = torch.aminmax(parts, dim=-1)
-        shared = share(weight, self.grid, self.group_size)
+        shared = fit_shared(weight, self.grid, self.group_size)
         best, kept = torch.full_like(low, torch.inf), torch.ones_like(low)
         for step in range(int(STEPS * MOST_CLIPPED) + 1):
             left = 1 - step / STEPS

@@ -10,16 +10,16 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass
+from compress.api.facts import Fact, Log
+from compress.api.observers import InputNorm
+from compress.api.passes import BlockInputs, BlockPass
 from compress.errors import TargetError
-from compress.model.links import Group
-from compress.model.packed import CompressedLinear, replace_linear
-from compress.model.permutations import Permutation, permute
-from compress.numerics.masks import Pattern
-from compress.numerics.permutation import search
-from compress.numerics.scores import ria, wanda
-from compress.stream.observers import InputNorm
-from compress.types import Fact, Note
+from compress.model.linear import CompressedLinear, replace_linear
+from compress.model.structure.links import Group
+from compress.model.structure.permutations import Permutation, permute
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.permutation import search
+from compress.numerics.sparse.scores import ria, wanda
 
 Score = Literal["magnitude", "wanda", "ria"]
 WILD = "*?[:"
@@ -63,30 +63,30 @@ class ChannelPermutation(BlockPass):
     def needs_data(self) -> bool:
         return self.score != "magnitude"
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputNorm) if self.needs_data else {}
         norms = {name: found for group, found in seen.items() for name in group.linears}
         left: dict[str, str] = {}  # why readers are not folded
         folded: set[str] = set()
         for link in inputs.permutations:
             names = [name for name in link.readers if name in inputs.names]
-            reason = self._fold(block, inputs, link, self._scores(block, names, norms, note), note)
+            reason = self._fold(block, inputs, link, self._scores(block, names, norms, log), log)
             folded |= set() if reason else set(link.readers)
             left |= dict.fromkeys(names, reason or "")
         for group in inputs.groups:
             names = [name for name in group.linears if name in inputs.names and name not in folded]
             if names:
-                self._unlinked(block, inputs, names, left.get(names[0]) or _reason(group), norms, note)
+                self._unlinked(block, inputs, names, left.get(names[0]) or _reason(group), norms, log)
 
     def _scores(
-        self, block: nn.Module, names: Sequence[str], norms: Mapping[str, InputNorm], note: Note
+        self, block: nn.Module, names: Sequence[str], norms: Mapping[str, InputNorm], log: Log
     ) -> Float[Tensor, "rows in"]:
         """The scores of all rows that share their input channels."""
         found = []
         for name in names:
             weight, seen = CompressedLinear.of(block.get_submodule(name)).weight.float(), norms.get(name)
             if seen is not None and not seen.tokens:
-                note("fallback", f"{name}: no calibration token reached it, so its order is that of magnitudes")
+                log("fallback", f"{name}: no calibration token reached it, so its order is that of magnitudes")
             if seen is None or not seen.tokens:
                 found.append(weight.abs())
             else:
@@ -99,7 +99,7 @@ class ChannelPermutation(BlockPass):
         return search(score, n, m, self.escapes)
 
     def _fold(
-        self, block: nn.Module, inputs: BlockInputs, link: Permutation, score: Float[Tensor, "rows in"], note: Note
+        self, block: nn.Module, inputs: BlockInputs, link: Permutation, score: Float[Tensor, "rows in"], log: Log
     ) -> str | None:
         """Put the channels between sources and readers in order; the reason where that could not be done."""
         for name in link.sources:
@@ -119,9 +119,9 @@ class ChannelPermutation(BlockPass):
         where, sources = ", ".join(link.readers), ", ".join(link.sources)
         if not done.kept:
             reason = f"folding an order into {sources} would change the block's output, so it was undone"
-            note("fallback", f"{where}: {reason}", relative_error=done.error)
+            log("fallback", f"{where}: {reason}", relative_error=done.error)
             return reason
-        _tell(note, f"{where}: in a new order, folded into {sources}", score, before, after)
+        _tell(log, f"{where}: in a new order, folded into {sources}", score, before, after)
         return None
 
     def _unlinked(
@@ -131,16 +131,16 @@ class ChannelPermutation(BlockPass):
         names: Sequence[str],
         reason: str,
         norms: Mapping[str, InputNorm],
-        note: Note,
+        log: Log,
     ) -> None:
         """Linears that read one tensor whose channels stay where they are."""
         where = ", ".join(names)
         if self.unlinked == "keep":
-            score = self._scores(block, names, norms, note)
+            score = self._scores(block, names, norms, log)
             order, before, after = self._search(score)
             for name in names if after > before else ():
                 replace_linear(block, name).permute_input(order)
-            _tell(note, f"{where}: in a new order, kept with its inputs", score, before, after)
+            _tell(log, f"{where}: in a new order, kept with its inputs", score, before, after)
             return
         full = [inputs.layer(name).name for name in names]
         asked = [name for name in full if self.unlinked == "refuse" or name in self._named()]
@@ -149,7 +149,7 @@ class ChannelPermutation(BlockPass):
                 f"{self.key()}: {asked[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
                 "or leave it out (ignore)"
             )
-        note("note", f"{where}: left in their order: {reason}")
+        log("note", f"{where}: left in their order: {reason}")
 
     def _named(self) -> set[str]:
         """Linears that targets call by their full names."""
@@ -166,7 +166,7 @@ def _reason(group: Group) -> str:
     return "nothing in the block writes its input channels so that they may trade places"
 
 
-def _tell(note: Note, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
+def _tell(log: Log, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
     """The shares of all scores that the pattern keeps."""
     total = max(float(score.sum(dtype=torch.float64)), 1e-30)
-    note("note", message, kept_before=before / total, kept_after=after / total)
+    log("note", message, kept_before=before / total, kept_after=after / total)

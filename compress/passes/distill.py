@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from compress.training import TrainingPass
+from compress.families.training import TrainingPass
 
 
 class Distill(TrainingPass):
@@ -18,10 +18,12 @@ class Distill(TrainingPass):
     are trained where their own names match the targets. The head and the embeddings are not trained.
 
     Of models that predict masked tokens the loss is the triple one of Sanh 2019 (arXiv 1910.01108, section 3) with
-    `{top_k: null, temperature: 2, hard: 0.286, cosine: 0.143}`: soft targets, masked tokens and the direction of the
-    last hidden states, weighed 5 : 2 : 1 as in the authors' code.
+    `{top_k: null, temperature: 2, ce_weight: 0.286, cosine: 0.143}`: soft targets, masked tokens and the direction of
+    the last hidden states, weighed 5 : 2 : 1 as in the authors' code.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1503.02531"
 
-    hard: float = Field(default=0.0, ge=0, le=1, description="share of the loss that is cross-entropy with the text")
+    ce_weight: float = Field(
+        default=0.0, ge=0, le=1, description="share of the loss that is cross-entropy with the text"
+    )

@@ -11,14 +11,14 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.context import Run
+from compress.api.context import Run
 from compress.errors import ModelError, TargetError
-from compress.model.blocks import Block, find_blocks
-from compress.model.links import relative_error
-from compress.model.packed import linears
-from compress.model.reform import become, build, renumbered, tensors, with_blocks
-from compress.reshaping import ReshapingPass
-from compress.stream.depth import logits_of, mean_loss, skipping, states
+from compress.families.reshaping import ReshapingPass
+from compress.model.forward import logits_of, mean_loss, skipping, states
+from compress.model.linear import linears
+from compress.model.reshape.reconfigure import become, build, renumbered, tensors, with_blocks
+from compress.model.structure.blocks import Block, find_blocks
+from compress.numerics.metrics import relative_error
 
 SAME = 1e-2  # relative: the same sums give 0, half precision in another order 5e-3; a wrong block changes more
 
@@ -109,9 +109,7 @@ class DropBlocks(ReshapingPass):
             )
         return found
 
-    def _spaced(
-        self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str
-    ) -> list[tuple[int, ...]]:
+    def _spaced(self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
         """The blocks between those that stay."""
         left = len(blocks) - number
         stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
@@ -141,7 +139,7 @@ class DropBlocks(ReshapingPass):
                 if once is None:
                     run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
                     with skipping(blocks, [*gone, *some]):
-                        costs[some] = mean_loss(model, ids, run.prediction)
+                        costs[some] = mean_loss(model, ids, run.lm_objective)
                 else:
                     costs[some] = float(once[some[0]])
             best = min(costs, key=lambda some: costs[some])

@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.model.packed import CompressedLinear
+from compress.api.memory import ProblemSize
+from compress.families.training import TrainingPass
+from compress.model.linear import CompressedLinear
 from compress.train.parametrization import Kind, Parametrization
-from compress.training import TrainingPass
-from compress.types import Extent
 
 
 class Finetune(TrainingPass):
@@ -58,7 +58,7 @@ class Finetune(TrainingPass):
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return _LowRank(layer.mask, layer.shape, self.lora_rank, alpha / self.lora_rank, seed)
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         whole = super().memory_bytes(extent)
         kept = 8 if self.optimizer == "lion" else 12  # best so far and moments: W alone is there, in float32
         return whole if self.lora_rank is None else whole - kept * extent.weights

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from compress.model.packed import CompressedLinear
-from compress.numerics.schedules import Cubic
+from compress.families.training import SparseTrainingPass
+from compress.model.linear import CompressedLinear
+from compress.numerics.sparse.schedules import Cubic
 from compress.train.parametrization import Parametrization, Shares, Shrinking
-from compress.training import SparseTrainingPass
 
 
 class GMP(SparseTrainingPass):
@@ -32,9 +32,9 @@ class GMP(SparseTrainingPass):
         super().model_post_init(context)
         if self.end <= self.begin:
             raise ValueError(f"the schedule ends ({self.end:g} of the steps) before it begins ({self.begin:g})")
-        if self.initial >= self.share:
+        if self.initial >= self.target_sparsity:
             raise ValueError(
-                f"sparsity {self.share:g} is not above the initial one, {self.initial:g}; lower initial, or use "
+                f"sparsity {self.target_sparsity:g} is not above initial {self.initial:g}; lower initial, or use "
                 "finetune to train at a fixed sparsity"
             )
 
@@ -43,7 +43,7 @@ class GMP(SparseTrainingPass):
 
     def growth(self, steps: int) -> Cubic:
         """The sparsity over so many steps."""
-        return Cubic(self.initial, self.share, round(self.begin * steps), round(self.end * steps), self.every)
+        return Cubic(self.initial, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
 
 
 class _Gradual(Shrinking):

@@ -9,12 +9,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer
-from compress.numerics.codes import Codes
+from compress.api.observers import CrossGram, Gram, Observer, UnitGram
+from compress.api.passes import Layer
+from compress.families.quantizing import QuantizingPass
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import GridOptions, round_columns, rounding_bytes
-from compress.quantizing import QuantizingPass
-from compress.stream.observers import CrossGram, Gram, Observer, UnitGram
+from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
 
 ALPHA = 1.0
 
@@ -78,10 +78,12 @@ class GPTQ(QuantizingPass):
         order = None
         if self.act_order != "none":
             order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.note, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
         weight = weight.float()
         if isinstance(seen, CrossGram):
             # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
             weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
-        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.peak)
+        options = GridOptions(
+            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
+        )
         return round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes

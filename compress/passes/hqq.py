@@ -11,11 +11,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, WeightSpec
-from compress.numerics.codes import Codes, fit, grouped, spread, store
-from compress.numerics.grids import IntGrid
-from compress.quantizing import QuantizingPass
-from compress.stream.observers import Nothing
+from compress.api.observers import Nothing
+from compress.api.passes import Layer, WeightSpec
+from compress.families.quantizing import QuantizingPass
+from compress.numerics.quant.codes import Codes, fit, grouped, spread, store
+from compress.numerics.quant.grids import IntGrid
 
 
 class HQQ(QuantizingPass):
@@ -65,7 +65,7 @@ class HQQ(QuantizingPass):
         flat_zero = None if zero is None else zero.reshape(-1, 1)
         float_zeros = self.zero_point == "float" and layer.mask is None
         if self.zero_point == "float" and not float_zeros:
-            layer.note("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
+            layer.log("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
 
         def store_zero(zero: Tensor) -> Tensor:
             if float_zeros:

@@ -9,13 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.context import Run
-from compress.model.packed import CompressedLinear
-from compress.train.loop import Objective, Span, train
+from compress.api.context import Run
+from compress.families.training import SparseTrainingPass
+from compress.model.linear import CompressedLinear
+from compress.train.loop import Objective, ScheduleSlice, train
+from compress.train.options import TrainingOptions
 from compress.train.parametrization import Parametrization, Shrinking
-from compress.train.settings import Settings
 from compress.train.student import Student
-from compress.training import SparseTrainingPass
 
 
 class IterativePruning(SparseTrainingPass):
@@ -45,28 +45,34 @@ class IterativePruning(SparseTrainingPass):
 
     def sparsity_of(self, done: int) -> float:
         """After a round: 1 - (1 - s)^(round / rounds), the whole sparsity after the last."""
-        return self.share if done == self.rounds else 1 - (1 - self.share) ** (done / self.rounds)
+        return self.target_sparsity if done == self.rounds else 1 - (1 - self.target_sparsity) ** (done / self.rounds)
 
     def apply(self, model: nn.Module, run: Run) -> None:
         with self.objective(run) as objective, self.student(model, run) as student:
             kept: dict[str, Tensor] = {}
             if self.retrain == "weight_rewind":
-                kept = self._train(student, objective, run, "before", self, Span(keep=self.rewind_to))
+                kept = self._train(student, objective, run, "before", self, ScheduleSlice(keep=self.rewind_to))
             for done in range(1, self.rounds + 1):
                 sparsity = self.sparsity_of(done)
                 prune(student, self, sparsity)
                 rewind(student, kept)
-                settings, span = self._retraining(), Span(begin=self.rewind_to)
+                settings, span = self._retraining(), ScheduleSlice(begin=self.rewind_to)
                 self._train(student, objective, run, f"round {done}", settings, span)
 
-    def _retraining(self) -> Settings:
+    def _retraining(self) -> TrainingOptions:
         if self.retrain != "finetune":
             return self
         rate = self.learning_rate * self.final_rate
         return self.model_copy(update={"schedule": "constant", "warmup": 0, "learning_rate": rate})
 
     def _train(
-        self, student: Student, objective: Objective, run: Run, part: str, settings: Settings, span: Span
+        self,
+        student: Student,
+        objective: Objective,
+        run: Run,
+        part: str,
+        settings: TrainingOptions,
+        span: ScheduleSlice,
     ) -> dict[str, Tensor]:
         """One training, with a state and a place in the report of its own; what was kept of it."""
         where, folder = self.where(run), run.folder_of_pass()

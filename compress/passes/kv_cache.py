@@ -10,12 +10,13 @@ from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from compress.contract import ActivationScale, BlockInputs, BlockPass
+from compress.api.facts import Fact, Log
+from compress.api.memory import ProblemSize
+from compress.api.passes import ActivationScale, BlockInputs, BlockPass
 from compress.errors import NumericError
 from compress.formats.base import CacheScheme
-from compress.model.cache import holding, round_cache, watching
-from compress.numerics.grids import GRIDS, Grid
-from compress.types import Extent, Fact, Note
+from compress.model.kv_cache import holding, round_cache, watching
+from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
 ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
@@ -78,10 +79,10 @@ class KVCache(BlockPass):
     def needs_data(self) -> bool:
         return self.scale == "static"
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         return extent.forward_bytes
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         found, scheme = holding(block, inputs.names), self.cache
         if self.scale == "token":
             for attention in found.values():
@@ -93,7 +94,7 @@ class KVCache(BlockPass):
             of_keys, of_values = (g and fitted(g, top, inputs.storage).to(dtype) for g, top in pairs)
             round_cache(attention, scheme, (of_keys, of_values))
             key, value = (float(top) for top in tops[name])
-            note("note", f"{name}: keys and values have static scales", largest_key=key, largest_value=value)
+            log("note", f"{name}: keys and values have static scales", largest_key=key, largest_value=value)
 
 
 def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs) -> dict[str, list[Tensor]]:

@@ -8,17 +8,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import COPIES, BlockInputs, BlockPass
-from compress.journal import Entry, Journal
-from compress.model.packed import replace_linear
-from compress.reconstruction import ErrorName, Targets, block_error, relative_square
-from compress.train.loop import Where, train
-from compress.train.settings import Settings, Share
+from compress.api.facts import Log
+from compress.api.journal import Entry, Journal
+from compress.api.memory import ProblemSize
+from compress.api.passes import COPIES, BlockInputs, BlockPass
+from compress.families.reconstruction import ErrorName, Targets, block_error, relative_square
+from compress.model.linear import replace_linear
+from compress.train.loop import TrainingContext, train
+from compress.train.options import Share, TrainingOptions
 from compress.train.student import KEPT, trainable
-from compress.types import Extent, Note
 
 
-class LKD(Settings, BlockPass):
+class LKD(TrainingOptions, BlockPass):
     """Minimize ||block(X) - target||^2 / ||target||^2 over what is learned of a block, by a few steps of AdamW.
 
     It comes behind the passes that compress the block, in their sweep; the block as it was before them is the teacher
@@ -48,11 +49,11 @@ class LKD(Settings, BlockPass):
     def needs_original(self) -> bool:
         return True
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         """As of any training; what codes stand for is kept as floats, and multiplied by its scales in every step."""
         return super().memory_bytes(extent) + 4 * (2 * extent.packed + COPIES * extent.largest)
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         for name in inputs.names:
             replace_linear(block, name)
         targets = inputs.reference if self.error == "asymmetric" else inputs.original
@@ -60,28 +61,28 @@ class LKD(Settings, BlockPass):
         judged = held or trained
         start = block_error(block, inputs, targets, judged)
         if start == 0:
-            note("note", "the block gives what it gave before; there is nothing to learn")
+            log("note", "the block gives what it gave before; there is nothing to learn")
             return
         before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
-        steps = self._learn(block, inputs, targets, note)
+        steps = self._learn(block, inputs, targets, log)
         learned = block_error(block, inputs, targets, judged)
         if learned < start:
-            note("note", "error of the block's output", start=start, learned=learned, steps=steps)
+            log("note", "error of the block's output", start=start, learned=learned, steps=steps)
         else:
-            note("fallback", "nothing was gained by learning; the block stays as it was", start=start, learned=learned)
+            log("fallback", "nothing was gained by learning; the block stays as it was", start=start, learned=learned)
             block.load_state_dict(before, assign=True)
 
-    def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, note: Note) -> int:
+    def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log) -> int:
         """Train; returns the number of steps."""
 
         def show(entry: Entry) -> None:
             if entry.kind == "progress":
-                note(entry.kind, entry.message, **entry.figures)
+                log(entry.kind, entry.message, **entry.figures)
 
         def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
             return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
 
-        where = Where(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
 
         def takes(name: str) -> bool:
             return self.takes(f"{inputs.name}.{name}")
@@ -89,6 +90,6 @@ class LKD(Settings, BlockPass):
         chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, whole=False)
         with chosen as student:
             if student.kept:
-                note("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
-            told: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
-        return told["steps"]
+                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
+            record: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
+        return record["steps"]

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, WeightSpec
+from compress.api.observers import Observer, OutlierFrequency
+from compress.api.passes import Layer, WeightSpec
 from compress.errors import NumericError
-from compress.numerics.codes import Codes, quantize
-from compress.numerics.inputs import InputRounding
-from compress.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
-from compress.stream.observers import Observer, OutlierShare
+from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.inputs import InputRounding
 
 THRESHOLD = 6.0  # section 3.2: magnitudes from which a feature is an outlier; all of those of a 6.7B model are above
 
@@ -63,7 +63,7 @@ class LLMInt8(QuantizingPass):
         )  # fmt: skip
 
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
-        return partial(OutlierShare, threshold=self.threshold) if self.outliers == "calibrated" else None
+        return partial(OutlierFrequency, threshold=self.threshold) if self.outliers == "calibrated" else None
 
     def rounding(self, layer: Layer) -> InputRounding:
         assert self.input_grid is not None
@@ -71,8 +71,8 @@ class LLMInt8(QuantizingPass):
             return InputRounding(self.input_grid, threshold=self.threshold)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
-        columns = layer.inputs.share > self.token_share
-        layer.note("note", "input columns that are multiplied unrounded", columns=int(columns.sum()))
+        columns = layer.inputs.frequency > self.token_share
+        layer.log("note", "input columns that are multiplied unrounded", columns=int(columns.sum()))
         return InputRounding(self.input_grid, columns=columns)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:

@@ -8,9 +8,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.numerics.masks import Pattern
-from compress.pruning import PruningPass
-from compress.stream.observers import Nothing
+from compress.api.observers import Nothing
+from compress.families.pruning import PruningPass
+from compress.numerics.sparse.masks import Pattern
 
 
 class Magnitude(PruningPass):

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass
+from compress.api.facts import Fact, Log
+from compress.api.memory import ProblemSize
+from compress.api.observers import Rows
+from compress.api.passes import BlockInputs, BlockPass
 from compress.errors import NumericError
-from compress.model.links import relative_error
-from compress.model.packed import CompressedLinear
-from compress.stream.observers import Rows
-from compress.types import Extent, Fact, Note
+from compress.model.linear import CompressedLinear
+from compress.numerics.metrics import relative_error
 
 # Measured on SmolLM2-135M, W8A8 by rtn, WikiText-2 (none rounded: 28.88): all layers rounded 29.66; below 25 dB, 20 of
 # 210 layers spared, 29.59; below 29.5 dB, 58 spared, 29.24.
@@ -26,7 +27,7 @@ class MixedPrecision(BlockPass):
     The harm to a layer is the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in dB, on
     calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of the
     model, which needs the whole model at once; here layers below `threshold` are chosen as their block comes by, and
-    with `share` the worst ones of each block. The journal has every layer's figure, to choose a threshold by.
+    with `fraction` the worst ones of each block. The journal has every layer's figure, to choose a threshold by.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2109.12948"
@@ -35,18 +36,21 @@ class MixedPrecision(BlockPass):
     threshold: float | None = Field(
         default=None, description=f"signal to noise, in dB, below which inputs stay unrounded; else {THRESHOLD:g}"
     )
-    share: float | None = Field(
-        default=None, gt=0, le=1, description="instead: the share of each block's layers, the worst, to leave unrounded"
+    fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="alternative: fraction of each block's layers to leave unrounded, worst first",
     )
 
     def model_post_init(self, context: Any) -> None:
-        if self.threshold is not None and self.share is not None:
-            raise ValueError("threshold and share are two ways to choose; leave one of them out")
+        if self.threshold is not None and self.fraction is not None:
+            raise ValueError("threshold and fraction are two ways to choose; leave one of them out")
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         layers, ratios = {}, {}
         for group, seen in inputs.observe(Rows).items():
             for name in group.linears:
@@ -58,13 +62,13 @@ class MixedPrecision(BlockPass):
         for name, ratio in ratios.items():
             kept = layers[name].rounding is None
             message = f"{name}: inputs stay in 16 bits" if kept else f"{name}: inputs are rounded"
-            note("note", message, signal_to_noise_db=round(ratio, 2))
+            log("note", message, signal_to_noise_db=round(ratio, 2))
 
     def worst(self, ratios: dict[str, float]) -> list[str]:
         """The layers to spare; ratios: dB by layer."""
-        if self.share is not None:
+        if self.fraction is not None:
             ranked = sorted(ratios, key=lambda name: ratios[name])
-            return ranked[: math.ceil(self.share * len(ranked))]
+            return ranked[: math.ceil(self.fraction * len(ranked))]
         limit = THRESHOLD if self.threshold is None else self.threshold
         return [name for name, ratio in ratios.items() if ratio < limit]
 

@@ -13,25 +13,26 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.context import Run
+from compress.api.context import Run
+from compress.api.observers import Gram, InputNorm, Observer, without_data
 from compress.errors import ModelError, TargetError
-from compress.model.blocks import Block, find_blocks
-from compress.model.bundles import Bundles, channel_bundles, head_bundles, still_hold
-from compress.model.links import make, relative_error
-from compress.model.open import InMemory, OpenModel
-from compress.model.packed import CompressedLinear, linears
-from compress.model.reform import Path, become, build, changed, shapes, sketch, tensors
-from compress.model.rewrite import rewrite_weight
-from compress.model.widths import Width, ffn_widths, head_width, hidden_width
+from compress.families.reshaping import ReshapingPass
+from compress.model.forward import logits_of
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.reshape.reconfigure import Path, become, build, changed, shapes, sketch, tensors
+from compress.model.reshape.residual import SAME, check_traded, with_fewer
+from compress.model.reshape.widths import Width, ffn_widths, head_width, hidden_width
+from compress.model.structure.blocks import Block, find_blocks
+from compress.model.structure.coupled_channels import CoupledChannels, coupled_ffn_channels, coupled_heads, still_hold
+from compress.model.structure.links import block_signature
+from compress.model.structure.rewrite import rewrite_weight
 from compress.numerics.linalg import DAMPING
+from compress.numerics.metrics import relative_error
 from compress.numerics.repair import repaired
-from compress.reshaping import ReshapingPass
-from compress.stream.capture import Surroundings
-from compress.stream.depth import logits_of
-from compress.stream.inputs import Inputs
-from compress.stream.observers import Gram, InputNorm, Observer, without_data
-from compress.stream.residual import SAME, check_traded, with_fewer
-from compress.stream.state import Site, captured
+from compress.stream.block_inputs import Inputs
+from compress.stream.capture import ModelShell
+from compress.stream.context import BlockContext, captured
 from compress.stream.store import STORE_BYTES
 
 BATCH, PROBE = 4, 64
@@ -136,12 +137,12 @@ class Narrow(ReshapingPass):
         kept = score.argsort(descending=True, stable=True)[:left].sort().values
         held = tensors(model)
         if self.repair == "least_squares":
-            for site, name, seen in _readers(model, run, width, where, Gram):
-                layer = CompressedLinear.of(site.block.module.get_submodule(name))
+            for context, name, seen in _readers(model, run, width, where, Gram):
+                layer = CompressedLinear.of(context.block.module.get_submodule(name))
                 weight = layer.weight.float()
                 new = torch.zeros_like(weight)
                 new[:, kept], _ = repaired(weight, seen.hessian, kept, self.damping)
-                held[f"{site.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
+                held[f"{context.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
         config = changed(model.config, width.edits)
         assert config is not None
         new = with_fewer(model, config, held, width, kept, ids, where)
@@ -156,8 +157,8 @@ class Narrow(ReshapingPass):
             moved = [held[name].float().movedim(dim, 0) for name, dim in width.axes]
             return torch.stack([rows.reshape(len(rows), -1).square().sum(1) for rows in moved]).sum(0)
         total = torch.zeros(next(iter(width.axes.values()))[0], device=next(model.parameters()).device)
-        for site, name, seen in _readers(model, run, width, where, InputNorm):
-            weight = CompressedLinear.of(site.block.module.get_submodule(name)).weight.float()
+        for context, name, seen in _readers(model, run, width, where, InputNorm):
+            weight = CompressedLinear.of(context.block.module.get_submodule(name)).weight.float()
             energy = seen.norm.square() * weight.square().sum(0)
             total += energy / energy.sum().clamp(min=torch.finfo(torch.float32).tiny)
         return total
@@ -208,19 +209,19 @@ def shapes_of(found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
-def _sites(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[Site]:
+def _contexts(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[BlockContext]:
     """Every block with what reaches it; afterwards, the activations go through it as the caller has left it."""
     assert run.calibration is not None
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
-    state = captured(Surroundings(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
+    state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
     for block in opened.blocks:
         run.journal.add("progress", where, f"{what} of {block.name}", done=block.index, of=len(opened.blocks))
-        site = Site(block, state, run, first.dtype, where, STORE_BYTES, 0)
-        yield site
-        site.propagate()
-        site.propagate_probe()
+        context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)
+        yield context
+        context.propagate()
+        context.propagate_probe()
 
 
 @dataclass
@@ -232,7 +233,7 @@ class _Inside:
     run: Run
     widths: dict[str, Width]
     cuts: Cuts = field(default_factory=dict)
-    found: dict[Any, list[Bundles]] = field(default_factory=dict)
+    found: dict[Any, list[CoupledChannels]] = field(default_factory=dict)
 
     @torch.no_grad()
     def narrow(self) -> None:
@@ -240,9 +241,9 @@ class _Inside:
         model, run = self.model, self.run
         assert run.calibration is not None
         where = run.label or self.step.key()
-        for site in _sites(model, run, where, "heads and channels"):
+        for context in _contexts(model, run, where, "heads and channels"):
             for kind, width in self.widths.items():
-                self._narrow_block(site, kind, width)
+                self._narrow_block(context, kind, width)
         edits = {path: value for width in self.widths.values() for path, value in width.edits.items()}
         config = _checked(model, edits, self.cuts)
         new = build(model, config, _cut(tensors(model), self.cuts))
@@ -251,33 +252,35 @@ class _Inside:
             raise ModelError(f"{where}: the narrow model is not the one whose other channels are silent ({error:.2g})")
         become(model, new)
 
-    def _narrow_block(self, site: Site, kind: str, width: Width) -> None:
-        block = site.block
+    def _narrow_block(self, context: BlockContext, kind: str, width: Width) -> None:
+        block = context.block
         names = [n.removeprefix(block.name + ".") for n in width.modules("in", self.model) if _of(n, block)]
         sources = [n.removeprefix(block.name + ".") for n in width.modules("out", self.model) if _of(n, block)]
         if not names:
             return
-        inputs = Inputs(site, names)
-        bundles = self._bundles(block, inputs.probe, kind, names, sources)
+        inputs = Inputs(context, names)
+        coupled = self._bundles(block, inputs.probe, kind, names, sources)
         for group, seen in inputs.observe(Gram).items():
             if seen.tokens == 0:
                 without_data(seen)
-                site.noter(block.name)("fallback", "no token came by: judged by weights alone", linears=group.linears)
-            for one in bundles:
+                context.logger(block.name)(
+                    "fallback", "no token came by: judged by weights alone", linears=group.linears
+                )
+            for one in coupled:
                 if one.reader in group.linears:
-                    self._silence(site, one, seen.hessian, width)
+                    self._silence(context, one, seen.hessian, width)
 
     def _bundles(
         self, block: Block, forward: Callable[[nn.Module], Tensor], kind: str, names: list[str], sources: list[str]
-    ) -> list[Bundles]:
+    ) -> list[CoupledChannels]:
         """What belongs together in a block: as in one that is built alike, if it holds here; else looked for."""
-        key = (kind, make(block.module))
+        key = (kind, block_signature(block.module))
         found = self.found.get(key)
         if found is None or not still_hold(block.module, forward, found):
             if kind == "heads":
-                found = head_bundles(block.module, forward, names, sources)
+                found = coupled_heads(block.module, forward, names, sources)
             else:
-                found = channel_bundles(block.module, forward, names)
+                found = coupled_ffn_channels(block.module, forward, names)
         self.found[key] = found
         served = {one.reader for one in found}
         if missing := [name for name in names if name not in served]:
@@ -287,9 +290,9 @@ class _Inside:
             )
         return found
 
-    def _silence(self, site: Site, one: Bundles, gram: Tensor, width: Width) -> None:
+    def _silence(self, context: BlockContext, one: CoupledChannels, gram: Tensor, width: Width) -> None:
         """Choose what stays of a reader's bundles, repair it, and let the reader no longer see the rest."""
-        block, step = site.block, self.step
+        block, step = context.block, self.step
         module = block.module.get_submodule(one.reader)
         layer = CompressedLinear.of(module)
         weight = layer.weight.float()
@@ -302,28 +305,34 @@ class _Inside:
         before, after = width.axes[f"{block.name}.{one.reader}.weight", dim]
         stay = score.argsort(descending=True, stable=True)[: len(one) * after // before].sort().values
         columns = one.columns.to(stay.device)[stay].flatten()
-        self._put(site, one.reader, module, weight, gram, columns)
+        self._put(context, one.reader, module, weight, gram, columns)
         self._keep(f"{block.name}.{one.reader}", layer.transposed, 1, columns)
         for source, rows in zip(one.sources, one.rows, strict=True):
             transposed = CompressedLinear.of(block.module.get_submodule(source)).transposed
             self._keep(f"{block.name}.{source}", transposed, 0, rows.to(stay.device)[stay].flatten())
 
     def _put(
-        self, site: Site, name: str, module: nn.Module, weight: Tensor, gram: Tensor, columns: Int[Tensor, " kept"]
+        self,
+        context: BlockContext,
+        name: str,
+        module: nn.Module,
+        weight: Tensor,
+        gram: Tensor,
+        columns: Int[Tensor, " kept"],
     ) -> None:
         """Zeros where columns go; what stays is repaired if asked."""
         left, before = weight[:, columns], weight
         if self.step.repair == "least_squares":
             left, used = repaired(weight, gram, columns, self.step.damping)
             if used != self.step.damping:
-                site.noter(site.full(name))("fallback", "more damping than asked was needed", damping=used)
+                context.logger(context.full(name))("fallback", "more damping than asked was needed", damping=used)
         new = torch.zeros_like(weight)
         new[:, columns] = left
         rewrite_weight(module, lambda old: new.to(old))
         size, left_over = (float(((w @ gram) * w).sum().clamp(min=0)) for w in (before, new - before))
         error = math.sqrt(left_over / size) if size > 0 else 0.0
         figures = {"kept": len(columns), "of": weight.shape[1], "error": round(error, 6)}
-        site.noter(site.full(name))("note", "reads fewer channels", **figures)
+        context.logger(context.full(name))("note", "reads fewer channels", **figures)
 
     def _keep(self, name: str, transposed: bool, side: int, kept: Int[Tensor, " kept"]) -> None:
         """Cut the rows (side 0) or columns (side 1) of a linear, and the bias of its rows."""
@@ -334,17 +343,17 @@ class _Inside:
 
 def _readers(
     model: PreTrainedModel, run: Run, width: Width, where: str, observer: type[Observer]
-) -> Iterator[tuple[Site, str, Any]]:
+) -> Iterator[tuple[BlockContext, str, Any]]:
     """(block, linear, what the observer saw) for every linear of the blocks that reads hidden channels."""
     readers = width.modules("in", model)
-    for site in _sites(model, run, where, "hidden channels"):
-        names = [n.removeprefix(site.block.name + ".") for n in readers if _of(n, site.block)]
-        for group, seen in Inputs(site, names).observe(observer).items():
+    for context in _contexts(model, run, where, "hidden channels"):
+        names = [n.removeprefix(context.block.name + ".") for n in readers if _of(n, context.block)]
+        for group, seen in Inputs(context, names).observe(observer).items():
             if seen.tokens == 0:
                 without_data(seen)
             for name in group.linears:
                 if name in names:
-                    yield site, name, seen
+                    yield context, name, seen
 
 
 def _of(name: str, block: Block) -> bool:

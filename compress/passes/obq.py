@@ -9,14 +9,14 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer
+from compress.api.observers import Gram, Observer
+from compress.api.passes import Layer
 from compress.errors import TargetError
-from compress.numerics.codes import Codes, GroupSize, fit, spread, store
-from compress.numerics.grids import Grid
+from compress.families.quantizing import QuantizingPass
+from compress.numerics.column_sweep import greedy, greedy_bytes
 from compress.numerics.linalg import DAMPING, factor_bytes
-from compress.numerics.obs import greedy, greedy_bytes
-from compress.quantizing import QuantizingPass
-from compress.stream.observers import Gram, Observer
+from compress.numerics.quant.codes import Codes, GroupSize, fit, spread, store
+from compress.numerics.quant.grids import Grid
 
 NUMBERS_PER_SECOND = 4e8  # what one core works off, to say how long a layer will take
 FAR = 1e6  # scales beyond the ends of every grid
@@ -46,7 +46,7 @@ class OBQ(QuantizingPass):
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         self._check_size(weight, layer)
-        upper = seen.factor_of(layer.name, layer.note, self.damping).double()
+        upper = seen.factor_of(layer.name, layer.log, self.damping).double()
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
         nearest = _Nearest(self.grid, weight.shape, scale, zero, self.group_size, layer.mask)

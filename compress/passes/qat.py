@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from compress.context import Run
-from compress.model.packed import CompressedLinear
-from compress.numerics.inputs import InputRounding
-from compress.numerics.rounding import GridOptions
-from compress.options import OF_THE_WHOLE
-from compress.quantizing import Quantizing
-from compress.stream.place import adapt
+from compress.api.context import Run
+from compress.api.options import OF_THE_WHOLE
+from compress.families.quantizing import Quantizing
+from compress.families.training import TrainingPass
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.inputs import InputRounding
+from compress.numerics.quant.rounding import GridOptions
+from compress.stream.install import adapt
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student, trainable
-from compress.training import TrainingPass
 
 
 class QAT(Quantizing, TrainingPass):
@@ -28,7 +28,7 @@ class QAT(Quantizing, TrainingPass):
     In the forward pass every weight of the targets is what its code stands for, and inputs are rounded as they will
     be; the backward pass goes straight through (LLM-QAT, Liu 2023, section 2.2). With scales among what is trained,
     they (and zero points) are learned as LSQ has it (Esser 2020, arXiv 1902.08153); without, they are found from the
-    weights in every step. With `hard` below 1 the uncompressed model is a teacher; with a calibration set that the
+    weights in every step. With `ce_weight` below 1 the uncompressed model is a teacher; with a calibration set that the
     model writes itself (source: self) no data is needed. Behind `kv_cache` keys and values are rounded, too. Ternary
     and binary weights train in it, as well (Ma 2024, arXiv 2402.17764; there from scratch).
     """

@@ -8,9 +8,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.numerics.scores import RIA_EXPONENT, ria
-from compress.pruning import PruningPass
-from compress.stream.observers import InputNorm, Observer
+from compress.api.observers import InputNorm, Observer
+from compress.families.pruning import PruningPass
+from compress.numerics.sparse.scores import RIA_EXPONENT, ria
 
 
 class RIA(PruningPass):

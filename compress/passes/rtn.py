@@ -7,10 +7,10 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from compress.contract import Layer
-from compress.numerics.codes import Codes, quantize
-from compress.quantizing import QuantizingPass
-from compress.stream.observers import Nothing
+from compress.api.observers import Nothing
+from compress.api.passes import Layer
+from compress.families.quantizing import QuantizingPass
+from compress.numerics.quant.codes import Codes, quantize
 
 
 class RTN(QuantizingPass):
@@ -20,5 +20,12 @@ class RTN(QuantizingPass):
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         return quantize(
-            weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, layer.storage, layer.peak
+            weight,
+            self.grid,
+            self.group_size,
+            self.symmetric,
+            self.scale,
+            layer.mask,
+            layer.storage,
+            layer.shared_absmax,
         )

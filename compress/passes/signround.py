@@ -10,17 +10,18 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass, Layer, Solution
-from compress.model.packed import CompressedLinear, replace_linear
-from compress.numerics.codes import quantize
-from compress.numerics.inputs import InputRounding
-from compress.numerics.learned import LearnedRounding, learned_bytes
+from compress.api.facts import Log
+from compress.api.memory import ProblemSize
+from compress.api.observers import Gram
+from compress.api.passes import BlockInputs, BlockPass, Layer, Solution
+from compress.families.quantizing import Quantizing
+from compress.families.reconstruction import ErrorName, block_error
+from compress.model.linear import CompressedLinear, replace_linear
 from compress.numerics.linalg import DAMPING
-from compress.numerics.rounding import GridOptions, round_columns, rounding_bytes
-from compress.quantizing import Quantizing
-from compress.reconstruction import ErrorName, block_error
-from compress.stream.observers import Gram
-from compress.types import Extent, Note
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.inputs import InputRounding
+from compress.numerics.quant.learned import LearnedRounding, learned_bytes
+from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
 
 RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
@@ -57,7 +58,7 @@ class SignRound(Quantizing, BlockPass):
     def needs_reference(self) -> bool:
         return self.error == "asymmetric"
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         """The most of observing, starting and learning, and the outputs that are aimed at."""
         seen, width = sum(map(Gram.memory_bytes, extent.inputs)), max(extent.inputs, default=1)
         start = learned_bytes(extent.weights, None) + seen + rounding_bytes(extent.largest // width, width)
@@ -65,9 +66,9 @@ class SignRound(Quantizing, BlockPass):
         aims = extent.states_bytes if self.error == "symmetric" else 0
         return aims + max(seen + extent.forward_bytes, start, learn)
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
-        learned = self._begin(block, inputs, note)
+        learned = self._begin(block, inputs, log)
         roundings = {name: self._rounding(inputs, name) for name in learned}
         with _running(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
             before = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
@@ -76,9 +77,9 @@ class SignRound(Quantizing, BlockPass):
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
         with _running(block, {name: item.dense() for name, item in codes.items()}, roundings):
             after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
-        note("note", "error of the block's output", start=before, learned=after)
+        log("note", "error of the block's output", start=before, learned=after)
         if not after < before:
-            note("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
+            log("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
             inputs.put(name, Solution(item, activations=roundings[name]))
@@ -93,30 +94,32 @@ class SignRound(Quantizing, BlockPass):
         """How the inputs of a linear are rounded."""
         return self._of(inputs, name).rounding(inputs.layer(name))
 
-    def _begin(self, block: nn.Module, inputs: BlockInputs, note: Note) -> dict[str, LearnedRounding]:
+    def _begin(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, LearnedRounding]:
         """Every linear of the pass, rounded for a start."""
         seen = inputs.observe(Gram)
         found: dict[str, LearnedRounding] = {}
         for group in inputs.groups:
             names = [name for name in group.linears if name in inputs.names]
             weights = {name: CompressedLinear.of(block.get_submodule(name)).weight.float() for name in names}
-            peak = max(float(weight.abs().max()) for weight in weights.values())
+            shared_absmax = max(float(weight.abs().max()) for weight in weights.values())
             for name, weight in weights.items():
                 gram = seen[group] if self.start == "gptq" and seen[group].tokens else None
                 if self.start == "gptq" and gram is None:
-                    note("fallback", f"{name}: no calibration token reached this layer; it starts from the nearest")
-                found[name] = self._of(inputs, name).begin(weight, gram, inputs.layer(name), peak)
+                    log("fallback", f"{name}: no calibration token reached this layer; it starts from the nearest")
+                found[name] = self._of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
         return found
 
-    def begin(self, weight: Tensor, seen: Gram | None, layer: Layer, peak: float | None = None) -> LearnedRounding:
+    def begin(
+        self, weight: Tensor, seen: Gram | None, layer: Layer, shared_absmax: float | None = None
+    ) -> LearnedRounding:
         """A weight rounded for a start: to nearest, or, with its inputs' Gram matrix, by GPTQ with static order."""
         mask, dtype = layer.mask, layer.storage
         if seen is None:
-            start = quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, mask, dtype, peak)
+            start = quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, mask, dtype, shared_absmax)
             return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.note, DAMPING, order)
-        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, peak)
+        factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
+        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, shared_absmax)
         found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return LearnedRounding(found.wanted, found.codes, mask)
 

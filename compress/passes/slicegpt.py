@@ -12,19 +12,20 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.context import Run
+from compress.api.context import Run
+from compress.api.memory import ProblemSize
+from compress.api.observers import Gram
 from compress.errors import ModelError, TargetError
-from compress.model.blocks import find_blocks
-from compress.model.links import find_groups, relative_error
-from compress.model.packed import CompressedLinear, linears
-from compress.model.reform import Path, become, build, changed, tensors
-from compress.model.widths import Width, hidden_width
+from compress.families.reshaping import ReshapingPass
+from compress.model.forward import logits_of
+from compress.model.linear import CompressedLinear, linears
+from compress.model.reshape.reconfigure import Path, become, build, changed, tensors
+from compress.model.reshape.residual import FORMS, TRADED, along, with_fewer
+from compress.model.reshape.widths import Width, hidden_width
+from compress.model.structure.blocks import find_blocks
+from compress.model.structure.links import find_groups
+from compress.numerics.metrics import relative_error
 from compress.numerics.rotation import principal_components
-from compress.reshaping import ReshapingPass
-from compress.stream.depth import logits_of
-from compress.stream.observers import Gram
-from compress.stream.residual import FORMS, TRADED, along, with_fewer
-from compress.types import Extent
 
 PROBE = 64  # tokens that structure is looked for on
 
@@ -69,7 +70,7 @@ class SliceGPT(ReshapingPass):
             )
         return left
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         """Three copies of the model in float32: before and after a change, and what is compared with them."""
         return 3 * 4 * (extent.weights + extent.outside)
 

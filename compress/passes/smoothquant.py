@@ -10,17 +10,18 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.contract import BlockInputs, BlockPass
-from compress.model.links import Group, fold
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
-from compress.stream.observers import InputAbsMax, Rows
-from compress.types import Extent, Fact, Note
+from compress.api.facts import Fact, Log
+from compress.api.memory import ProblemSize
+from compress.api.observers import InputAbsMax, Rows
+from compress.api.passes import BlockInputs, BlockPass
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.structure.links import Group, fold
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
 
 SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
-Share = Callable[[Tensor], Tensor]
+Equalize = Callable[[Tensor], Tensor]
 """A scale made equal on columns that come from one channel."""
 SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept above this
 
@@ -47,18 +48,18 @@ class SmoothQuant(BlockPass):
         default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
     )
 
-    def memory_bytes(self, extent: Extent) -> int:
+    def memory_bytes(self, extent: ProblemSize) -> int:
         return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
 
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, note: Note) -> None:
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)
         linked = {name for link in inputs.links for name in link.readers}
         for group in inputs.groups:
             if not linked & set(group.linears):
-                self._unlinked(block, group, seen[group], note)
+                self._unlinked(block, group, seen[group], log)
         for link in inputs.links:
             groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
-            scale = self._scale(block, link.readers, {group: seen[group] for group in groups}, link.share, note)
+            scale = self._scale(block, link.readers, {group: seen[group] for group in groups}, link.equalize, log)
             if scale is None:
                 continue
             done = fold(block, link, scale, inputs.probe)
@@ -68,31 +69,31 @@ class SmoothQuant(BlockPass):
             else:
                 where = ", ".join(link.readers)
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
-                note("fallback", message, relative_error=done.error)
+                log("fallback", message, relative_error=done.error)
 
-    def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, note: Note) -> None:
+    def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, log: Log) -> None:
         """A group that nothing is linked to."""
         if self.unlinked == "leave":
             where = ", ".join(group.linears)
-            note("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
+            log("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
             return
-        scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, note)
+        scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, log)
         if scale is not None:
             for name in group.linears:
                 replace_linear(block, name).rescale_input(scale)
 
     def _scale(
-        self, block: nn.Module, readers: Sequence[str], seen: Mapping[Group, Any], share: Share, note: Note
+        self, block: nn.Module, readers: Sequence[str], seen: Mapping[Group, Any], equalize: Equalize, log: Log
     ) -> Float[Tensor, " in"] | None:
         """The scale of the readers' input; None, and a journal entry, where no token came by."""
         if not any(found.tokens for found in seen.values()):
-            note("fallback", f"{', '.join(readers)}: no calibration token reached them, so nothing is smoothed")
+            log("fallback", f"{', '.join(readers)}: no calibration token reached them, so nothing is smoothed")
             return None
         absmax = torch.stack([found.absmax for found in seen.values()]).amax(0)
-        ranges = share(absmax), share(weight_absmax(block, readers))
+        ranges = equalize(absmax), equalize(weight_absmax(block, readers))
         if isinstance(self.alpha, float):
-            return share(smoothing(*ranges, self.alpha))
-        return self.search(block, readers, ranges, seen, share, note)
+            return equalize(smoothing(*ranges, self.alpha))
+        return self.search(block, readers, ranges, seen, equalize, log)
 
     def search(
         self,
@@ -100,12 +101,12 @@ class SmoothQuant(BlockPass):
         readers: Sequence[str],
         ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]],
         seen: Mapping[Group, Rows],
-        share: Share,
-        note: Note,
+        equalize: Equalize,
+        log: Log,
     ) -> Float[Tensor, " in"]:
         """The scale with the least error of the readers, rounded; ones where none is better than no smoothing."""
         trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
-        trials |= {alpha: share(smoothing(*ranges, alpha)) for alpha in SEARCHED}
+        trials |= {alpha: equalize(smoothing(*ranges, alpha)) for alpha in SEARCHED}
         errors = dict.fromkeys(trials, 0.0)
         for group, found in seen.items():
             rows = found.rows
@@ -118,7 +119,7 @@ class SmoothQuant(BlockPass):
                     errors[alpha] += rounded_error(rows, weight, scale, wanted)
         best = min(errors, key=lambda alpha: errors[alpha])
         figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
-        note("note", f"{', '.join(readers)}: the best of {len(trials)} scales", **figures)
+        log("note", f"{', '.join(readers)}: the best of {len(trials)} scales", **figures)
         return trials[best]
 
 

@@ -10,17 +10,17 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.contract import Layer, LayerPass, Solution, WeightSpec, Zeros
-from compress.numerics.codes import GroupSize
-from compress.numerics.grids import GRIDS
+from compress.api.facts import Fact
+from compress.api.observers import Gram, Observer
+from compress.api.passes import Layer, LayerPass, Solution, WeightSpec, Zeros
+from compress.families.pruning import PruningPass
+from compress.families.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
 from compress.numerics.linalg import DAMPING
-from compress.numerics.masks import Pattern
-from compress.numerics.rounding import GridOptions, Rounding, rounding_bytes
-from compress.numerics.sparsifying import Sparsifying, order_by
-from compress.pruning import PruningPass
-from compress.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
-from compress.stream.observers import Gram, Observer
-from compress.types import Fact
+from compress.numerics.quant.codes import GroupSize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.sparsifying import Sparsifying, order_by
 
 PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
 GROUP_SIZE = 64  # as the quantizing passes
@@ -112,7 +112,7 @@ class SparseGPT(PruningPass):
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
         order = order_by(seen.diagonal, self.pattern.span) if self.act_order == "static" else None
-        factor = seen.factor_of(layer.name, layer.note, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
         weight, mask, idle = weight.float(), layer.mask, seen.diagonal == 0
         rounding = None
         if self.weights is not None:
@@ -150,7 +150,7 @@ class SparseGPT(PruningPass):
         """The rule that rounds what is kept, in the order of the sweep; weight and foreseen are in the original one."""
         likely = weight if foreseen is None else weight * foreseen
         grid = GRIDS[str(self.weights)]
-        options = GridOptions(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.peak)
+        options = GridOptions(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.shared_absmax)
         rule = Rounding(likely, options, order=order)
         rule.keep = keep.T
         return rule

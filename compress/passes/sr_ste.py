@@ -9,11 +9,11 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.context import Run
-from compress.model.packed import CompressedLinear
-from compress.numerics.masks import Pattern
+from compress.api.context import Run
+from compress.families.training import SparseTrainingPass
+from compress.model.linear import CompressedLinear
+from compress.numerics.sparse.masks import Pattern
 from compress.train.parametrization import Parametrization, Shares, magnitudes
-from compress.training import SparseTrainingPass
 
 DECAY = 2e-4  # section 4 of the paper: the lambda_W of all its experiments
 
@@ -97,7 +97,7 @@ class _Chosen(Parametrization):
         self.mask.copy_(chosen)
         return {} if done == 0 else {"flips": (flips, chosen.numel())}
 
-    def settle(
+    def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"]]:
         return weight * self.mask, self.mask

@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.model.packed import CompressedLinear
-from compress.numerics.masks import Pattern
+from compress.families.training import SparseTrainingPass
+from compress.model.linear import CompressedLinear
+from compress.numerics.sparse.masks import Pattern
 from compress.train.parametrization import Parametrization, Shares, magnitudes
-from compress.training import SparseTrainingPass
 
 
 class TopKAST(SparseTrainingPass):
@@ -35,10 +35,10 @@ class TopKAST(SparseTrainingPass):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.behind >= self.share:
+        if self.behind >= self.target_sparsity:
             raise ValueError(
-                f"backward_sparsity {self.behind:g} must be below sparsity, {self.share:g}: more weights are trained "
-                "than multiplied by"
+                f"backward_sparsity {self.behind:g} must be below sparsity, {self.target_sparsity:g}: "
+                "more weights are trained than multiplied by"
             )
         if self.pattern.n_of_m is not None and self.wide(self.pattern) == self.pattern:
             m = self.pattern.n_of_m[1]
@@ -50,7 +50,7 @@ class TopKAST(SparseTrainingPass):
     @property
     def behind(self) -> float:
         """The sparsity of B."""
-        return self.share / 2 if self.backward_sparsity is None else self.backward_sparsity
+        return self.target_sparsity / 2 if self.backward_sparsity is None else self.backward_sparsity
 
     def wide(self, pattern: Pattern) -> Pattern | None:
         """The pattern of B; None: all weights are in it."""
@@ -125,7 +125,7 @@ class _TwoSets(Parametrization):
             self.mask &= self.allowed
             self.outer &= self.allowed
 
-    def settle(
+    def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"]]:
         return weight * self.mask, self.mask

@@ -7,9 +7,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from compress.numerics.scores import wanda
-from compress.pruning import PruningPass
-from compress.stream.observers import InputNorm, Observer
+from compress.api.observers import InputNorm, Observer
+from compress.families.pruning import PruningPass
+from compress.numerics.sparse.scores import wanda
 
 
 class Wanda(PruningPass):

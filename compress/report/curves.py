@@ -41,9 +41,9 @@ def spark(values: Sequence[float]) -> str:
 def sparks(training: Mapping[str, Any]) -> str:
     """The curves of all trainings as text: name, first value, curve, last value."""
     lines = []
-    for label, told in training.items():
+    for label, record in training.items():
         lines.append(label)
-        for name, points in series(told["curve"]).items():
+        for name, points in series(record["curve"]).items():
             values = [value for _, value in points]
             lines.append(f"  {name:<10} {values[0]:>9.4g} {spark(values)} {values[-1]:.4g}")
     return "\n".join(lines)
@@ -52,8 +52,8 @@ def sparks(training: Mapping[str, Any]) -> str:
 def picture(training: Mapping[str, Any]) -> str:
     """The curves of all trainings as an SVG: a row for each, losses in the first panel, every share in its own."""
     rows = []
-    for label, told in training.items():
-        found = series(told["curve"])
+    for label, record in training.items():
+        found = series(record["curve"])
         losses = {name: found.pop(name) for name in ("loss", "held out") if name in found}
         rows.append((label, [losses, *({name: points} for name, points in found.items())]))
     width = PANEL[0] * max(len(panels) for _, panels in rows)

@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError, NumericError
-from compress.model.blocks import Block
-from compress.model.open import OpenModel, is_finite
-from compress.model.prediction import without_cache
+from compress.model.objective import without_cache
+from compress.model.open.opening import OpenModel, is_finite
+from compress.model.structure.blocks import Block, hidden_of
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,6 @@ class Captured:
     calls: list[Call]
 
 
-def hidden_of(output: Any) -> Tensor:
-    """The hidden states in what a block returned: the tensor itself, or the first of a tuple."""
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def hidden_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states that a block is called with: the first argument, or the one of that name."""
-    return args[0] if args else kwargs["hidden_states"]
-
-
 @contextmanager
 def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[None]:
     """Every block computes forward(block, *args, **kwargs); all else about it (attributes, hooks) stays."""
@@ -82,7 +72,7 @@ class _Enough(Exception):  # noqa: N818  ends a forward pass; nothing is wrong
     pass
 
 
-class Surroundings:
+class ModelShell:
     """The model around its blocks: ids -> first block's input, last block's output -> logits."""
 
     def __init__(self, opened: OpenModel) -> None:

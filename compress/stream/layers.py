@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.contract import Layer, LayerPass
-from compress.model.experts import in_experts
-from compress.model.packed import replace_linear
+from compress.api.observers import CrossGram, Nothing, Observer, Sample, without_data
+from compress.api.passes import Layer, LayerPass
+from compress.model.linear import replace_linear
+from compress.model.open.experts import in_experts
+from compress.stream.context import BlockContext
+from compress.stream.install import LayerResult, install, of_one_input
 from compress.stream.lockstep import in_turn, lockstep
-from compress.stream.observers import CrossGram, Nothing, Observer, Sample, without_data
-from compress.stream.place import LayerResult, of_one_input, settle
 from compress.stream.reference import Reference, twin
-from compress.stream.state import Site
 from compress.stream.store import ActivationStore
 
 
@@ -27,13 +27,13 @@ class LayerWork:
     """
 
     def __init__(
-        self, site: Site, step: LayerPass, names: Sequence[str], decided: Mapping[str, Any] | None = None
+        self, context: BlockContext, step: LayerPass, names: Sequence[str], allocated: Mapping[str, Any] | None = None
     ) -> None:
-        self.site, self.step = site, step
-        module = site.block.module
+        self.context, self.step = context, step
+        module = context.block.module
         self.layers = {name: replace_linear(module, name) for name in names}
-        self.steps = {name: step.for_layer(site.full(name)) or step for name in names}
-        chosen = [[name for name in group.linears if name in self.layers] for group in site.groups()]
+        self.steps = {name: step.for_layer(context.full(name)) or step for name in names}
+        chosen = [[name for name in group.linears if name in self.layers] for group in context.groups()]
         self.stages = [stage for members in chosen for stage in of_one_input(module, members)]
         self.experts = in_experts(module)
         self.seen: dict[str, Observer] = {}
@@ -41,41 +41,41 @@ class LayerWork:
         self.samples: dict[str, Sample] = {}
         for members in self.stages:
             width = self.layers[members[0]].shape[1]
-            self.seen |= dict.fromkeys(members, step.observer(width, site.run.device))
+            self.seen |= dict.fromkeys(members, step.observer(width, context.run.device))
             self.samples |= dict.fromkeys(members, Sample())
             for name in members:
                 watch = self.steps[name].watches()
                 if watch is not None:
-                    self.inputs[name] = watch(width, site.run.device)
-        self.decided = decided or {}
+                    self.inputs[name] = watch(width, context.run.device)
+        self.allocated = allocated or {}
         self.results: list[LayerResult] = []
         self.reference: Reference | None = None
         self.behind: ActivationStore | None = None
         if step.needs_reference:
             original = twin(module)
-            assert site.state.reference is not None
-            forwards = site.forwards(original, site.state.reference)
-            self.reference = Reference(original, self.stages, forwards, site.state.tokens)
+            assert context.state.reference is not None
+            forwards = context.forwards(original, context.state.reference)
+            self.reference = Reference(original, self.stages, forwards, context.state.tokens)
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
         """Run; with keep_outputs the state's activations become the compressed block's outputs."""
-        module, hidden = self.site.block.module, self.site.state.hidden
-        forwards = self.site.forwards(module, hidden)
+        module, hidden = self.context.block.module, self.context.state.hidden
+        forwards = self.context.forwards(module, hidden)
         if self.reference is not None:
             forwards = [self.reference.beside(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
             outputs = lockstep(module, self.stages, forwards, self._arrive, self._solve_stage)
             if keep_outputs:
                 for i, output in enumerate(outputs):
-                    hidden[i] = self.site.checked(output)
+                    hidden[i] = self.context.checked(output)
         else:  # all layers see the block as it was
             in_turn(module, self.stages, forwards, self._arrive)
             for stage in range(len(self.stages)):
                 self._solve_stage(stage)
             if keep_outputs:
-                self.site.propagate()
+                self.context.propagate()
         if self.reference is not None:
-            self.behind = ActivationStore(self.site.store_bytes, self.site.run.work)
+            self.behind = ActivationStore(self.context.store_bytes, self.context.run.work)
             for i in range(len(hidden)):
                 self.behind.append(self.reference.output(i))
         return self.results
@@ -84,7 +84,7 @@ class LayerWork:
         self.samples[name].update(rows)
         observer, transform = self.seen[name], self.layers[name].transform
         if self.reference is not None and isinstance(observer, CrossGram):
-            reference = self.reference.rows(stage, self.site.full(name), rows)
+            reference = self.reference.rows(stage, self.context.full(name), rows)
             observer.compare(transform(rows), transform(reference))
         else:
             observer.update(transform(rows))
@@ -96,9 +96,9 @@ class LayerWork:
         members = self.stages[stage]
         if self.step.observes is not Nothing:
             self._check_tokens(members)
-        peak = max(float(self.layers[name].weight.abs().max()) for name in members)
+        shared_absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
         for name in members:
-            self._solve(name, peak)
+            self._solve(name, shared_absmax)
 
     def _check_tokens(self, members: Sequence[str]) -> None:
         """Journal layers that saw no token, and experts that saw few; the former are solved as without data.
@@ -106,7 +106,7 @@ class LayerWork:
         Where no token came by, the inputs are taken to be alike and uncorrelated (one token along each axis), so that
         every pass does what it does without data: rounds to nearest, prunes by magnitude.
         """
-        seen, wanted = self.seen[members[0]], self.site.expert_tokens
+        seen, wanted = self.seen[members[0]], self.context.expert_tokens
         tokens = seen.tokens
         few = tokens < wanted and any(members[0].startswith(name + ".") for name in self.experts)
         if tokens == 0:
@@ -117,12 +117,14 @@ class LayerWork:
         else:
             return
         for name in members:
-            self.site.noter(self.site.full(name))("fallback", message, tokens=tokens, wanted=wanted)
+            self.context.logger(self.context.full(name))("fallback", message, tokens=tokens, wanted=wanted)
 
-    def _solve(self, name: str, peak: float) -> None:
-        layer, full = self.layers[name], self.site.full(name)
-        facts = Layer(full, layer.mask, self.site.run.storage, self.site.noter(full), self.inputs.get(name), peak)
-        facts = replace(facts, decided=self.decided.get(full))
+    def _solve(self, name: str, shared_absmax: float) -> None:
+        layer, full = self.layers[name], self.context.full(name)
+        facts = Layer(
+            full, layer.mask, self.context.run.storage, self.context.logger(full), self.inputs.get(name), shared_absmax
+        )
+        facts = replace(facts, allocated=self.allocated.get(full))
         step, seen = self.steps[name], self.seen[name]
         rows = self.samples[name].rows
-        self.results.append(settle(self.site, name, layer, rows, lambda weight: step.solve(weight, seen, facts)))
+        self.results.append(install(self.context, name, layer, rows, lambda weight: step.solve(weight, seen, facts)))

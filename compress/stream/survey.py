@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from compress.contract import Layer, Survey, Surveyed
-from compress.model.blocks import Block
-from compress.model.packed import CompressedLinear
-from compress.stream.inputs import Inputs
-from compress.stream.observers import Nothing, Observer, without_data
-from compress.stream.state import Site
+from compress.api.observers import Nothing, Observer, without_data
+from compress.api.passes import Layer, Survey, Surveyed
+from compress.model.linear import CompressedLinear
+from compress.model.structure.blocks import Block
+from compress.stream.block_inputs import Inputs
+from compress.stream.context import BlockContext
 
 
 @dataclass
@@ -37,7 +37,7 @@ def look_over(
     asked: Sequence[Asked],
     bring: Callable[[Block], nn.Module],
     release: Callable[[Block], None],
-    site_of: Callable[[Block, str], Site],
+    context_of: Callable[[Block, str], BlockContext],
 ) -> dict[str, dict[str, Any]]:
     """What every survey decides for every layer, by label and full name.
 
@@ -46,27 +46,27 @@ def look_over(
     runs = any(one.survey.observer is not Nothing for one in asked)
     for block in blocks:
         bring(block)
-        site = site_of(block, asked[0].label)
-        watched = [(one, Inputs(site, names)) for one in asked if (names := one.inside(block))]
+        context = context_of(block, asked[0].label)
+        watched = [(one, Inputs(context, names)) for one in asked if (names := one.inside(block))]
         with ExitStack() as stack:
             seen = [stack.enter_context(inputs.watching(one.survey.observer)) for one, inputs in watched]
             if runs:
-                site.propagate()
+                context.propagate()
         if runs:
-            site.propagate_probe()
+            context.propagate_probe()
         for (one, inputs), gathered in zip(watched, seen, strict=True):
-            one.found |= one.survey.look([_surveyed(inputs, name, gathered) for name in inputs.names])
+            one.found |= one.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
         release(block)
-    return {one.label: dict(one.survey.decide(one.found)) for one in asked}
+    return {one.label: dict(one.survey.allocate(one.found)) for one in asked}
 
 
 def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:
     """A layer and what reached it; notes are left to the pass, when it solves."""
-    module = CompressedLinear.of(inputs.site.block.module.get_submodule(name))
+    module = CompressedLinear.of(inputs.context.block.module.get_submodule(name))
     seen = next(found for group, found in gathered.items() if name in group.linears)
     if seen.tokens == 0 and not isinstance(seen, Nothing):
         without_data(seen)
-    layer = Layer(inputs.site.full(name), module.mask, inputs.site.run.storage, _silent)
+    layer = Layer(inputs.context.full(name), module.mask, inputs.context.run.storage, _silent)
     return Surveyed(layer, module, seen, inputs.rows(name))
 
 

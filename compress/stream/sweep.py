@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.context import Run
-from compress.contract import BlockPass, LayerPass
-from compress.model.blocks import Block
-from compress.model.open import OpenModel
-from compress.model.packed import CompressedLinear, linears
+from compress.api.context import Run
+from compress.api.passes import BlockPass, LayerPass
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.opening import OpenModel
 from compress.model.save import stored_sparsity
-from compress.stream.capture import Surroundings, check_hidden
-from compress.stream.inputs import Inputs
+from compress.model.structure.blocks import Block
+from compress.stream.block_inputs import Inputs
+from compress.stream.capture import ModelShell, check_hidden
+from compress.stream.context import BlockContext, SweepState, captured
+from compress.stream.install import UNDONE, LayerResult, round_to_storage
 from compress.stream.layers import LayerWork
-from compress.stream.place import UNDONE, LayerResult, round_to_storage
 from compress.stream.reference import twin
-from compress.stream.state import Site, SweepState, captured
 from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import Asked, look_over
 
@@ -56,11 +56,11 @@ class Sweep:
     run: Run
     store_bytes: int = STORE_BYTES
     expert_tokens: int = EXPERT_TOKENS
-    surroundings: Surroundings = field(init=False)
-    decided: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    shell: ModelShell = field(init=False)
+    allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.surroundings = Surroundings(self.opened)
+        self.shell = ModelShell(self.opened)
 
     def __call__(self, done: BlockDone, restore: Restore) -> Tensor:
         """Work on all blocks; returns the last block's output for the probe."""
@@ -68,16 +68,16 @@ class Sweep:
             with self.run.phase("capture"):
                 compared = any(step.needs_reference for _, step, _ in self.steps)
                 work = self.run.work
-                state = captured(self.surroundings, self.probe, self.batches, self.store_bytes, work, compared)
+                state = captured(self.shell, self.probe, self.batches, self.store_bytes, work, compared)
             self._survey(state)
             for block in self.opened.blocks:
                 original = None if state.reference is None else twin(self._bring(block))
                 if restore(block):
                     with self.run.phase("restore"):
-                        site = self._site(block, state, "restored")
-                        site.propagate()
+                        context = self._context(block, state, "restored")
+                        context.propagate()
                         if original is not None:
-                            state.reference = site.behind(original)
+                            state.reference = context.behind(original)
                 else:
                     self._bring(block)
                     done(block, self._work(block, state))
@@ -96,9 +96,9 @@ class Sweep:
         for hidden in state.hidden:
             apart.hidden.append(hidden)
         with self.run.phase("survey"):
-            self.decided = look_over(
+            self.allocated = look_over(
                 self.opened.blocks, asked, self._bring, self.opened.weights.release,
-                lambda block, label: self._site(block, apart, f"{label} survey"),
+                lambda block, label: self._context(block, apart, f"{label} survey"),
             )  # fmt: skip
 
     def _bring(self, block: Block) -> nn.Module:
@@ -117,28 +117,28 @@ class Sweep:
             inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
                 continue
-            site = self._site(block, state, label)
+            context = self._context(block, state, label)
             with self.run.phase(label):
                 compares_itself = isinstance(step, LayerPass) and step.needs_reference
                 if state.reference is not None and behind is None and not compares_itself:
-                    behind = site.behind(block.module)  # before anything is changed
+                    behind = context.behind(block.module)  # before anything is changed
                 if original is None and self._compares(block):
-                    original = site.outputs(block.module, state.hidden)
+                    original = context.outputs(block.module, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
-                    results += self._block_pass(site, step, inside, behind, original)
+                    results += self._block_pass(context, step, inside, behind, original)
                 else:
-                    work = LayerWork(site, step, inside, self.decided.get(label))
+                    work = LayerWork(context, step, inside, self.allocated.get(label))
                     results += work(is_last)
                     current = is_last
                     behind = work.behind if behind is None else behind
         current &= not self._absorb(block)
-        site = self._site(block, state, "propagate", shown=False)
+        context = self._context(block, state, "propagate", shown=False)
         if state.reference is not None:
-            state.reference = site.behind(block.module) if behind is None else behind
+            state.reference = context.behind(block.module) if behind is None else behind
         if not current:
             with self.run.phase("propagate"):
-                site.propagate()
+                context.propagate()
         return results
 
     def _compares(self, block: Block) -> bool:
@@ -147,13 +147,13 @@ class Sweep:
         return any(isinstance(step, BlockPass) and step.needs_original for step in mine)
 
     def _block_pass(
-        self, site: Site, step: BlockPass, names: list[str], behind: ActivationStore | None,
+        self, context: BlockContext, step: BlockPass, names: list[str], behind: ActivationStore | None,
         original: ActivationStore | None,
     ) -> list[LayerResult]:  # fmt: skip
-        inputs = Inputs(site, names, behind, original)
+        inputs = Inputs(context, names, behind, original)
         inputs.check(step)
-        step.solve_block(site.block.module, inputs, site.noter(site.block.name))
-        round_to_storage(site.block.module, self.run)
+        step.solve_block(context.block.module, inputs, context.logger(context.block.name))
+        round_to_storage(context.block.module, self.run)
         if inputs.work is not None:
             shutil.rmtree(inputs.work, ignore_errors=True)
         return inputs.results
@@ -179,12 +179,12 @@ class Sweep:
             round_to_storage(layer, self.run)
         return bool(changed)
 
-    def _site(self, block: Block, state: SweepState, label: str, shown: bool = True) -> Site:
+    def _context(self, block: Block, state: SweepState, label: str, shown: bool = True) -> BlockContext:
         """The block as the pass `label` finds it; shown to whoever watches the progress."""
         if shown:
             blocks = len(self.opened.blocks)
             self.run.journal.add("progress", label, block.name, block=block.index, blocks=blocks, step=label)
-        return Site(block, state, self.run, self.opened.dtype, label, self.store_bytes, self.expert_tokens)
+        return BlockContext(block, state, self.run, self.opened.dtype, label, self.store_bytes, self.expert_tokens)
 
 
 def needs_data(step: Any) -> bool:

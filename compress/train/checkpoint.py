@@ -13,15 +13,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.model.save import atomic
+from compress.formats.containers.files import atomic
 from compress.train.sharded import like
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def digest(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+def digest(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """What tells one training from another: options, and all that it starts from."""
-    found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    found = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -44,14 +44,14 @@ def tensors_of(
     return tensors
 
 
-def write_state(path: Path, key: str, told: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_state(path: Path, key: str, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Everything that the next step depends on. told: plain values; tensors: of `tensors_of`, whole.
 
     Raises SaveError; the file before stays whole.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
-        save_file(tensors, part, metadata={"format": "pt", "key": key, "state": json.dumps(told)})
+        save_file(tensors, part, metadata={"format": "pt", "key": key, "state": json.dumps(record)})
 
 
 def read_state(

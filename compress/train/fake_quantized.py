@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from compress.numerics.codes import Codes, grouped, quantize, spread, store
-from compress.numerics.fake import gradient_scale, levels, stepped, straight
-from compress.numerics.rounding import GridOptions
-from compress.numerics.scales import positive
+from compress.numerics.quant.codes import Codes, grouped, quantize, spread, store
+from compress.numerics.quant.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.quant.rounding import GridOptions
+from compress.numerics.quant.scales import positive
 from compress.train.linear import SMALLEST_FACTOR
 from compress.train.parametrization import Kind, Parametrization, Shares
 
@@ -44,7 +44,7 @@ class FakeQuantized(Parametrization):
             weight.mul_(self.mask)
         return {}
 
-    def settle(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
+    def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
         return self.codes(weight), None
 
 
@@ -70,7 +70,7 @@ class LearnedSteps(FakeQuantized):
         self.register_buffer("zero", start.zero)
         self.factor = nn.Parameter(torch.ones_like(start.scale))
         self.shift = None if start.zero is None else nn.Parameter(torch.zeros_like(start.zero))
-        self.share = gradient_scale(rounding.grid, grouped(weight, rounding.group_size).shape[-1])
+        self.gradient_factor = gradient_scale(rounding.grid, grouped(weight, rounding.group_size).shape[-1])
 
     def steps(self) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"] | None]:
         """Scales as they will be stored, and whole zero points, with gradients."""
@@ -87,7 +87,7 @@ class LearnedSteps(FakeQuantized):
         scale, zero = self.steps()
         parts = grouped(kept, self.rounding.group_size)
         zero = None if zero is None else zero[..., None]
-        found = stepped(parts, scale[..., None], zero, self.rounding.grid, self.share)
+        found = stepped(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
         return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class LearnedSteps(FakeQuantized):
         return super().update(weight, done, of)
 
     @torch.no_grad()
-    def settle(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
+    def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
         how, width = self.rounding, weight.shape[1]
         scale, zero = self.steps()
         kept = weight if self.mask is None else weight * self.mask

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.kernels import reference
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import GroupSize, grouped, spread
-from compress.numerics.packed import PackedCodes
-from compress.numerics.scales import positive
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import GroupSize, grouped, spread
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.quant.scales import positive
 from compress.train.parametrization import Parametrization, Shares, masked
 from compress.train.sharded import put_together
 
@@ -137,14 +137,14 @@ class TrainedLinear(nn.Module):
             return how.update(self.weight, done, of)
 
     @torch.no_grad()
-    def settle(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
+    def finalize(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
         """The layer with what was learned; scales and weights rounded to `storage`, dense weights held in `dtype`."""
         packed = self.layer.packed
         if packed is not None and self.factor is not None:
             scale = positive(packed.scale.float() * self.factor, storage).to(packed.scale.dtype)
             self.layer.put(replace(packed, scale=torch.where(self.factor == 1, packed.scale, scale)))
         if self.weight is not None and self.parametrization is not None:
-            weight, mask = self.parametrization.settle(self.weight.detach(), storage)
+            weight, mask = self.parametrization.finalize(self.weight.detach(), storage)
             self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
         return self.layer
 

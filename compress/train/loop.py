@@ -17,10 +17,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError, ShortageError
-from compress.journal import Journal
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
-from compress.train.settings import Settings
+from compress.train.options import TrainingOptions
 from compress.train.sharded import full, gather, like
 from compress.train.student import Student
 
@@ -38,7 +38,7 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class Where:
+class TrainingContext:
     """Who trains, for messages; the journal; the folder for the state, None where there is none. key: of whatever the
     result depends on beside settings, ids and the parameters as they are.
     """
@@ -50,7 +50,7 @@ class Where:
 
 
 @dataclass
-class Span:
+class ScheduleSlice:
     """The part of a schedule that is trained, in shares of its steps: what is behind `begin`. keep: after which share
     what is trained is copied into `kept`; None: never.
     """
@@ -98,8 +98,8 @@ def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin |
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: Settings, where: Where,
-    span: Span | None = None,
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: TrainingOptions,
+    where: TrainingContext, span: ScheduleSlice | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns what the report says of it: options of the run of steps, and the curve.
 
@@ -109,14 +109,20 @@ def train(
     Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError;
     ShortageError for a batch that does not fit; RecipeError for a launcher that does not go with masks and scales.
     """
-    trainer = _Trainer(student, objective, ids, settings, where, span or Span())
+    trainer = _Trainer(student, objective, ids, settings, where, span or ScheduleSlice())
     with torch.enable_grad():
         return trainer.run()
 
 
 class _Trainer:
     def __init__(
-        self, student: Student, objective: Objective, ids: Tensor, settings: Settings, where: Where, span: Span
+        self,
+        student: Student,
+        objective: Objective,
+        ids: Tensor,
+        settings: TrainingOptions,
+        where: TrainingContext,
+        span: ScheduleSlice,
     ) -> None:
         self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.span = span
@@ -128,9 +134,9 @@ class _Trainer:
         )
         fsdp: FullyShardedDataParallelPlugin | None = getattr(self.accelerator.state, "fsdp_plugin", None)
         check_launcher(self.accelerator.distributed_type, fsdp, where.label)
-        told = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
-        told |= {"begin": span.begin, "keep": span.keep}
-        self.key = digest(told, {"ids": ids, **student.named(), **student.buffers()})
+        record = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
+        record |= {"begin": span.begin, "keep": span.keep}
+        self.key = digest(record, {"ids": ids, **student.named(), **student.buffers()})
         if fsdp is not None:
             fsdp.auto_wrap_policy = None  # blocks are found by structure, not by the names of their classes
             reshard = fsdp.reshard_after_forward is not False
@@ -170,13 +176,13 @@ class _Trainer:
             self.state.seconds = before + perf_counter() - self.begun
             last = self.state.step == len(self.order)
             if last or self.state.step % self.settings.evaluate_every == 0:
-                self._look()
+                self._evaluate()
             if last or self.state.step % self.settings.checkpoint_every == 0:
                 self._write()
         if self.held:
             self._put(self.good)
         self._return()
-        return self._told()
+        return self._record()
 
     def _begin(self) -> None:
         """What is due before the first step."""
@@ -185,7 +191,7 @@ class _Trainer:
             self.state.curve.append({"step": self.state.step, **found})
         self.good = self._copy()
         self._keep()
-        self._look()
+        self._evaluate()
 
     def _take(self, step: int) -> None:
         """One step of the optimizer."""
@@ -242,7 +248,7 @@ class _Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return self.objective(self.model, self.ids[rows].to(self.device), rows)
 
-    def _look(self) -> None:
+    def _evaluate(self) -> None:
         """The loss on the sequences held out; the best state is remembered."""
         if not self.held:
             return
@@ -290,11 +296,11 @@ class _Trainer:
             return False
         found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
         if found is not None:
-            told, best = found
+            record, best = found
             self.good = {name: like(best[name], tensor) for name, tensor in self.good.items()}
             kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
             self.span.kept = {name: like(tensor, self.parameters[name]) for name, tensor in kept.items()}
-            self.state = State(**told)
+            self.state = State(**record)
             self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
         return found is not None
 
@@ -313,7 +319,7 @@ class _Trainer:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
         self.where.journal.add("progress", label, f"training, {label}", **figures)
 
-    def _told(self) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         """The report, and a word in the journal where nothing was gained."""
         state, journal = self.state, self.where.journal
         losses = [point["loss"] for point in state.curve if "loss" in point]

@@ -10,24 +10,25 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError
-from compress.model.prediction import NEXT_TOKENS, Prediction
-from compress.numerics.divergences import DivergenceName, SoftTargets, distillation_loss, token_weights
-from compress.train.teacher import Beside, Teacher
+from compress.model.objective import NEXT_TOKENS, LMObjective
+from compress.numerics.metrics import DivergenceName, SoftTargets, distillation_loss, token_weights
+from compress.train.teacher import OnlineTeacher, Teacher
 
 
 @dataclass(frozen=True)
 class LanguageLoss:
-    """(1 - hard) * T^2 * divergence from the teacher + hard * cross-entropy with the text + hidden * difference of
-    hidden states + cosine * (1 - cosine of the last hidden states), each the mean over tokens.
+    """(1 - ce_weight) * T^2 * divergence from the teacher + ce_weight * cross-entropy with the text
+    + hidden * difference of hidden states + cosine * (1 - cosine of the last hidden states), each the mean over tokens.
 
     The cross-entropy is that of the tokens that `prediction` asks for, the others are of all. With masked tokens, which
     teacher and student see alike, and hidden 0 this is the triple loss of Sanh 2019 (arXiv 1910.01108, section 3).
 
-    teacher: needed where hard < 1; for hidden states one that is asked in every step. token_scale: of `token_weights`,
-    for the divergence. layer_map: pairs of a block of the student and one of the teacher, counted from 0; None: evenly.
+    teacher: needed where ce_weight < 1; for hidden states one that is asked in every step. token_scale: of
+    `token_weights`, for the divergence. layer_map: pairs of a block of the student and one of the teacher,
+    counted from 0; None: evenly.
     """
 
-    hard: float = 1.0
+    ce_weight: float = 1.0
     divergence: DivergenceName = "forward_kl"
     temperature: float = 1.0
     teacher: Teacher | None = None
@@ -35,27 +36,27 @@ class LanguageLoss:
     hidden: float = 0.0
     cosine: float = 0.0
     layer_map: Sequence[tuple[int, int]] | None = None
-    prediction: Prediction = NEXT_TOKENS
+    lm_objective: LMObjective = NEXT_TOKENS
 
     def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Float[Tensor, ""]:
         """The loss of some sequences; rows: their numbers among all."""
         looks = self.hidden > 0 or self.cosine > 0
         asked = {"output_hidden_states": True} if looks else {}
-        found = self.prediction.read(model, ids, rows, **asked)
+        found = self.lm_objective.read(model, ids, rows, **asked)
         logits: Tensor = found.logits
         loss = torch.zeros((), device=logits.device)
         targets: SoftTargets | None = None
         if looks:
-            assert isinstance(self.teacher, Beside)
+            assert isinstance(self.teacher, OnlineTeacher)
             targets, wanted = self.teacher.with_states(ids, rows)
             loss = loss + self._of_states(found.hidden_states, wanted)
-        if self.hard < 1:
+        if self.ce_weight < 1:
             assert self.teacher is not None
             targets = self.teacher(ids, rows) if targets is None else targets
-            loss = loss + (1 - self.hard) * self._soft(logits.flatten(0, 1), targets)
-        if self.hard > 0:
-            predicted, tokens = self.prediction.answers(logits, ids, rows)
-            loss = loss + self.hard * nn.functional.cross_entropy(predicted.float(), tokens)
+            loss = loss + (1 - self.ce_weight) * self._soft(logits.flatten(0, 1), targets)
+        if self.ce_weight > 0:
+            predicted, tokens = self.lm_objective.answers(logits, ids, rows)
+            loss = loss + self.ce_weight * nn.functional.cross_entropy(predicted.float(), tokens)
         return loss
 
     def _soft(self, logits: Float[Tensor, "tokens vocabulary"], targets: SoftTargets) -> Tensor:

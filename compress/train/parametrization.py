@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import Codes
-from compress.numerics.masks import Pattern
-from compress.numerics.schedules import partly
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import Codes
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.schedules import partly
 
 Kind = Literal["scales", "norms", "weights", "biases"]
 """What can be trained, each with a rate of its own."""
@@ -53,7 +53,7 @@ class Parametrization(nn.Module):
         """Whether the state after so many steps is one that could be kept: a schedule of pruning is at its end."""
         return True
 
-    def settle(
+    def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"] | Codes, Bool[Tensor, "out in"] | None]:
         """What the layer becomes, and its mask (None: as before). Dense weights are rounded to `storage` afterwards."""
@@ -76,7 +76,7 @@ class Masked(Parametrization):
         weight.mul_(self.mask)
         return {}
 
-    def settle(
+    def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"] | None]:
         return self.forward(weight), self.mask

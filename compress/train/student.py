@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import TargetError
-from compress.model.blocks import find_blocks
-from compress.model.packed import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, linears
+from compress.model.structure.blocks import find_blocks
 from compress.train.linear import TrainedLinear
 from compress.train.parametrization import Kind, Parametrize, masked
 from compress.train.sharded import full, split
@@ -98,7 +98,7 @@ class Student:
         for layer in self.layers.values():
             for name, share in layer.update(done, of).items():
                 parts.setdefault(name, []).append(share)
-        return {name: float(sum(n for n, _ in told)) / sum(m for _, m in told) for name, told in parts.items()}
+        return {name: float(sum(n for n, _ in record)) / sum(m for _, m in record) for name, record in parts.items()}
 
     def ready(self, done: int, of: int) -> bool:
         """Whether the state after so many steps could be kept."""
@@ -223,7 +223,7 @@ def _restore(student: Student, dtypes: dict[str, torch.dtype], storage: torch.dt
         for parameter in student.parameters[kind].values():
             parameter.data = parameter.data.to(storage)
     for name, trained in student.layers.items():
-        _put(student.model, name, trained.settle(storage, compute))
+        _put(student.model, name, trained.finalize(storage, compute))
     _cast(student.model, dtypes, compute)
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from compress.errors import NumericError
-from compress.model.prediction import IGNORED, NEXT_TOKENS, Prediction
-from compress.model.save import atomic
-from compress.numerics.divergences import CHUNK, SoftTargets, soft_targets
+from compress.formats.containers.files import atomic
+from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
+from compress.numerics.metrics import CHUNK, SoftTargets, soft_targets
 from compress.train.checkpoint import digest
 
 PARTS = ("log_probs", "index", "log_rest", "text")
@@ -54,13 +54,13 @@ def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens
     return -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
 
 
-class Beside:
+class OnlineTeacher:
     """A teacher that is asked in every step."""
 
     def __init__(
-        self, model: nn.Module, temperature: float, where: str, prediction: Prediction = NEXT_TOKENS
+        self, model: nn.Module, temperature: float, where: str, lm_objective: LMObjective = NEXT_TOKENS
     ) -> None:
-        self.model, self.temperature, self.where, self.prediction = model, temperature, where, prediction
+        self.model, self.temperature, self.where, self.lm_objective = model, temperature, where, lm_objective
 
     @torch.no_grad()
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
@@ -72,12 +72,12 @@ class Beside:
     ) -> tuple[SoftTargets, Sequence[Tensor]]:
         """Targets, and the hidden states before the first block and behind each, [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
-            found = self.prediction.read(self.model, ids, rows, output_hidden_states=wanted)
-        targets = reduced(found.logits, self.prediction.targets(ids, rows), self.temperature, None, self.where)
+            found = self.lm_objective.read(self.model, ids, rows, output_hidden_states=wanted)
+        targets = reduced(found.logits, self.lm_objective.targets(ids, rows), self.temperature, None, self.where)
         return targets, found.hidden_states if wanted else ()
 
 
-class Stored:
+class CachedTeacher:
     """A teacher whose likeliest tokens were computed beforehand, a sequence at a time: in files, or in memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -104,13 +104,13 @@ class Question:
     temperature: float
     top_k: int
     source: str | None = None
-    prediction: Prediction = NEXT_TOKENS
+    lm_objective: LMObjective = NEXT_TOKENS
 
 
 def ask(
     open_teacher: Teach, ids: Int[Tensor, "sequences length"], question: Question, work: Path | None,
     device: torch.device, where: str, tell: Callable[[int, int], None],
-) -> Stored:  # fmt: skip
+) -> CachedTeacher:  # fmt: skip
     """The teacher's likeliest tokens for every token of every sequence; the teacher is opened only if needed.
 
     work: a folder to keep them in; those that are there already are of the same question, and are used. Several
@@ -118,10 +118,10 @@ def ask(
 
     Raises NumericError, SaveError.
     """
-    stored, folder = Stored(device), None
+    stored, folder = CachedTeacher(device), None
     if work is not None:
-        told = {**vars(question), "prediction": repr(question.prediction)}
-        folder = work / f"teacher-{digest(told, {'ids': ids})[:16]}"
+        record = {**vars(question), "lm_objective": repr(question.lm_objective)}
+        folder = work / f"teacher-{digest(record, {'ids': ids})[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
@@ -135,8 +135,8 @@ def ask(
             for done, i in enumerate(missing):
                 tell(done, len(missing))
                 row = ids[i : i + 1].to(device)
-                logits = question.prediction.read(model, row, [i]).logits
-                wanted = question.prediction.targets(row, [i])
+                logits = question.lm_objective.read(model, row, [i]).logits
+                wanted = question.lm_objective.targets(row, [i])
                 targets = reduced(logits, wanted, question.temperature, question.top_k, where)
                 made[i] = {name: t.cpu().contiguous() for name in PARTS if (t := getattr(targets, name)) is not None}
                 if (path := paths[i]) is not None:

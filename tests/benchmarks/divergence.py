@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    windows, calibration = (torch.from_numpy(np.load(p).astype(np.int64)) for p in (arguments.test, arguments.calibration))
+    windows, calibration = (
+        torch.from_numpy(np.load(p).astype(np.int64)) for p in (arguments.test, arguments.calibration)
+    )
     base = opened(arguments.model)
     reference = [log_probabilities(base, window) for window in windows]
     base_loss = sum(loss_of(p, window) for p, window in zip(reference, windows, strict=True)) / len(windows)

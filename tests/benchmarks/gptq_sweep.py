@@ -17,9 +17,9 @@ from time import process_time
 
 import torch
 
-from compress.contract import Layer
+from compress.api.observers import Gram
+from compress.api.passes import Layer
 from compress.passes.gptq import GPTQ
-from compress.stream.observers import Gram
 
 
 def main() -> None:

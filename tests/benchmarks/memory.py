@@ -78,7 +78,9 @@ def main() -> None:
             found = [run(Path(temporary) / str(count), recipe) for count in arguments.blocks]
             least, most = found[0], found[-1]
             ratios = {
-                f"{phase}_ratio": round((most[f"{phase}_mb"] - most["start_mb"]) / (least[f"{phase}_mb"] - least["start_mb"]), 2)
+                f"{phase}_ratio": round(
+                    (most[f"{phase}_mb"] - most["start_mb"]) / (least[f"{phase}_mb"] - least["start_mb"]), 2
+                )
                 for phase in ("compress", "finish")
             }
             print(json.dumps({"recipe": Path(recipe).name, "blocks_ratio": most["blocks"] / least["blocks"], **ratios}))
@@ -91,7 +93,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--planned", action="store_true", help="beside what the plan says")
     parser.add_argument("--sequences", type=int, default=16, help=f"with --planned: of {PLANNED_TOKENS} tokens")
-    parser.add_argument("--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in")
+    parser.add_argument(
+        "--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in"
+    )
     parser.add_argument("--allocator", choices=("exact", "default"), default="exact", help="with --planned")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -126,7 +130,11 @@ def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
     start, peak = anonymous_mb(), Peak()
     planned = run_all(folder, name, dtype) / 2**20
     measured = peak.take() - start
-    figures = {"planned_mb": round(planned, 1), "measured_mb": round(measured, 1), "ratio": round(planned / measured, 2)}
+    figures = {
+        "planned_mb": round(planned, 1),
+        "measured_mb": round(measured, 1),
+        "ratio": round(planned / measured, 2),
+    }
     return {"recipe": name, "blocks": int(folder.name), **figures}
 
 
@@ -207,8 +215,8 @@ class Peak:
 
 def measure(folder: Path, path: str) -> dict[str, object]:
     import compress
-    from compress.journal import Journal
-    from compress.runner import Job
+    from compress.api.journal import Journal
+    from compress.pipeline.run import Job
 
     ids, recipe = str(folder / "ids.npy"), compress.Recipe.from_yaml(path)
     calibration = compress.Calibration(source=ids, sequences=None, length=None)

@@ -51,7 +51,7 @@ def main():
     begin = time.perf_counter()
     oneshot(model=model, recipe=modifier(arguments.method), tokenizer=tokenizer, **data)
     seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    shared_absmax = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     losses = []
     with torch.no_grad():
         for window in torch.from_numpy(np.load(arguments.test)).long():
@@ -59,7 +59,7 @@ def main():
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
     loss = float(np.mean(losses))
     row = {"method": arguments.method, "perplexity": float(np.exp(loss)), "loss": loss}
-    print(json.dumps(row | {"seconds": round(seconds, 1), "peak_rss_mb": round(peak)}))
+    print(json.dumps(row | {"seconds": round(seconds, 1), "peak_rss_mb": round(shared_absmax)}))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
     import torch
 
     import compress
-    from compress.journal import Journal
-    from compress.runner import Job
+    from compress.api.journal import Journal
+    from compress.pipeline.run import Job
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         job = Job.begin(recipe, out, overwrite=True, journal=Journal())
         job.compress()
         seconds = perf_counter() - begin
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        shared_absmax = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         report = job.finish().report
     quality, size = report["quality"][0], report["size"]
     values = (
@@ -106,7 +106,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         quality["compressed"]["loss"],
         quality["base"]["loss"],
         round(seconds, 1),
-        round(peak),
+        round(shared_absmax),
         size["checkpoint_bytes"],
         round(size["bits_per_weight"], 4),
         round(report["costs"]["verify"]["seconds"], 1),

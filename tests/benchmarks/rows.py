@@ -18,7 +18,7 @@ from quality import forwarded, run
 GROUPS = {"group_size": 64}
 ZEROS = {"group_size": 64, "symmetric": False}
 BEST = {"act_order": "static", "scale": "mse"}
-STEPS = {"steps": 48, "hard": 0, "weight_rate": 0.1}
+STEPS = {"steps": 48, "ce_weight": 0, "weight_rate": 0.1}
 """Of passes that train from a teacher: ten minutes of one core at SmolLM2-135M, with 48 sequences of 512 tokens."""
 
 ROWS: dict[str, list[dict]] = {
@@ -86,7 +86,10 @@ ROWS: dict[str, list[dict]] = {
         {"channel_permutation": {"pattern": "2:4", "score": "magnitude"}},
         {"magnitude": {"pattern": "2:4"}},
     ],
-    "permuted-wanda-2:4": [{"channel_permutation": {"pattern": "2:4", "score": "wanda"}}, {"wanda": {"pattern": "2:4"}}],
+    "permuted-wanda-2:4": [
+        {"channel_permutation": {"pattern": "2:4", "score": "wanda"}},
+        {"wanda": {"pattern": "2:4"}},
+    ],
     "permuted-sparsegpt-2:4": [
         {"channel_permutation": {"pattern": "2:4", "score": "wanda"}},
         {"sparsegpt": {"pattern": "2:4"}},
@@ -101,7 +104,10 @@ ROWS: dict[str, list[dict]] = {
     "slicegpt-20": [{"slicegpt": {"sparsity": 0.2, "multiple": 9}}],
     "gmp-2:4": [{"gmp": {"pattern": "2:4", "end": 0.5, **STEPS}}],
     "sr_ste-2:4": [{"sr_ste": {"pattern": "2:4", **STEPS}}],
-    "sparsegpt-sr_ste-2:4": [{"sparsegpt": {"pattern": "2:4"}}, {"sr_ste": {"pattern": "2:4", "regrow": True, **STEPS}}],
+    "sparsegpt-sr_ste-2:4": [
+        {"sparsegpt": {"pattern": "2:4"}},
+        {"sr_ste": {"pattern": "2:4", "regrow": True, **STEPS}},
+    ],
     "sparsegpt-distill-2:4": [{"sparsegpt": {"pattern": "2:4"}}, {"distill": STEPS}],
     "qat-int3": [{"qat": {"weights": "int3", **GROUPS, "scale": "mse", **STEPS}}],
     "qat-int2-zeros": [{"qat": {"weights": "int2", **ZEROS, "scale": "mse", **STEPS}}],

@@ -18,7 +18,7 @@ import torch
 
 import compress
 from compress.evaluate.perplexity import perplexity
-from compress.model.open import open_model
+from compress.model.open.opening import open_model
 
 
 def main() -> None:

@@ -45,19 +45,19 @@ def main() -> None:
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     script = [sys.executable, str(HERE / "quality.py"), arguments.recipe, "--threads", str(arguments.threads)]
-    return told("compress", [*script, *protocol(arguments)], arguments.threads)
+    return record("compress", [*script, *protocol(arguments)], arguments.threads)
 
 
 def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
     script = [arguments.peer_python, str(HERE / "peer_llmcompressor.py"), arguments.method]
-    return told("llm-compressor", [*script, *protocol(arguments)], arguments.threads)
+    return record("llm-compressor", [*script, *protocol(arguments)], arguments.threads)
 
 
 def protocol(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name}={getattr(arguments, name)}" for name in ("model", "test", "calibration")]
 
 
-def told(tool: str, command: list[str], threads: int) -> dict[str, Any]:
+def record(tool: str, command: list[str], threads: int) -> dict[str, Any]:
     """The last line that a command prints, as JSON; shown, too."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)

@@ -10,8 +10,8 @@ from torch import nn
 
 from compress.errors import ModelError, NumericError
 from compress.evaluate.perplexity import Perplexity, perplexity
-from compress.model.prediction import prediction_of
-from compress.stream.depth import ROWS, mean_loss
+from compress.model.forward import ROWS, mean_loss
+from compress.model.objective import objective_of
 
 
 class Bigrams(nn.Module):
@@ -38,17 +38,17 @@ def test_by_hand():
 
 @pytest.mark.parametrize("length", [16, 40])
 def test_of_masked_tokens_it_is_their_mean_loss_under_masks_that_all_models_share(length, tiny, ids):
-    prediction = prediction_of(tiny("bert"), tokenizer())
+    lm_objective = objective_of(tiny("bert"), tokenizer())
     text = ids(3, length)
-    found = [perplexity(tiny("bert", seed), text, prediction=prediction) for seed in (0, 1)]
+    found = [perplexity(tiny("bert", seed), text, lm_objective=lm_objective) for seed in (0, 1)]
     assert {one.tokens for one in found} == {sum(round(0.15 * int((row > 4).sum())) for row in text)}
     assert {one.of for one in found} == {"masked tokens"} and found[0].loss != found[1].loss
-    shown, targets = prediction.draw(text, range(3))
+    shown, targets = lm_objective.draw(text, range(3))
     with torch.no_grad():
         logits = tiny("bert")(input_ids=shown).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     assert found[0].loss == pytest.approx(float(wanted), rel=1e-5)
-    assert mean_loss(tiny("bert"), text, prediction) == pytest.approx(float(wanted), rel=1e-5)
+    assert mean_loss(tiny("bert"), text, lm_objective) == pytest.approx(float(wanted), rel=1e-5)
 
 
 def test_masked_tokens_are_not_taken_for_next_ones(tiny, ids):
@@ -71,9 +71,9 @@ def test_it_is_the_mean_over_windows_of_the_mean_loss_of_a_window(length, tiny):
 
 
 def test_progress_is_told_after_every_window():
-    told = []
-    perplexity(Bigrams(torch.zeros(3, 3)), torch.zeros(4, 2, dtype=torch.int64), lambda *at: told.append(at))
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    record = []
+    perplexity(Bigrams(torch.zeros(3, 3)), torch.zeros(4, 2, dtype=torch.int64), lambda *at: record.append(at))
+    assert record == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_a_loss_that_is_not_a_number_names_the_window():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, OPTConfig
 from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme, Scheme
-from compress.formats.pack_quantized import PackQuantized
-from compress.numerics.grids import GRIDS
+from compress.formats.layouts.pack_quantized import PackQuantized
+from compress.numerics.quant.grids import GRIDS
 
 FORMAT = FORMATS["compressed-tensors"]
 INT8 = GRIDS["int8"]
@@ -140,7 +140,9 @@ def test_compressed_tensors_validates_the_config(name):
             assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == wanted
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name != "FP8 weights"])  # which it chooses for itself with inputs only
+@pytest.mark.parametrize(
+    "name", [name for name in SCHEMES if name != "FP8 weights"]
+)  # which it chooses for itself with inputs only
 def test_compressed_tensors_would_choose_the_same_layout(name):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     base = pytest.importorskip("compressed_tensors.compressors.base")
@@ -177,7 +179,10 @@ FP8 = GRIDS["fp8_e4m3"]
             "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
         ),
         (Scheme(GRIDS["fp4_e2m1"], 32, True), "weights fp4_e2m1 have no layout"),
-        (Scheme(GRIDS["fp8_e5m2"], "channel", True), "weights fp8_e5m2 have no reader; use fp8_e4m3, or format: native"),
+        (
+            Scheme(GRIDS["fp8_e5m2"], "channel", True),
+            "weights fp8_e5m2 have no reader; use fp8_e4m3, or format: native",
+        ),
         (Scheme(FP8, 64, True), "fp8_e4m3 has no layout for groups; use group_size: channel or tensor"),
         (replace(SCHEMES["FP8"], activations=INT8), "fp8_e4m3 weights go with activations none or fp8_e4m3"),
         (replace(SCHEMES["MXFP4"], activations=INT8), "mxfp4 weights are read with activations none only"),

@@ -4,7 +4,7 @@ import pytest
 
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.grids import GRIDS
 
 FORMAT = FORMATS["dense"]
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.formats.base import Scheme
-from compress.formats.float_quantized import FloatQuantized
-from compress.formats.fp4_pack import as_bytes, as_words
-from compress.formats.mxfp4_pack_quantized import MXFP4PackQuantized
-from compress.formats.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.formats.layouts.float_quantized import FloatQuantized
+from compress.formats.layouts.fp4_pack import as_bytes, as_words
+from compress.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
+from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.kernels.reference import dense_weight
 
 FLOAT8 = FloatQuantized()

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.formats.base import Scheme
-from compress.formats.int_quantized import IntQuantized
+from compress.formats.layouts.int_quantized import IntQuantized
 from compress.kernels.reference import dense_weight
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.grids import GRIDS
 
 INT8 = GRIDS["int8"]
 LAYOUT = IntQuantized()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
-from compress.numerics.grids import GRIDS, IntGrid
+from compress.numerics.quant.grids import GRIDS, IntGrid
 
 FORMAT = FORMATS["native"]
 

@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from compress.formats.base import Scheme
-from compress.formats.pack_quantized import PackQuantized, input_arguments, sizes_that_work, stored_group_size
+from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments, sizes_that_work, stored_group_size
 from compress.kernels.reference import dense_weight
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.grids import GRIDS
 
 LAYOUT = PackQuantized()
 INTEGERS = [name for name in GRIDS if name.startswith("int")]
@@ -145,8 +145,16 @@ def scheme(grid="int4", group_size=32, symmetric=True, indexed=False, **inputs):
         (scheme(indexed=True), 64, "use act_order: static, or format: native"),
         (scheme(group_size="tensor", symmetric=False), 64, "use group_size: channel, or symmetric: true"),
         (scheme(group_size=64), 100, "group_size 64 does not divide the 100 inputs; use 20, 25, 50, 100, channel, or"),
-        (scheme(group_size=128), 4104, "use 18, 19, 24, 27, 36, 38, 54, 57, 72, 76, 108, 114, 152, 171, 216, 228, channel"),
-        (scheme(group_size=128), 4099, "group_size 128 does not divide the 4099 inputs; use channel, or format: native"),
+        (
+            scheme(group_size=128),
+            4104,
+            "use 18, 19, 24, 27, 36, 38, 54, 57, 72, 76, 108, 114, 152, 171, 216, 228, channel",
+        ),
+        (
+            scheme(group_size=128),
+            4099,
+            "group_size 128 does not divide the 4099 inputs; use channel, or format: native",
+        ),
         (scheme(group_size=12), 64, "group_size 12 does not divide the 64 inputs; use 16, 32, 64, channel, or"),
     ],
 )

@@ -5,9 +5,9 @@ import torch
 from draws import random
 
 from compress.kernels import reference
-from compress.numerics.codes import Codes, quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
 
 
 def test_a_weight_by_hand():

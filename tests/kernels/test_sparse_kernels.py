@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from masks import random_mask, regular_mask
 
 from compress.kernels import dispatch, reference
-from compress.numerics import sparse
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import Kept
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse import positions as sparse
+from compress.numerics.sparse.positions import Kept
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0):

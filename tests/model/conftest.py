@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.stream.capture import Surroundings
+from compress.stream.capture import ModelShell
 
 
 @pytest.fixture
@@ -12,7 +12,7 @@ def second_block(tiny, in_memory, ids):
 
     def make(family):
         opened = in_memory(tiny(family))
-        captured = Surroundings(opened).capture(ids())
+        captured = ModelShell(opened).capture(ids())
         with torch.no_grad():
             hidden = captured.calls[0].run(opened.blocks[0].module, captured.hidden)
 

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from compress.formats.base import CacheScheme
-from compress.model.cache import (
-    Entering,
+from compress.model.kv_cache import (
+    CacheProxy,
     cache_sha256,
     caching,
     copy_rounding,
@@ -20,7 +20,7 @@ from compress.model.cache import (
     roundings,
     watching,
 )
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.grids import GRIDS
 
 FAMILIES = [
     "llama", "qwen2", "qwen3", "gpt2", "opt", "opt-post-norm", "gpt-neox", "gpt-neox-parallel", "gemma2", "phi3", "bloom",
@@ -208,11 +208,11 @@ def test_watching_sees_what_enters_before_it_is_rounded_and_ends():
 
 
 def test_where_there_is_no_cache_it_answers_as_an_empty_one():
-    entering = Entering(None, lambda keys, values: (keys, values))
+    entering = CacheProxy(None, lambda keys, values: (keys, values))
     assert entering.get_seq_length() == 0 and not hasattr(entering, "nothing_of_this_name")
     kept = DynamicCache()
     kept.update(torch.ones(1, 1, 5, 2), torch.ones(1, 1, 5, 2), 0)
-    assert Entering(kept, lambda keys, values: (keys, values)).get_seq_length() == 5
+    assert CacheProxy(kept, lambda keys, values: (keys, values)).get_seq_length() == 5
 
 
 def test_what_is_rounded_is_not_rounded_again():

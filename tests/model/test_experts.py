@@ -9,12 +9,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import compress
-from compress.journal import Journal
-from compress.model.experts import Experts, exercised, open_experts
-from compress.model.links import find_groups, find_links, fold
-from compress.model.open import Mapped, open_model
-from compress.model.packed import linears
-from compress.model.probing import relative_error
+from compress.api.journal import Journal
+from compress.model.linear import linears
+from compress.model.open.experts import Experts, exercised, open_experts
+from compress.model.open.opening import Mapped, open_model
+from compress.model.structure.links import find_groups, find_links, fold
+from compress.numerics.metrics import relative_error
 from compress.passes.gptq import GPTQ
 from compress.passes.rtn import RTN
 from compress.passes.smoothquant import SmoothQuant
@@ -87,9 +87,9 @@ class Odd(nn.Module):
 def test_what_cannot_be_proved_stays_as_it_was_and_is_told(call, why):
     model = nn.Module()
     model.moe = odd = Odd(call)
-    (note,) = open_experts(model)
-    assert note.startswith("moe: its 3-D weights are left as they are: ")
-    assert re.search(why, note)
+    (log,) = open_experts(model)
+    assert log.startswith("moe: its 3-D weights are left as they are: ")
+    assert re.search(why, log)
     assert model.moe is odd
 
 
@@ -106,7 +106,7 @@ def opened_block(second_block, monkeypatch):
     def make(family):
         block, forward = second_block(family)
         names = {"gate_up_proj": FAMILIES[family][:2], "down_proj": FAMILIES[family][2:]}
-        monkeypatch.setattr("compress.model.experts._stored_names", lambda model: names)
+        monkeypatch.setattr("compress.model.open.experts._stored_names", lambda model: names)
         assert open_experts(block) == []
         return block, forward
 
@@ -130,7 +130,7 @@ def test_links_of_a_block_with_experts(family, opened_block):
     with exercised(block):
         before = forward(block)
     for link in links.values():
-        scale = link.share(torch.rand(len(link.channels), generator=torch.Generator().manual_seed(1)) * 4 + 0.25)
+        scale = link.equalize(torch.rand(len(link.channels), generator=torch.Generator().manual_seed(1)) * 4 + 0.25)
         assert fold(block, link, scale, forward).kept
     with exercised(block):
         assert relative_error(forward(block), before) < 1e-5

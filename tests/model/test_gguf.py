@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compress.errors import ModelError
-from compress.model import gguf as reading
-from compress.model.open import open_model
+from compress.model.open import gguf as reading
+from compress.model.open.opening import open_model
 
 gguf = pytest.importorskip("gguf")
 quants = pytest.importorskip("gguf.quants")
@@ -109,7 +109,7 @@ def converted_here(monkeypatch):
 
     def run(command, **kwargs):
         commands.append(command)
-        assert command[:3] == [sys.executable, "-m", "compress.model.gguf"]
+        assert command[:3] == [sys.executable, "-m", "compress.model.open.gguf"]
         reading.convert(*map(Path, command[3:]))
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -175,12 +175,16 @@ def test_not_a_gguf_file(tmp_path, cache):
         open_model(str(path))
 
 
-@pytest.mark.parametrize(("stderr", "reason"), [("Traceback\nValueError: bad magic\n", "ValueError: bad magic"), ("", "exit code 3")])
+@pytest.mark.parametrize(
+    ("stderr", "reason"), [("Traceback\nValueError: bad magic\n", "ValueError: bad magic"), ("", "exit code 3")]
+)
 def test_a_file_that_cannot_be_read(stderr, reason, tmp_path, cache, monkeypatch):
     path = tmp_path / "a.gguf"
     path.write_bytes(b"GGUF and nothing")
     monkeypatch.setattr(reading.subprocess, "run", lambda c, **_: subprocess.CompletedProcess(c, 3, "", stderr))
-    with pytest.raises(ModelError, match=rf"cannot be read \({reason}\); reading GGUF needs the extra: compress-llm\[gguf\]"):
+    with pytest.raises(
+        ModelError, match=rf"cannot be read \({reason}\); reading GGUF needs the extra: compress-llm\[gguf\]"
+    ):
         open_model(str(path))
     assert list(cache.iterdir()) == []
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.links import FOLD_TOLERANCE, Group, Link, find_groups, find_links, fold, make
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.model.probing import relative_error
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.structure.links import FOLD_TOLERANCE, Group, Link, block_signature, find_groups, find_links, fold
+from compress.numerics.metrics import relative_error
 
 GATED = {
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): "input_layernorm",
@@ -100,7 +100,7 @@ def norm_links(family):
 
 def scale_for(link, seed=1):
     """A random positive scale that columns of one channel share."""
-    return link.share(torch.rand(len(link.channels), generator=torch.Generator().manual_seed(seed)) * 4 + 0.25)
+    return link.equalize(torch.rand(len(link.channels), generator=torch.Generator().manual_seed(seed)) * 4 + 0.25)
 
 
 @pytest.mark.parametrize("family", GROUPS)
@@ -155,9 +155,9 @@ def test_blocks_are_made_alike_when_their_tensors_are(second_block):
     block, _ = second_block("llama")
     other = copy.deepcopy(block)
     other.mlp.gate_proj.weight.data.zero_()
-    assert make(other) == make(block)
+    assert block_signature(other) == block_signature(block)
     other.mlp.gate_proj.weight = torch.nn.Parameter(torch.zeros(3, 5))
-    assert make(other) != make(block)
+    assert block_signature(other) != block_signature(block)
 
 
 class Passes:
@@ -202,7 +202,7 @@ def test_a_fold_divides_rows_and_bias_of_the_channels_that_are_read(second_block
 
 def test_columns_of_one_channel_share_the_largest_scale():
     link = Link("a", ("b",), torch.tensor([2, 0, 2, 5]), "linear")
-    assert link.share(torch.tensor([1.0, 7.0, 3.0, 2.0])).tolist() == [3.0, 7.0, 3.0, 2.0]
+    assert link.equalize(torch.tensor([1.0, 7.0, 3.0, 2.0])).tolist() == [3.0, 7.0, 3.0, 2.0]
     assert link.per_channel(torch.tensor([3.0, 7.0, 3.0, 2.0]), 6).tolist() == [7, 1, 3, 1, 1, 2]
 
 
@@ -359,7 +359,7 @@ def test_one_copy_of_the_block_is_made_and_none_in_float32(second_block, monkeyp
     block, forward = second_block("llama")
     copied = []
     real = copy.deepcopy
-    monkeypatch.setattr("compress.model.probing.copy.deepcopy", lambda m: copied.append(m) or real(m))
+    monkeypatch.setattr("compress.model.structure.probes.copy.deepcopy", lambda m: copied.append(m) or real(m))
     (link, *_) = find_links(block, forward)
     fold(block, link, scale_for(link), forward)
     assert copied == []

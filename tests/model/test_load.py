@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress.errors import ModelError
-from compress.model.packed import CompressedLinear
+from compress.model.linear import CompressedLinear
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,7 @@ def test_the_dtype_can_be_chosen_and_codes_stay(packed):
     with torch.no_grad():
         logits = half(input_ids=torch.arange(8)[None]).logits
         assert logits.dtype == torch.bfloat16
-        torch.testing.assert_close(
-            logits.float(), exact(input_ids=torch.arange(8)[None]).logits, atol=0.3, rtol=0
-        )
+        torch.testing.assert_close(logits.float(), exact(input_ids=torch.arange(8)[None]).logits, atol=0.3, rtol=0)
 
 
 def test_a_dense_folder_is_loaded_as_it_is(pico, pico_model):
@@ -87,7 +85,10 @@ def test_another_method_of_quantization(folder):
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ("model.layers.1.self_attn.q_proj.weight_scale", r"model\.layers\.1\.self_attn\.q_proj lacks its tensor weight_scale"),
+        (
+            "model.layers.1.self_attn.q_proj.weight_scale",
+            r"model\.layers\.1\.self_attn\.q_proj lacks its tensor weight_scale",
+        ),
         ("model.layers.1.self_attn.q_proj.weight", r"model\.layers\.1\.self_attn\.q_proj lacks its tensor weight"),
         ("model.layers.1.mlp.up_proj.weight", "lacks tensors of its model; write it again"),
     ],

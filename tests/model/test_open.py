@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from compress.errors import ModelError
-from compress.model.blocks import Block
-from compress.model.open import InMemory, Mapped, open_model
-from compress.model.packed import linears
+from compress.model.linear import linears
+from compress.model.open.opening import InMemory, Mapped, open_model
+from compress.model.structure.blocks import Block
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_transformers_must_convert_is_loaded_whole_with_a_note
     opened = open_model(str(tmp_path))  # the file holds all experts in one tensor, the opened model one by one
     assert isinstance(opened.weights, InMemory)
     assert "model.layers.1.mlp.experts.1.down_proj" in opened.linear_names()
-    assert [note for note in opened.notes if "transformers loaded it whole" in note]
+    assert [log for log in opened.notes if "transformers loaded it whole" in log]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(opened.model(input_ids=ids()).logits, theirs(input_ids=ids()).logits)

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
-from compress.numerics.packed import PackedCodes
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
+from compress.numerics.quant.packed import PackedCodes
 
 
 def conv1d() -> Conv1D:

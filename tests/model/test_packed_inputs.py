@@ -7,10 +7,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.formats import FORMATS
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
 
 INT8 = GRIDS["int8"]
 WIDTH = 12
@@ -94,7 +94,9 @@ def test_what_is_stored_reads_back_as_the_same_layer():
     assert read.scheme == layer.scheme
 
 
-@pytest.mark.parametrize("name", ["input_permutation", "input_scale", "activation_scale", "outliers", "outlier_threshold"])
+@pytest.mark.parametrize(
+    "name", ["input_permutation", "input_scale", "activation_scale", "outliers", "outlier_threshold"]
+)
 def test_the_digest_covers_all_that_is_done_to_inputs(name):
     changed = full()
     setattr(changed, name, None)

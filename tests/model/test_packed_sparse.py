@@ -12,13 +12,13 @@ from transformers.pytorch_utils import Conv1D
 from compress.errors import NumericError
 from compress.formats import FORMATS
 from compress.formats.base import Scheme
-from compress.model.packed import CompressedLinear
-from compress.model.rewrite import remember, rewrite_weight
+from compress.model.linear import CompressedLinear
 from compress.model.save import hold_as_stored, layer_tensors
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import SparseWeight, Sparsity
+from compress.model.structure.rewrite import remember, rewrite_weight
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight, Sparsity
 
 
 def masked(mask, dtype=torch.float32, seed=0):
@@ -56,7 +56,9 @@ def test_kept_weights_alone_are_the_same_function(grid, pattern):
     assert (layer.packed is None) == (grid is None)
     assert layer.scheme.sparsity == Sparsity.named(pattern, int(mask.sum()))
     assert repr(layer).count(pattern) == 1 and "masked" in repr(layer)
-    assert torch.equal(layer.weight_as(torch.bfloat16), weight.bfloat16() if grid is None else layer.weight_as(torch.bfloat16))
+    assert torch.equal(
+        layer.weight_as(torch.bfloat16), weight.bfloat16() if grid is None else layer.weight_as(torch.bfloat16)
+    )
 
 
 def test_a_kept_zero_stays_out_of_the_mask():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.links import FOLD_TOLERANCE
-from compress.model.packed import CompressedLinear
-from compress.model.permutations import Permutation, find_permutations, permute
-from compress.model.probing import relative_error
+from compress.model.linear import CompressedLinear
+from compress.model.structure.links import FOLD_TOLERANCE
+from compress.model.structure.permutations import Permutation, find_permutations, permute
+from compress.numerics.metrics import relative_error
 
 GATED = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 VALUES = (("self_attn.v_proj",), ("self_attn.o_proj",))

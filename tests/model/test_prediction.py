@@ -6,12 +6,12 @@ from encoders import MASK, VOCAB, tokenizer
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BertLMHeadModel
 
 from compress.errors import CalibrationError, ModelError
-from compress.model.prediction import (
+from compress.model.objective import (
     IGNORED,
     NEXT_TOKENS,
     MaskedTokens,
     is_masked,
-    prediction_of,
+    objective_of,
     special_ids,
     without_cache,
 )
@@ -57,24 +57,24 @@ def test_special_tokens_are_not_asked_for_and_do_not_count():
 
 
 def test_masks_depend_on_the_seed_and_the_number_of_a_sequence_alone(text):
-    prediction, same = MaskedTokens(MASK, MANY), text[:1].expand(4, -1)
-    shown, targets = prediction.draw(text[:4], range(4))
+    lm_objective, same = MaskedTokens(MASK, MANY), text[:1].expand(4, -1)
+    shown, targets = lm_objective.draw(text[:4], range(4))
     for rows in ([2, 0], [3], [1, 1]):
-        again = prediction.draw(text[rows], rows)
+        again = lm_objective.draw(text[rows], rows)
         assert torch.equal(again[0], shown[rows]) and torch.equal(again[1], targets[rows])
-    places = prediction.targets(same, range(4)) != IGNORED
+    places = lm_objective.targets(same, range(4)) != IGNORED
     assert torch.equal(places, targets != IGNORED)  # of other tokens the same places
     assert len({tuple(row.tolist()) for row in places}) == 4
     other = MaskedTokens(MASK, MANY, seed=1).targets(same, range(4)) != IGNORED
     assert not bool((places == other).all(1).any())
 
 
-@pytest.mark.parametrize("prediction", [NEXT_TOKENS, MaskedTokens(MASK, VOCAB)])
-def test_answers_are_the_logits_where_targets_are(prediction, ids):
+@pytest.mark.parametrize("lm_objective", [NEXT_TOKENS, MaskedTokens(MASK, VOCAB)])
+def test_answers_are_the_logits_where_targets_are(lm_objective, ids):
     logits = torch.randn(3, 16, VOCAB, generator=torch.Generator().manual_seed(0))
     rows = [4, 0, 9]
-    targets = prediction.targets(ids(3), rows)
-    found, tokens = prediction.answers(logits, ids(3), rows)
+    targets = lm_objective.targets(ids(3), rows)
+    found, tokens = lm_objective.answers(logits, ids(3), rows)
     assert torch.equal(found, logits[targets != IGNORED]) and torch.equal(tokens, targets[targets != IGNORED])
 
 
@@ -91,9 +91,9 @@ def test_what_is_predicted_is_known_by_the_class(tiny):
     assert not is_masked(BertLMHeadModel, BertConfig(is_decoder=True))
     assert not is_masked(BartForConditionalGeneration, BartConfig())  # writes text; listed all the same
     assert not is_masked(torch.nn.Linear, None)
-    assert prediction_of(tiny("llama"), None) is NEXT_TOKENS and prediction_of(tiny("gpt2"), None) is NEXT_TOKENS
-    assert prediction_of(tiny("bert"), tokenizer(), 3) == MaskedTokens(MASK, VOCAB, (0, 1, 2, 3, 4), seed=3)
-    assert prediction_of(tiny("bert"), tokenizer(40), 3) == MaskedTokens(MASK, 40, (0, 1, 2, 3, 4), seed=3)
+    assert objective_of(tiny("llama"), None) is NEXT_TOKENS and objective_of(tiny("gpt2"), None) is NEXT_TOKENS
+    assert objective_of(tiny("bert"), tokenizer(), 3) == MaskedTokens(MASK, VOCAB, (0, 1, 2, 3, 4), seed=3)
+    assert objective_of(tiny("bert"), tokenizer(40), 3) == MaskedTokens(MASK, 40, (0, 1, 2, 3, 4), seed=3)
 
 
 def test_special_tokens_are_those_that_the_tokenizer_says():
@@ -111,7 +111,7 @@ def test_special_tokens_are_those_that_the_tokenizer_says():
 )
 def test_a_mask_that_is_not_known_is_an_error(tiny, known, message):
     with pytest.raises(ModelError, match=message):
-        prediction_of(tiny("bert"), known)
+        objective_of(tiny("bert"), known)
 
 
 def test_a_model_that_sees_the_next_tokens_is_not_asked_for_them(tiny, ids):

@@ -11,16 +11,18 @@ from safetensors.torch import load_file
 
 from compress.errors import SaveError
 from compress.formats import FORMATS
+from compress.formats.containers import files
+from compress.formats.containers import safetensors as st
 from compress.model import save
-from compress.model.packed import replace_linear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.model.linear import replace_linear
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with save.atomic(path) as part:
+    with files.atomic(path) as part:
         part.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
@@ -40,7 +42,7 @@ def test_a_file_takes_its_place_when_it_is_whole(tmp_path):
 def test_what_failed_leaves_the_old_file_and_no_part(error, message, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(SaveError, match=message) as caught, save.atomic(path) as part:
+    with pytest.raises(SaveError, match=message) as caught, files.atomic(path) as part:
         part.write_text("half")
         raise error
     assert caught.value.exit_code == 1 and str(path) in str(caught.value)
@@ -49,7 +51,7 @@ def test_what_failed_leaves_the_old_file_and_no_part(error, message, tmp_path):
 
 
 def test_an_interrupt_leaves_no_part(tmp_path):
-    with pytest.raises(KeyboardInterrupt), save.atomic(tmp_path / "a.txt") as part:
+    with pytest.raises(KeyboardInterrupt), files.atomic(tmp_path / "a.txt") as part:
         part.write_text("half")
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -57,16 +59,16 @@ def test_an_interrupt_leaves_no_part(tmp_path):
 
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(SaveError, match=r"no/a\.json: cannot be written"):
-        save.write_json(tmp_path / "no" / "a.json", {})
+        files.write_json(tmp_path / "no" / "a.json", {})
     with pytest.raises(SaveError, match=r"no/a\.safetensors: cannot be written"):
-        save.write_shard(tmp_path / "no" / "a.safetensors", {"x": torch.zeros(2)})
+        st.write_shard(tmp_path / "no" / "a.safetensors", {"x": torch.zeros(2)})
 
 
 def test_a_shard_is_written_with_its_digest(tmp_path):
-    path = tmp_path / save.shard_name(2, 4)
+    path = tmp_path / st.shard_name(2, 4)
     assert path.name == "model-00002-of-00004.safetensors"
-    digest = save.write_shard(path, {"x": torch.arange(3.0)})
-    assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == save.file_sha256(path)
+    digest = st.write_shard(path, {"x": torch.arange(3.0)})
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest() == files.file_sha256(path)
     assert torch.equal(load_file(path)["x"], torch.arange(3.0))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from compress.errors import TargetError
-from compress.model.select import matches, select
+from compress.model.structure.select import matches, select
 
 NAMES = [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in ("mlp.up_proj", "mlp.down_proj", "attn.q_proj")]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from compress.errors import ModelError
-from compress.model.open import open_model, read_tokenizer
-from compress.model.vocabulary import check_teacher, first_difference
+from compress.model.open.opening import open_model, read_tokenizer
+from compress.model.open.vocabulary import check_teacher, first_difference
 
 
 def test_the_same_tokenizer_in_another_place_is_no_difference(pico, tmp_path):
@@ -25,8 +25,8 @@ def test_the_first_token_that_differs_is_named(pico, tmp_path):
     path.write_text(json.dumps(found), encoding="utf-8")
     with pytest.raises(ModelError) as error:
         check_teacher(str(folder), open_model(pico), trust_remote_code=False)
-    told = f"token 300 is {two!r} there and {one!r} here; both need one vocabulary"
-    assert f"{folder} and the model have different tokenizers: {told}" in str(error.value)
+    record = f"token 300 is {two!r} there and {one!r} here; both need one vocabulary"
+    assert f"{folder} and the model have different tokenizers: {record}" in str(error.value)
 
 
 def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
@@ -35,8 +35,11 @@ def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
 
 
 def test_a_teacher_that_predicts_something_else_is_refused(tiny_folder):
-    for one, two, told in (("bert", "llama", "masked tokens, the model next"), ("llama", "bert", "next tokens, the model masked")):
-        with pytest.raises(ModelError, match=f"predicts {told} tokens; both need one kind"):
+    for one, two, record in (
+        ("bert", "llama", "masked tokens, the model next"),
+        ("llama", "bert", "next tokens, the model masked"),
+    ):
+        with pytest.raises(ModelError, match=f"predicts {record} tokens; both need one kind"):
             check_teacher(tiny_folder(one), open_model(tiny_folder(two)), trust_remote_code=False)
 
 

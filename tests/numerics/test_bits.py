@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.bits import pack, packed_width, unpack
+from compress.numerics.quant.bits import pack, packed_width, unpack
 
 
 @st.composite

@@ -10,21 +10,21 @@ from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics import codes as codes_module
-from compress.numerics.codes import (
+from compress.numerics.quant import codes as codes_module
+from compress.numerics.quant.codes import (
     MSE_NORM,
     Codes,
     Percentile,
     fit,
+    fit_shared,
     grouped,
     groups_in,
     quantize,
-    share,
     spread,
     store,
     vanished,
 )
-from compress.numerics.grids import GRIDS, IntGrid
+from compress.numerics.quant.grids import GRIDS, IntGrid
 
 SIZES = ["tensor", "channel", 1, 3, 4, 8, 64]  # of 11 columns: 3, 4 and 8 leave a short last group, 64 is one group
 GRID = st.sampled_from(list(GRIDS.values()))
@@ -178,7 +178,9 @@ def test_the_search_finds_the_best_power_of_two(name, seed):
     weight, grid = random(1, 32, seed=seed) ** 3, GRIDS[name]
     scale, _ = fit(weight, grid, "channel", True, "mse")
     top = fit(weight, grid, "channel", True)[0]
-    reached = {float(grid.fit(-k * weight.abs().max(), k * weight.abs().max(), True, torch.float32)[0]) for k in (1, 0.4)}
+    reached = {
+        float(grid.fit(-k * weight.abs().max(), k * weight.abs().max(), True, torch.float32)[0]) for k in (1, 0.4)
+    }
     assert reached <= {float(top), float(top / 2), float(top / 4)}
 
     def error(tried):
@@ -229,9 +231,9 @@ def test_the_short_last_group_has_a_percentile_of_its_own():
 
 def test_the_largest_weight_beside_it_sets_the_shared_scale():
     weight, grid = random(4, 32), GRIDS["nvfp4"]
-    found = quantize(weight, grid, 16, peak=10.0)
+    found = quantize(weight, grid, 16, shared_absmax=10.0)
     assert found.shared.tolist() == [pytest.approx(268.8)]
-    assert torch.equal(found.shared, share(weight, grid, 16, 10.0))
+    assert torch.equal(found.shared, fit_shared(weight, grid, 16, 10.0))
     assert not torch.equal(found.shared, quantize(weight, grid, 16).shared)
     assert (found.dense() - weight).norm() < 0.15 * weight.norm()
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.divergences import DIVERGENCES, SoftTargets, distillation_loss, divergence, soft_targets
+from compress.numerics.metrics import DIVERGENCES, SoftTargets, distillation_loss, divergence, soft_targets
 
 P, Q = [0.5, 0.3, 0.2], [0.25, 0.25, 0.5]
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from compress.numerics.fake import gradient_scale, levels, stepped, straight
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.quant.grids import GRIDS
 
 
 def one_group(values, scale, grid, zero=None, share=1.0):

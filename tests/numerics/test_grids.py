@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float4Grid, Float8Grid, IntGrid, LevelGrid
-from compress.numerics.scales import FloatScale
+from compress.numerics.quant.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float4Grid, Float8Grid, IntGrid, LevelGrid
+from compress.numerics.quant.scales import FloatScale
 
 INTEGERS = [grid for grid in GRIDS.values() if isinstance(grid, IntGrid)]
 OTHERS = [grid for grid in GRIDS.values() if not isinstance(grid, IntGrid)]

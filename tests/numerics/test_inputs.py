@@ -4,9 +4,9 @@ import pytest
 import torch
 from draws import random
 
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
 
 INT8 = GRIDS["int8"]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.learned import FACTORS, LIMIT, LearnedRounding
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.learned import FACTORS, LIMIT, LearnedRounding
 
 
 def weight_of(rows=6, width=40, seed=0):

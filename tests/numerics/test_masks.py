@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from compress.numerics.masks import Pattern
+from compress.numerics.sparse.masks import Pattern
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 40))
 

@@ -8,7 +8,7 @@ from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.allocation import (
+from compress.numerics.sparse.allocation import (
     Histogram,
     below_threshold,
     envelope,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics import obs
+from compress.numerics import column_sweep as obs
 from compress.numerics.linalg import inverse_factor
 
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.bits import packed_width
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS, IntGrid
-from compress.numerics.packed import PackedCodes
+from compress.numerics.quant.bits import packed_width
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.numerics.quant.packed import PackedCodes
 
 
 def random_codes(grid="int4", shape=(5, 70), group_size=32, symmetric=True, seed=0, dtype=torch.float32):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import kept_score
 
-from compress.numerics import permutation
-from compress.numerics.masks import Pattern
-from compress.numerics.permutation import (
+from compress.numerics.sparse import permutation
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.permutation import (
     Distances,
     Stripes,
     Table,

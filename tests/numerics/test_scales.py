@@ -8,10 +8,10 @@ from draws import random
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.codes import quantize, share
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
-from compress.numerics.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo
+from compress.numerics.quant.codes import fit_shared, quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo
 
 F32 = torch.float32
 SPAN = 6.0
@@ -33,8 +33,8 @@ def scales(kind, extents, span=SPAN, dtype=F32):
 @given(extents=EXTENTS, dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 def test_a_rounded_scale_is_positive_and_exact_to_the_file_and_back(kind, extents, dtype):
     extent = torch.tensor([extents])
-    shared = kind.share(extent, SPAN, None)
-    assert (0 if shared is None else shared.numel()) == kind.shares(extent.numel())
+    shared = kind.fit_shared(extent, SPAN, None)
+    assert (0 if shared is None else shared.numel()) == kind.shared_count(extent.numel())
     scale = kind.round(extent, SPAN, dtype, shared)
     assert (scale > 0).all() and scale.isfinite().all()
     stored = kind.encode(scale, shared)
@@ -50,7 +50,7 @@ def test_a_rounded_scale_is_positive_and_exact_to_the_file_and_back(kind, extent
 @given(extents=EXTENTS)
 def test_one_group_of_a_matrix_is_rounded_as_in_the_whole(kind, extents):
     extent = torch.tensor(extents * 3).view(3, -1)
-    shared = kind.share(extent, SPAN, None)
+    shared = kind.fit_shared(extent, SPAN, None)
     whole = kind.round(extent, SPAN, F32, shared)
     for group in range(extent.shape[1]):
         part = kind.part(shared, 3, extent.shape[1], group)
@@ -88,9 +88,9 @@ def test_the_scales_of_mxfp4_are_those_of_compressed_tensors(low, high):
 
 def test_the_global_scale_of_nvfp4_by_hand():
     kind = Float8Scale()
-    assert kind.share(torch.tensor([[1.0, 3.0]]), SPAN, None).tolist() == [896]
-    assert kind.share(torch.tensor([[1.0, 3.0]]), SPAN, 6.0).tolist() == [448]  # a layer beside it is larger
-    assert kind.share(torch.tensor([[0.0]]), SPAN, None).tolist() == [1]
+    assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, None).tolist() == [896]
+    assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, 6.0).tolist() == [448]  # a layer beside it is larger
+    assert kind.fit_shared(torch.tensor([[0.0]]), SPAN, None).tolist() == [1]
     shared = torch.tensor([896.0])
     found = kind.round(torch.tensor([[3.0, 1.0, 0.0, 1e-7]]), SPAN, F32, shared)
     # 3 -> 448; 1/6 * 896 = 149.33 -> 144, the nearest of 8 steps in 128..256; nothing -> eps; too little -> 2^-9
@@ -135,7 +135,7 @@ def test_a_power_of_two_covers_the_group(wanted, found):
 def test_double_quantization_by_hand():
     kind = DoubleScale(block=2)
     extent = torch.tensor([[6.0, 12.0], [18.0, 24.0]])  # scales 1, 2 | 3, 4 with mean 2.5
-    shared = kind.share(extent, SPAN, None)
+    shared = kind.fit_shared(extent, SPAN, None)
     assert shared.tolist() == pytest.approx([2.5, 1.5 / 127, 1.5 / 127])
     scale = kind.round(extent, SPAN, F32, shared)
     # 1 is -127 steps off; 2 is -42.33 steps off, -42 of them
@@ -146,7 +146,7 @@ def test_double_quantization_by_hand():
 def test_double_quantization_errs_by_half_a_step_of_its_block_at_most():
     extent = 6 + random(40, 30).abs() * 6
     kind = DoubleScale()
-    shared = kind.share(extent, SPAN, None)
+    shared = kind.fit_shared(extent, SPAN, None)
     assert shared.numel() == 1 + 5  # 1200 scales
     error = (kind.round(extent, SPAN, F32, shared) - extent / 6).abs().flatten()
     for block in range(5):
@@ -157,5 +157,5 @@ def test_what_has_no_shared_numbers_is_told_so():
     weight = random(3, 64)
     for name, grid in GRIDS.items():
         count = {"nvfp4": 1, "nf4_dq": 2}.get(name)
-        found = share(weight, grid, 16)
+        found = fit_shared(weight, grid, 16)
         assert (found is None) if count is None else found.numel() == count

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import most_of
 
-from compress.numerics.masks import Pattern
-from compress.numerics.schedules import Cubic, partly
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.schedules import Cubic, partly
 
 
 def test_the_cubic_by_hand():

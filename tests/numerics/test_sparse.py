@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_mask, regular_mask
 
-from compress.numerics import sparse
-from compress.numerics.bits import unpack
-from compress.numerics.sparse import Kept, SparseWeight, Sparsity, choose, index_bits, is_regular, sparsities
+from compress.numerics.quant.bits import unpack
+from compress.numerics.sparse import positions as sparse
+from compress.numerics.sparse.positions import Kept, SparseWeight, Sparsity, choose, index_bits, is_regular, sparsities
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

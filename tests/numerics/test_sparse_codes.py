@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from masks import WITH_ZERO, random_mask, regular_mask
 
 from compress.kernels import reference
-from compress.numerics import packed as packed_codes
-from compress.numerics import sparse
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
-from compress.numerics.sparse import Kept, Sparsity
+from compress.numerics.quant import packed as packed_codes
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse import positions as sparse
+from compress.numerics.sparse.positions import Kept, Sparsity
 
 TENSORS = ("words", "scale", "zero", "group_index", "shared")
 

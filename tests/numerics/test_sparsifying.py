@@ -5,14 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics import obs
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.numerics import column_sweep as obs
+from compress.numerics.column_sweep import sweep
 from compress.numerics.linalg import inverse_factor
-from compress.numerics.masks import Pattern
-from compress.numerics.obs import sweep
-from compress.numerics.rounding import GridOptions, Rounding
-from compress.numerics.sparsifying import Sparsifying, order_by
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.rounding import GridOptions, Rounding
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.sparsifying import Sparsifying, order_by
 
 
 def random(*shape, seed=0):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.contract import Layer
+from compress.api.passes import Layer
 
 
 class Notes(list):

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from compress.model.links import find_groups, find_links
-from compress.model.packed import CompressedLinear
+from compress.model.linear import CompressedLinear
+from compress.model.structure.links import find_groups, find_links
 
 
 class Gated(nn.Module):

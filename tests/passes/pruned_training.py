@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoTokenizer
 
 import compress
-from compress.corpus import token_ids
+from compress.data.ids import token_ids
 from compress.evaluate.perplexity import perplexity
-from compress.model.packed import CompressedLinear
+from compress.model.linear import CompressedLinear
 from compress.train.linear import TrainedLinear
 
 WEIGHT = torch.tensor(

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from torch import nn
 
 import compress
-from compress.model.links import Link
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.model.linear import CompressedLinear
+from compress.model.structure.links import Link
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.passes import awq
 from compress.passes.awq import AWQ, Fed, Moments, diagonal_blocks, normalized, weight_mean
 
@@ -228,8 +228,8 @@ def test_columns_of_one_channel_share_their_scale():
     """As with key-value heads that several queries read."""
     link = Link("v", ("o",), torch.tensor([0, 1, 0, 1]), "linear")
     inputs, weights = torch.tensor([1.0, 9.0, 4.0, 2.0]), torch.ones(4)
-    trials = AWQ().trials(link.share(inputs), weights, link.share)
-    assert all(torch.equal(scale, link.share(scale)) for scale in trials.values())
+    trials = AWQ().trials(link.equalize(inputs), weights, link.equalize)
+    assert all(torch.equal(scale, link.equalize(scale)) for scale in trials.values())
     assert trials["inputs", 0.5].tolist() == pytest.approx([(2 / 3) ** 0.5, 1.5**0.5, (2 / 3) ** 0.5, 1.5**0.5])
 
 

@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import compress
-from compress import ChannelPermutation, Magnitude, SmoothQuant, Wanda, runner
+from compress import ChannelPermutation, Magnitude, SmoothQuant, Wanda
+from compress.api.journal import Journal
 from compress.errors import CalibrationError, ModelError, TargetError
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.model.permutations import find_permutations, permute
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.structure.permutations import find_permutations, permute
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.pipeline import run as runner
 from compress.train.linear import TrainedLinear
 
 Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")
@@ -92,15 +94,15 @@ def test_linked_layers_keep_more_too(pico_model, permuted):
 
 
 def test_the_journal_tells_what_is_kept_before_and_after(pico_model):
-    journal = compress.journal.Journal()
+    journal = Journal()
     compress.apply(pico_model, [ChannelPermutation(**FAST, targets="model.layers.1.*")], journal=journal)
-    told = {e.message.partition(":")[0]: e for e in journal.entries if "kept_before" in e.figures}
-    assert set(told) == {
+    record = {e.message.partition(":")[0]: e for e in journal.entries if "kept_before" in e.figures}
+    assert set(record) == {
         "self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj, mlp.up_proj",
         "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj",
     }  # fmt: skip
-    assert all(0.5 < e.figures["kept_before"] < e.figures["kept_after"] < 1 for e in told.values())
-    assert "folded into mlp.gate_proj, mlp.up_proj" in told["mlp.down_proj"].message
+    assert all(0.5 < e.figures["kept_before"] < e.figures["kept_after"] < 1 for e in record.values())
+    assert "folded into mlp.gate_proj, mlp.up_proj" in record["mlp.down_proj"].message
     undone = [e.message for e in journal.entries if "stored dense" in e.message]
     assert len(undone) == 1 and "self_attn.q_proj" in undone[0] and "N:M does not stand in consecutive" in undone[0]
 
@@ -112,7 +114,9 @@ RESIDUAL = "its input comes from input_layernorm and so from the residual stream
 
 
 def test_folding_alone_is_refused_where_a_residual_feeds_the_layer(pico_model):
-    message = rf"channel_permutation: model\.layers\.0\.self_attn\.q_proj cannot be permuted by folding: {RESIDUAL}.*keep"
+    message = (
+        rf"channel_permutation: model\.layers\.0\.self_attn\.q_proj cannot be permuted by folding: {RESIDUAL}.*keep"
+    )
     with pytest.raises(TargetError, match=message):
         compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse")])
 
@@ -121,7 +125,7 @@ def test_folding_alone_is_refused_where_a_residual_feeds_the_layer(pico_model):
 def test_a_layer_that_is_asked_for_by_name_is_not_skipped(pico_model):
     with pytest.raises(TargetError, match=rf"{Q} cannot be permuted by folding: {RESIDUAL}"):
         compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets=[Q, DOWN])])
-    journal = compress.journal.Journal()
+    journal = Journal()
     compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets="*.q_proj")], journal=journal)
     assert sum(RESIDUAL in entry.message for entry in journal.entries) == 3
     compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse", targets=[DOWN])])
@@ -131,14 +135,19 @@ def test_heads_that_are_no_whole_groups_are_not_linked(tiny):
     """Of 8 channels in a head, 3 do not stand apart from those of the next."""
     reason = "the heads within which channels may trade places are not whole groups of 3 columns"
     with pytest.raises(TargetError, match=f"o_proj cannot be permuted by folding: {reason}"):
-        compress.apply(tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3", unlinked="refuse", targets="*.o_proj")])
+        compress.apply(
+            tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3", unlinked="refuse", targets="*.o_proj")]
+        )
     model = compress.apply(tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3"), Magnitude(pattern="1:3")])
     assert orders(model)["model.layers.0.self_attn.o_proj"] is not None
 
 
 def test_sources_that_are_quantized_stay_as_they_are(pico_model):
-    journal = compress.journal.Journal()
-    steps = [compress.RTN(group_size=32, targets="*.v_proj"), ChannelPermutation(**FAST, unlinked="skip", targets="*.o_proj")]
+    journal = Journal()
+    steps = [
+        compress.RTN(group_size=32, targets="*.v_proj"),
+        ChannelPermutation(**FAST, unlinked="skip", targets="*.o_proj"),
+    ]
     compress.apply(pico_model, steps, journal=journal)
     assert any("self_attn.v_proj, which writes its input, is quantized already" in e.message for e in journal.entries)
     assert pico_model.get_submodule(V).packed is not None
@@ -154,7 +163,9 @@ def test_scores_of_inputs_need_data_and_magnitudes_do_not(pico_model, pico_ids):
     assert not ChannelPermutation(score="magnitude").needs_data and ChannelPermutation(score="ria").needs_data
     with pytest.raises(CalibrationError):
         compress.apply(pico_model, [ChannelPermutation()])
-    model = compress.apply(pico_model, [ChannelPermutation(score="ria", escapes=0), compress.RIA(pattern="2:4")], pico_ids)
+    model = compress.apply(
+        pico_model, [ChannelPermutation(score="ria", escapes=0), compress.RIA(pattern="2:4")], pico_ids
+    )
     assert orders(model)[Q] is not None
 
 
@@ -201,7 +212,9 @@ def test_quantization_keeps_the_permuted_mask(recipe, tmp_path, format_):
 @pytest.mark.slow
 def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, tmp_path):
     quantizing = compress.RTN(group_size=32)
-    with pytest.raises(TargetError, match=r"q_proj: its inputs are put in another order.*format: native, or unlinked: skip"):
+    with pytest.raises(
+        TargetError, match=r"q_proj: its inputs are put in another order.*format: native, or unlinked: skip"
+    ):
         compress.run(recipe(*chain(quantizing)), tmp_path / "keep")
     steps = ChannelPermutation(escapes=0, unlinked="skip"), Wanda(pattern="2:4"), quantizing
     report = compress.run(recipe(*steps), tmp_path / "skip").report

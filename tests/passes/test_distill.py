@@ -12,16 +12,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress.corpus import token_ids
+from compress.api.journal import Journal
+from compress.data.ids import token_ids
 from compress.errors import CalibrationError, ModelError, NumericError, TargetError
-from compress.journal import Journal
-from compress.model.packed import CompressedLinear
-from compress.model.prediction import NEXT_TOKENS
-from compress.numerics.divergences import SoftTargets, divergence, soft_targets, token_weights
+from compress.model.linear import CompressedLinear
+from compress.model.objective import NEXT_TOKENS
+from compress.numerics.metrics import SoftTargets, divergence, soft_targets, token_weights
 from compress.passes.distill import Distill
 from compress.train.loop import STATE
 from compress.train.objective import LanguageLoss, evenly, relative
-from compress.train.teacher import Beside, reduced
+from compress.train.teacher import OnlineTeacher, reduced
 
 RTN3 = {"weights": "int3", "group_size": 32}
 
@@ -64,19 +64,19 @@ class Answers(nn.Module):
         return SimpleNamespace(logits=self.logits)
 
 
-@pytest.mark.parametrize("hard", [0.0, 0.25, 1.0])
-def test_the_loss_by_hand(hard):
+@pytest.mark.parametrize("ce_weight", [0.0, 0.25, 1.0])
+def test_the_loss_by_hand(ce_weight):
     """Two tokens of three: p = (.5, .3, .2) for both, q = (.25, .25, .5); the text goes on with token 2, q = .5."""
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.25, 0.25, 0.5])
     model = Answers(q.log().expand(1, 2, 3).clone())
     targets = SoftTargets(p.log().expand(2, 3))
-    objective = LanguageLoss(hard, teacher=lambda ids, rows: targets)
+    objective = LanguageLoss(ce_weight, teacher=lambda ids, rows: targets)
     loss = objective(model, torch.tensor([[0, 2]]), [0])
     soft = float((p * (p / q).log()).sum())
-    assert loss.item() == pytest.approx((1 - hard) * soft + hard * -float(q[2].log()), rel=1e-5)
+    assert loss.item() == pytest.approx((1 - ce_weight) * soft + ce_weight * -float(q[2].log()), rel=1e-5)
     loss.backward()
     from_text = torch.stack([(q - torch.tensor([0.0, 0.0, 1.0])), torch.zeros(3)])
-    wanted = (1 - hard) * (q - p) / 2 + hard * from_text
+    wanted = (1 - ce_weight) * (q - p) / 2 + ce_weight * from_text
     assert torch.allclose(model.logits.grad[0], wanted, atol=1e-6)
 
 
@@ -84,8 +84,8 @@ def test_the_loss_by_hand(hard):
 def test_an_uncompressed_model_has_nothing_to_lose(pico_model, pico_ids, top_k):
     journal = Journal()
     compress.apply(pico_model, [Distill(train=["norms"], steps=3, top_k=top_k)], pico_ids, journal=journal)
-    (told,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
-    assert abs(told["first_loss"]) < 1e-6 and told["norms"] == 7 * 128
+    (record,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
+    assert abs(record["first_loss"]) < 1e-6 and record["norms"] == 7 * 128
 
 
 def test_the_first_loss_is_the_divergence_from_the_teacher(pico_model, teacher, pico_ids):
@@ -208,13 +208,13 @@ def test_a_killed_run_ends_with_the_same_bytes_and_the_same_curve(recipe, tmp_pa
 def test_the_report_tells_of_the_curve(recipe, tmp_path):
     asked = recipe(compress.RTN(**RTN3), Distill(steps=5, hold_out=0.2, evaluate_every=2))
     compress.run(asked, tmp_path)
-    told = json.loads((tmp_path / "report.json").read_text())["training"]["passes[1] distill"]
-    assert [point["step"] for point in told["curve"] if "loss" in point] == [1, 2, 3, 4, 5]
-    assert [point["step"] for point in told["curve"] if "held_out" in point] == [0, 2, 4, 5]
-    assert told["first_loss"] == told["curve"][1]["loss"] and told["last_loss"] == told["curve"][-2]["loss"]
+    record = json.loads((tmp_path / "report.json").read_text())["training"]["passes[1] distill"]
+    assert [point["step"] for point in record["curve"] if "loss" in point] == [1, 2, 3, 4, 5]
+    assert [point["step"] for point in record["curve"] if "held_out" in point] == [0, 2, 4, 5]
+    assert record["first_loss"] == record["curve"][1]["loss"] and record["last_loss"] == record["curve"][-2]["loss"]
     shown = (tmp_path / "report.md").read_text()
     assert "| pass | steps | loss, first quarter | last quarter | best held out | seconds |" in shown
-    assert f"| passes[1] distill | 5 | {told['first_loss']:.4g} |" in shown
+    assert f"| passes[1] distill | 5 | {record['first_loss']:.4g} |" in shown
 
 
 def test_the_plan_counts_what_training_holds(recipe):
@@ -254,15 +254,15 @@ def test_hidden_states_are_held_to_those_of_the_mapped_blocks(pico_model, teache
     def off(mine, theirs):
         return float(((found[mine] - wanted[theirs]).square().sum(-1) / wanted[theirs].square().sum(-1)).mean())
 
-    beside = Beside(teacher, 1.0, "here")
+    beside = OnlineTeacher(teacher, 1.0, "here")
     student.requires_grad_(False)
-    even = LanguageLoss(teacher=beside, hard=0, hidden=2.0)(student, pico_ids[:1], [0])
-    soft = LanguageLoss(teacher=beside, hard=0)(student, pico_ids[:1], [0])
+    even = LanguageLoss(teacher=beside, ce_weight=0, hidden=2.0)(student, pico_ids[:1], [0])
+    soft = LanguageLoss(teacher=beside, ce_weight=0)(student, pico_ids[:1], [0])
     assert float(even - soft) == pytest.approx(2 * sum(off(i, i) for i in (1, 2, 3)) / 3, rel=1e-3)
-    some = LanguageLoss(teacher=beside, hard=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
+    some = LanguageLoss(teacher=beside, ce_weight=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
     assert float(some - soft) == pytest.approx(off(1, 2), rel=1e-3)
     near = torch.nn.functional.cosine_similarity(found[-1], wanted[-1], dim=-1).mean()
-    cosine = LanguageLoss(teacher=beside, hard=0, cosine=1.0)(student, pico_ids[:1], [0])
+    cosine = LanguageLoss(teacher=beside, ce_weight=0, cosine=1.0)(student, pico_ids[:1], [0])
     assert float(cosine - soft) == pytest.approx(1 - float(near), rel=1e-2)
 
 
@@ -300,9 +300,9 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     student.requires_grad_(False)
     own = student(input_ids=pico_ids[:1]).logits[0]
     each = divergence("forward_kl", own, targets, 1.0)
-    loss = LanguageLoss(hard=0, teacher=lambda ids, rows: targets, token_scale=3.0)(student, pico_ids[:1], [0])
+    loss = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=3.0)(student, pico_ids[:1], [0])
     assert float(loss) == pytest.approx(float((each * token_weights(text, 3.0)).sum()), rel=1e-4)
-    flat = LanguageLoss(hard=0, teacher=lambda ids, rows: targets, token_scale=1e6)(student, pico_ids[:1], [0])
+    flat = LanguageLoss(ce_weight=0, teacher=lambda ids, rows: targets, token_scale=1e6)(student, pico_ids[:1], [0])
     assert float(flat) == pytest.approx(float(each[:-1].mean()), rel=1e-3)
 
 
@@ -311,7 +311,7 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     [
         ({"hidden": 1.0}, "the teacher runs; add top_k: null"),
         ({"cosine": 1.0}, "the teacher runs; add top_k: null"),
-        ({"token_scale": 5.0, "hard": 1.0}, "hard: 1 leaves out"),
+        ({"token_scale": 5.0, "ce_weight": 1.0}, "ce_weight: 1 leaves out"),
         ({"layer_map": [[0, 0]]}, "give hidden a weight, or leave it out"),
     ],
 )

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, DropBlocks, Wanda
+from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.journal import Journal
-from compress.model.blocks import find_blocks
-from compress.model.prediction import NEXT_TOKENS
-from compress.model.reform import with_blocks
+from compress.model.forward import mean_loss, skipping, states
+from compress.model.objective import NEXT_TOKENS
+from compress.model.reshape.reconfigure import with_blocks
+from compress.model.structure.blocks import find_blocks
 from compress.passes.drop_blocks import influences
-from compress.plan import plan
-from compress.stream.depth import mean_loss, skipping, states
+from compress.pipeline.plan import plan
 
 QUICK = ["gpt2", "gemma2"]  # a number under another name; a list with a value per block
 SLOW = ["llama", "opt", "gpt-neox-parallel", "phi3", "bloom", "falcon", "qwen3-moe"]

@@ -8,11 +8,11 @@ from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, 
 from torch import nn
 
 import compress
+from compress.api.journal import Journal
+from compress.api.memory import ProblemSize
 from compress.errors import RecipeError
-from compress.journal import Journal
-from compress.model.packed import CompressedLinear
+from compress.model.linear import CompressedLinear
 from compress.passes.finetune import Finetune
-from compress.types import Extent
 
 MASK = WEIGHT.abs() > 0.55
 
@@ -31,7 +31,7 @@ def test_the_low_rank_product_and_its_gradient_by_hand():
     product(weight).sum().backward()
     assert torch.allclose(product.up.grad, 3 * (MASK * product.down).sum(1, keepdim=True))
     assert torch.allclose(product.down.grad, 3 * (MASK * product.up).sum(0, keepdim=True)) and weight.grad is None
-    assert torch.equal(linear.settle(torch.float32, torch.float32).weight, wanted)
+    assert torch.equal(linear.finalize(torch.float32, torch.float32).weight, wanted)
 
 
 def test_the_start_differs_between_layers_and_seeds_and_nothing_else():
@@ -56,10 +56,10 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, pico_ids, opt
         if options:
             assert torch.linalg.matrix_rank(layer.weight - old.weight) > 2, "the mask is on the product"
     assert torch.equal(pico_model.model.norm.weight, norm) == (options == {"lora_rank": 2})
-    (told,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
+    (record,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
     every = sum(old.shape[0] * old.shape[1] for old in before.values())
     ranks = sum(2 * sum(old.shape) for old in before.values())
-    assert told["weights"] == (ranks if options else every)
+    assert record["weights"] == (ranks if options else every)
 
 
 def test_codes_stay_and_their_scales_learn(pico_model, pico_ids):
@@ -72,16 +72,16 @@ def test_codes_stay_and_their_scales_learn(pico_model, pico_ids):
 
 
 def test_a_teacher_is_opened_only_if_it_is_asked(pico_model, pico_ids):
-    assert not Finetune().needs_teacher and Finetune(hard=0.5).needs_teacher
+    assert not Finetune().needs_teacher and Finetune(ce_weight=0.5).needs_teacher
     journal = Journal()
-    step = Finetune(hard=0.0, train=["norms"], steps=1, top_k=64)
+    step = Finetune(ce_weight=0.0, train=["norms"], steps=1, top_k=64)
     compress.apply(pico_model, [step], pico_ids, journal=journal)
-    (told,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
-    assert abs(told["first_loss"]) < 1e-6, "the model is its own teacher"
+    (record,) = [entry.figures for entry in journal.entries if entry.message == "trained"]
+    assert abs(record["first_loss"]) < 1e-6, "the model is its own teacher"
 
 
 def test_low_rank_needs_less_memory():
-    extent = Extent(weights=1000, scales=0, outside=10, passed=100, vocabulary=64, length=16, itemsize=4)
+    extent = ProblemSize(weights=1000, scales=0, outside=10, passed=100, vocabulary=64, length=16, itemsize=4)
     assert Finetune().memory_bytes(extent) - Finetune(lora_rank=4).memory_bytes(extent) == 12 * 1000
 
 

@@ -6,9 +6,9 @@ from masks import most_of
 from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, stepped, texts
 
 import compress
+from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError
-from compress.journal import Journal
-from compress.numerics.masks import Pattern
+from compress.numerics.sparse.masks import Pattern
 from compress.passes.gmp import GMP
 
 STEP = GMP(pattern="layer", sparsity=0.5, end=0.5, every=2)
@@ -18,8 +18,8 @@ def test_a_schedule_of_four_steps_by_hand():
     """s = 0 before, .5 - .5 (1/2)^3 = .4375 after two steps of eight, .5 after four: 9 and 8 of 16 stay."""
     linear, weight = in_training(STEP)
     assert linear.update(0, 8) == {"sparsity": (0, 16)} and torch.equal(weight, WEIGHT)
-    told = [int(stepped(linear, weight, torch.zeros(4, 4), 0.1, t, 8)["sparsity"][0]) for t in range(1, 9)]
-    assert told == [0, 7, 7, 8, 8, 8, 8, 8]
+    record = [int(stepped(linear, weight, torch.zeros(4, 4), 0.1, t, 8)["sparsity"][0]) for t in range(1, 9)]
+    assert record == [0, 7, 7, 8, 8, 8, 8, 8]
     assert torch.equal(weight, WEIGHT * (WEIGHT.abs() > 0.55))
     assert [linear.parametrization.ready(t, 8) for t in (0, 3, 4, 8)] == [False, False, True, True]
 
@@ -51,10 +51,10 @@ def test_after_every_step_what_is_removed_is_zero_and_in_the_end_the_pattern_hol
             real = made.update
 
             def update(weight, done, of):
-                told = real(weight, done, of)
+                record = real(weight, done, of)
                 assert bool((weight[~made.mask] == 0).all())
                 seen.append((done, int((~made.mask).sum())))
-                return told
+                return record
 
             made.update = update
             return made
@@ -99,7 +99,7 @@ def test_a_killed_run_goes_on_with_its_masks(recipe, tmp_path, monkeypatch):
     monkeypatch.undo()
     found = compress.run(asked, tmp_path / "killed").report
     assert found["checkpoint_sha256"] == wanted["checkpoint_sha256"]
-    (curve,) = [told["curve"] for told in found["training"].values()]
+    (curve,) = [record["curve"] for record in found["training"].values()]
     assert curve == next(iter(wanted["training"].values()))["curve"]
     assert curve[0] == {"step": 0, "sparsity": 0.0} and curve[-1]["sparsity"] == 0.5
     assert found["sparsity"]["achieved"] >= 0.5 and found["sparsity"]["asked"] == 0.5
@@ -110,8 +110,8 @@ def test_a_killed_run_goes_on_with_its_masks(recipe, tmp_path, monkeypatch):
 
 WRONG = {
     "end": ({"begin": 0.5, "end": 0.5}, r"the schedule ends \(0.5 of the steps\) before it begins \(0.5\)"),
-    "initial": ({"initial": 0.6}, "sparsity 0.5 is not above the initial one, 0.6; lower initial, or use finetune"),
-    "2:4": ({"initial": 0.5, "pattern": "2:4"}, "sparsity 0.5 is not above the initial one, 0.5"),
+    "initial": ({"initial": 0.6}, "sparsity 0.5 is not above initial 0.6; lower initial, or use finetune"),
+    "2:4": ({"initial": 0.5, "pattern": "2:4"}, "sparsity 0.5 is not above initial 0.5"),
     "train": ({"train": ["norms"]}, "gmp trains the weights that it prunes; add weights to train"),
     "sparsity": ({"sparsity": 0.3, "pattern": "2:4"}, "pattern 2:4 has sparsity 0.5; leave sparsity out"),
 }
@@ -126,6 +126,8 @@ def test_options_that_contradict_each_other_are_errors(case):
 
 def test_a_rate_that_diverges_names_the_step(pico_model, pico_ids):
     step = GMP(steps=12, warmup=0, learning_rate=1e30, weight_rate=1.0)
-    with pytest.raises(NumericError, match=r"passes\[0\] gmp: the (loss|gradient's norm) is nan in step \d+ of 12; use a"):
+    with pytest.raises(
+        NumericError, match=r"passes\[0\] gmp: the (loss|gradient's norm) is nan in step \d+ of 12; use a"
+    ):
         compress.apply(pico_model, [step], pico_ids)
     check_masks(pico_model)

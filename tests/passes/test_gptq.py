@@ -7,14 +7,14 @@ import torch
 from draws import correlated, random, seen_of
 from pydantic import ValidationError
 
+from compress.api.observers import CrossGram, Gram
 from compress.errors import NumericError
-from compress.numerics import rounding
-from compress.numerics.codes import fit, quantize, spread
-from compress.numerics.grids import GRIDS, Grid
-from compress.numerics.obs import sweep
-from compress.numerics.packed import PackedCodes
+from compress.numerics.column_sweep import sweep
+from compress.numerics.quant import rounding
+from compress.numerics.quant.codes import fit, quantize, spread
+from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.packed import PackedCodes
 from compress.passes.gptq import GPTQ
-from compress.stream.observers import CrossGram, Gram
 
 WIDTH = 40
 ORDERS = ["none", "static", "group"]
@@ -88,7 +88,7 @@ def test_with_independent_inputs_every_grid_is_rounded_to_nearest(layer_of, weig
 
 
 def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
-    layer = replace(layer_of(), peak=10.0)
+    layer = replace(layer_of(), shared_absmax=10.0)
     found = GPTQ(weights="nvfp4").codes(random(5, WIDTH), seen_of(correlated()), layer)
     assert found.shared.tolist() == [pytest.approx(268.8)]
 
@@ -108,7 +108,9 @@ def test_with_independent_inputs_it_is_exactly_rounding_to_nearest(layer_of, ord
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("order", "group_size"), [c for c in combinations() if c[0] == "static" or not isinstance(c[1], int)])
+@pytest.mark.parametrize(
+    ("order", "group_size"), [c for c in combinations() if c[0] == "static" or not isinstance(c[1], int)]
+)
 def test_scales_that_are_fixed_beforehand_are_those_of_the_original_weight(layer_of, order, group_size, symmetric):
     weight = random(7, WIDTH, seed=7)
     found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(

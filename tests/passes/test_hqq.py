@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 import compress
 from compress.errors import TargetError
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.hqq import HQQ, shrink
 
 
@@ -93,9 +93,12 @@ def test_zero_points_in_floats_are_stored_planned_and_read(recipe, tmp_path):
     assert report["size"]["tensor_bytes"] == report["predicted"]["tensor_bytes"]
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.mlp.up_proj")
     assert layer.zero.is_floating_point() and layer.scheme.float_zeros
-    assert "float_zeros" in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["layers"][
-        "model.layers.1.mlp.up_proj"
-    ]
+    assert (
+        "float_zeros"
+        in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["layers"][
+            "model.layers.1.mlp.up_proj"
+        ]
+    )
 
 
 def test_a_format_with_whole_zero_points_refuses_others(recipe, tmp_path):
@@ -148,7 +151,10 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"iterations": 0}, "greater than or equal to 1"),
         ({"symmetric": True, "zero_point": "float"}, "zero_point: float has no meaning without zero points"),
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
-        ({"weights": "nf4_dq", "symmetric": True}, "nf4_dq has scales that cannot be any float, which hqq finds; use rtn"),
+        (
+            {"weights": "nf4_dq", "symmetric": True},
+            "nf4_dq has scales that cannot be any float, which hqq finds; use rtn",
+        ),
         ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that cannot be any float"),
     ],
 )

@@ -6,7 +6,7 @@ from pruned_training import RATES, check_masks, recovered, texts
 
 import compress
 from compress.errors import RecipeError
-from compress.model.packed import CompressedLinear
+from compress.model.linear import CompressedLinear
 from compress.passes import iterative_pruning
 from compress.passes.iterative_pruning import IterativePruning
 from compress.train.objective import LanguageLoss
@@ -26,9 +26,9 @@ def watched(monkeypatch):
 
     def watching(student, objective, ids, settings, where, span):
         weights = {name: p.detach().clone() for name, p in student.named().items()}
-        told = real(student, objective, ids, settings, where, span)
-        seen.append((weights, settings, span, told, {n: p.detach().clone() for n, p in student.named().items()}))
-        return told
+        record = real(student, objective, ids, settings, where, span)
+        seen.append((weights, settings, span, record, {n: p.detach().clone() for n, p in student.named().items()}))
+        return record
 
     monkeypatch.setattr(iterative_pruning, "train", watching)
     return seen
@@ -43,21 +43,23 @@ def test_what_a_round_starts_from_and_with_which_rates(pico_model, pico_ids, wat
     check_masks(pico_model)
     rewinds = retrain == "weight_rewind"
     assert len(watched) == 2 + rewinds
-    rates = [[point["rate"] for point in told["curve"] if "rate" in point] for _, _, _, told, _ in watched]
+    rates = [[point["rate"] for point in record["curve"] if "rate" in point] for _, _, _, record, _ in watched]
     if rewinds:
         (_, _, span, _, _), *rounds = watched
         kept, whole = span.kept, rates.pop(0)
         assert len(whole) == 4 and whole[2:] == rates[0] == rates[1], "the last half of the schedule"
     else:
         rounds, kept = watched, None
-    for done, (start, settings, span, told, _) in enumerate(rounds):
-        assert span.begin == 0.5 and told["steps"] == told["of"] == 2
+    for done, (start, settings, span, record, _) in enumerate(rounds):
+        assert span.begin == 0.5 and record["steps"] == record["of"] == 2
         source = kept if rewinds else (watched[done - 1][4] if done else None)
         for name, weight in start.items():
             if source is not None and name.endswith("proj.weight"):
                 gone = weight == 0
                 assert torch.equal(weight[~gone], source[name][~gone])
-                assert 0.28 < float(gone.float().mean()) < 0.3 if done == 0 else 0.49 < float(gone.float().mean()) < 0.51
+                assert (
+                    0.28 < float(gone.float().mean()) < 0.3 if done == 0 else 0.49 < float(gone.float().mean()) < 0.51
+                )
             elif source is not None:
                 assert torch.equal(weight, source[name]), "norms go the same way"
         if retrain == "finetune":

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
+from compress.api.journal import Journal
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
-from compress.journal import Journal
-from compress.model.cache import CONFIG_KEY, caching, rounded_caches, roundings, scheme_of, watching
-from compress.numerics.grids import GRIDS
+from compress.model.kv_cache import CONFIG_KEY, caching, rounded_caches, roundings, scheme_of, watching
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.kv_cache import ALLOWED
-from compress.report.write import markdown
+from compress.report.markdown import markdown
 
 FP8 = {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}
 INT2 = {"keys": "int2", "values": "int2"}
@@ -66,7 +66,9 @@ def test_a_static_scale_covers_what_the_block_makes_of_the_text(pico_model, pico
 
 
 def test_only_attentions_that_hold_a_target_are_rounded(pico_model):
-    compress.apply(pico_model, [KVCache(targets="*.1.self_attn.o_proj"), KVCache(targets="*.2.self_attn.*", keys="int4")])
+    compress.apply(
+        pico_model, [KVCache(targets="*.1.self_attn.o_proj"), KVCache(targets="*.2.self_attn.*", keys="int4")]
+    )
     found = {name: scheme.keys.name for name, scheme in rounded_caches(pico_model).items()}
     assert found == {ATTENTION: "int8", "model.layers.2.self_attn": "int4"}
 
@@ -82,7 +84,7 @@ def trained(model, ids, steps):
 
 def test_weights_learn_to_bear_rounded_keys_and_values(pico_model, pico_ids):
     """The teacher is the model without rounding: what is lost at first is made up for."""
-    step = QAT(weights="int8", group_size=32, hard=0, steps=12, batch=2, learning_rate=1e-3, weight_rate=0.1)
+    step = QAT(weights="int8", group_size=32, ce_weight=0, steps=12, batch=2, learning_rate=1e-3, weight_rate=0.1)
     figures = trained(pico_model, pico_ids, [KVCache(**INT2), step])
     assert figures["first_loss"] > 0.1 and figures["last_loss"] < 0.8 * figures["first_loss"]
     assert len(rounded_caches(pico_model)) == 3
@@ -138,8 +140,8 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (CONFIG_KEY in config) == (not stated)
     assert bool((config.get("quantization_config") or {}).get("kv_cache_scheme")) == stated
-    told = [e for e in result.journal.entries if "reads keys and values as they are" in e.message]
-    assert len(told) == (not stated and format_ != "native")
+    record = [e for e in result.journal.entries if "reads keys and values as they are" in e.message]
+    assert len(record) == (not stated and format_ != "native")
     model, _ = compress.load(tmp_path)
     assert set(rounded_caches(model).values()) == {KVCache(**options).cache}
     assert not hasattr(model.config, CONFIG_KEY)
@@ -243,7 +245,9 @@ def test_what_is_rounded_already_is_told_before_the_work(pico_model, recipe):
     with pytest.raises(RecipeError, match="the model is given a rounded KV cache by .*; put drop_blocks before it"):
         recipe(KVCache(), DropBlocks(count=1))
     parts = [KVCache(targets="*.q_proj"), KVCache(targets="*.k_proj")]
-    message = r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is given a rounded KV cache by passes\[0\] kv_cache"
+    message = (
+        r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is given a rounded KV cache by passes\[0\] kv_cache"
+    )
     with pytest.raises(TargetError, match=message):
         compress.plan(recipe(*parts))
     compress.apply(pico_model, [KVCache()])
@@ -322,7 +326,10 @@ def stored(folder, change):
     ("damage", "message"),
     [
         (lambda f: stored(f, lambda t: t.pop(f"{ATTENTION}.k_scale")), f"{ATTENTION}.k_scale is missing"),
-        (lambda f: stored(f, lambda t: t[f"{ATTENTION}.v_scale"].zero_()), r"v_scale is \[0.0\], not one positive number"),
+        (
+            lambda f: stored(f, lambda t: t[f"{ATTENTION}.v_scale"].zero_()),
+            r"v_scale is \[0.0\], not one positive number",
+        ),
         (lambda f: described(f, lambda c: {**c, "model.layers.9.self_attn": c[ATTENTION]}), "9.self_attn has no cache"),
         (lambda f: described(f, lambda c: {ATTENTION: {**c[ATTENTION], "keys": "int99"}}), "cannot be read.*int99"),
         (lambda f: described(f, lambda c: ["all"]), f"{CONFIG_KEY} of its config.json cannot be read"),

@@ -10,11 +10,11 @@ from torch import nn
 
 import compress
 from compress import GPTQ, LKD, RTN, Distill, Wanda
-from compress.contract import BlockPass
+from compress.api.journal import Journal
+from compress.api.passes import BlockPass
 from compress.errors import TargetError
-from compress.journal import Journal
-from compress.model.packed import CompressedLinear
-from compress.reconstruction import block_error, relative_square
+from compress.families.reconstruction import block_error, relative_square
+from compress.model.linear import CompressedLinear
 from compress.train import loop
 from compress.train.loop import STATE
 
@@ -41,7 +41,7 @@ def packed(model):
     return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.packed is not None}
 
 
-def told(journal, message):
+def record(journal, message):
     return [entry.figures for entry in journal.entries if entry.message == message]
 
 
@@ -50,7 +50,7 @@ class Untouched(BlockPass):
 
     paper: ClassVar[str] = "https://example.org/untouched"
 
-    def solve_block(self, block, inputs, note):
+    def solve_block(self, block, inputs, log):
         """Nothing."""
 
 
@@ -79,8 +79,8 @@ def test_a_block_that_equals_its_original_is_left_alone(pico_model, ids):
     journal = Journal()
     before = {name: t.clone() for name, t in pico_model.state_dict().items()}
     after = tuned(pico_model, [Untouched(), LKD(train=["norms"])], ids, journal)
-    assert len(told(journal, "the block gives what it gave before; there is nothing to learn")) == 3
-    assert not told(journal, "error of the block's output")
+    assert len(record(journal, "the block gives what it gave before; there is nothing to learn")) == 3
+    assert not record(journal, "error of the block's output")
     dense = {n.replace(".dense", ".weight"): t for n, t in after.state_dict().items()}
     assert before.keys() == dense.keys() and all(torch.equal(before[name], dense[name]) for name in before)
 
@@ -141,7 +141,7 @@ def test_where_nothing_is_gained_the_block_stays_as_it_was(pico_model, ids):
     journal = Journal()
     wild = LKD(train=["scales", "norms"], steps=1, learning_rate=0.9, warmup=0, hold_out=0)
     found, plain = tuned(pico_model, [RTN(**RTN3), wild], ids, journal), tuned(pico_model, [RTN(**RTN3)], ids)
-    fallbacks = told(journal, "nothing was gained by learning; the block stays as it was")
+    fallbacks = record(journal, "nothing was gained by learning; the block stays as it was")
     assert len(fallbacks) == 3 and all(f["start"] <= f["learned"] for f in fallbacks)
     assert all(torch.equal(t, plain.state_dict()[name]) for name, t in found.state_dict().items())
 
@@ -149,7 +149,7 @@ def test_where_nothing_is_gained_the_block_stays_as_it_was(pico_model, ids):
 def test_scales_without_floats_stay_and_the_journal_says_so(pico_model, ids):
     journal = Journal()
     tuned(pico_model, [RTN(weights="mxfp4", targets=FIRST), LKD(epochs=1, targets=FIRST)], ids, journal)
-    (entry,) = told(journal, "scales that are not stored as floats are not trained")
+    (entry,) = record(journal, "scales that are not stored as floats are not trained")
     assert entry == {"layers": 7, "first": "self_attn.q_proj"}
 
 

@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.api.observers import Nothing, OutlierFrequency
 from compress.errors import NumericError, TargetError
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.llm_int8 import LLMInt8
-from compress.stream.observers import Nothing, OutlierShare
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 INT8 = GRIDS["int8"]
@@ -49,7 +49,7 @@ def test_it_holds_with_outliers_where_plain_w8a8_fails(outliers, ids):
 
 
 def seen_of(rows, threshold=6.0):
-    seen = OutlierShare(rows.shape[1], torch.device("cpu"), threshold)
+    seen = OutlierFrequency(rows.shape[1], torch.device("cpu"), threshold)
     seen.update(rows)
     return seen
 
@@ -97,7 +97,9 @@ def test_the_native_checkpoint_holds_it(recipe, outliers, tmp_path):
         assert layer.outliers.dtype == torch.bool and 0 < int(layer.outliers.sum()) < layer.shape[1]
 
 
-@pytest.mark.parametrize(("format_", "message"), [("compressed-tensors", "use format: native"), ("dense", "activations")])
+@pytest.mark.parametrize(
+    ("format_", "message"), [("compressed-tensors", "use format: native"), ("dense", "activations")]
+)
 def test_formats_that_cannot_say_it_are_refused_before_the_work(recipe, format_, message):
     with pytest.raises(TargetError, match=message):
         compress.plan(recipe(LLMInt8(), save={"format": format_}))

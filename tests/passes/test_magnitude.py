@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import compress
-from compress.model.packed import linears
+from compress.model.linear import linears
 from compress.passes.magnitude import Magnitude
 from compress.stream.sweep import needs_data
 

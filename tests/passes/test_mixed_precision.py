@@ -9,9 +9,9 @@ from torch import nn
 
 import compress
 from compress.errors import NumericError
-from compress.model.packed import CompressedLinear
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
 from compress.passes.mixed_precision import MixedPrecision, signal_to_noise
 
 INT8 = GRIDS["int8"]
@@ -43,9 +43,9 @@ def test_without_tokens_a_layer_cannot_be_judged():
         ({}, ["b"]),
         ({"threshold": 31}, ["a", "b"]),
         ({"threshold": 10}, []),
-        ({"share": 0.1}, ["b"]),
-        ({"share": 0.5}, ["b", "a"]),
-        ({"share": 1}, ["b", "a", "d", "c"]),
+        ({"fraction": 0.1}, ["b"]),
+        ({"fraction": 0.5}, ["b", "a"]),
+        ({"fraction": 1}, ["b", "a", "d", "c"]),
     ],
 )
 def test_the_worst_are_below_the_threshold_or_first_in_the_ranking(options, worst):
@@ -58,7 +58,7 @@ def rounded(model):
 
 
 def test_the_worst_layer_of_every_block_keeps_its_inputs_and_the_report_says_how_bad_all_are(recipe, tmp_path):
-    passes = (compress.RTN(**W8A8), MixedPrecision(share=0.1))
+    passes = (compress.RTN(**W8A8), MixedPrecision(fraction=0.1))
     report = compress.run(recipe(*passes), tmp_path).report
     assert report["verified"]["own"] == 0 and report["verified"]["transformers"] == 0
     model, _ = compress.load(tmp_path)
@@ -94,5 +94,5 @@ def test_only_its_targets_are_spared(pico_model):
 
 
 def test_two_ways_to_choose_are_one_too_many():
-    with pytest.raises(ValidationError, match="threshold and share are two ways to choose"):
-        MixedPrecision(threshold=20, share=0.1)
+    with pytest.raises(ValidationError, match="threshold and fraction are two ways to choose"):
+        MixedPrecision(threshold=20, fraction=0.1)

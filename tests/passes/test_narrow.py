@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Narrow, Wanda
+from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.journal import Journal
-from compress.model.widths import hidden_width
-from compress.plan import plan
+from compress.model.reshape.widths import hidden_width
+from compress.pipeline.plan import plan
 
 
 def logits(model, ids):
@@ -108,9 +108,9 @@ def test_less_is_lost_by_activations_than_by_weights_and_with_repair_than_withou
 def test_the_journal_tells_the_error_of_every_reader(small, ids):
     journal = Journal()
     compress.apply(small(), [Narrow(ffn=0.25, heads=0.5)], ids(), journal=journal)
-    told = [entry.figures for entry in journal.entries if entry.message == "reads fewer channels"]
-    assert [(t["kept"], t["of"]) for t in told] == [(16, 32), (36, 48)] * 2
-    assert all(0 < t["error"] < 1 for t in told)
+    record = [entry.figures for entry in journal.entries if entry.message == "reads fewer channels"]
+    assert [(t["kept"], t["of"]) for t in record] == [(16, 32), (36, 48)] * 2
+    assert all(0 < t["error"] < 1 for t in record)
 
 
 # What is left

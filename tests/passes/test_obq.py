@@ -5,13 +5,13 @@ import torch
 from draws import random
 from pydantic import ValidationError
 
+from compress.api.observers import Gram
 from compress.errors import NumericError, TargetError
-from compress.numerics import obs
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.numerics import column_sweep as obs
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.gptq import GPTQ
 from compress.passes.obq import OBQ
-from compress.stream.observers import Gram
 
 
 def problem(rows=6, width=24, seed=0):

@@ -9,10 +9,10 @@ from torch import nn
 
 import compress
 from compress import QAT, RTN, Wanda
+from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError, TargetError
-from compress.journal import Journal
-from compress.model.packed import CompressedLinear
-from compress.numerics.grids import GRIDS
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.grids import GRIDS
 from compress.train import loop
 from compress.train.loop import STATE
 from compress.train.objective import LanguageLoss
@@ -62,7 +62,7 @@ def test_it_learns_what_rounding_lost(weights, pico_model, pico_ids):
     """At least half of the loss on the text that it learns from comes back; a short training leaves codes alone."""
     start = loss(pico_model, pico_ids)
     rounded = loss(worked(pico_model, [RTN(weights=weights, group_size=32)], pico_ids), pico_ids)
-    step = QAT(weights=weights, hard=0, epochs=8, **FAST)
+    step = QAT(weights=weights, ce_weight=0, epochs=8, **FAST)
     found = worked(pico_model, [step], pico_ids)
     assert loss(found, pico_ids) < start + 0.5 * (rounded - start)
     assert {layer.packed.grid.name for layer in packed(found).values()} == {weights}
@@ -89,7 +89,7 @@ def test_scales_without_floats_are_found_and_the_journal_says_so(pico_model, pic
 def test_its_own_model_as_a_teacher_has_nothing_to_teach(pico_model, pico_ids):
     """In 8 bits a student is its teacher but for 1e-3; the text alone would move it far more."""
     journal = Journal()
-    worked(pico_model, [QAT(weights="int8", group_size=32, hard=0, steps=1)], pico_ids, journal)
+    worked(pico_model, [QAT(weights="int8", group_size=32, ce_weight=0, steps=1)], pico_ids, journal)
     assert abs(journal.entries[-1].figures["first_loss"]) < 1e-3
 
 
@@ -116,7 +116,7 @@ class Killed(Exception):
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes(recipe, tmp_path, monkeypatch):
-    step = QAT(weights="ternary", hard=0.5, steps=5, checkpoint_every=2, **FAST)
+    step = QAT(weights="ternary", ce_weight=0.5, steps=5, checkpoint_every=2, **FAST)
     asked = recipe(step, save={"format": "native"})
     wanted = compress.run(asked, tmp_path / "whole").report
     real = loop._Trainer._take
@@ -139,9 +139,9 @@ def test_a_killed_run_ends_with_the_same_bytes(recipe, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_it_learns_without_data_from_what_the_model_writes(recipe, tmp_path, pico):
     own = compress.Calibration(source="self", sequences=4, length=24, batch=4)
-    asked = recipe(QAT(weights="int2", hard=0, steps=4, **FAST), calibration=own)
-    told = compress.run(asked, tmp_path).report["training"]["passes[0] qat"]
-    losses = [point["loss"] for point in told["curve"] if "loss" in point]
+    asked = recipe(QAT(weights="int2", ce_weight=0, steps=4, **FAST), calibration=own)
+    record = compress.run(asked, tmp_path).report["training"]["passes[0] qat"]
+    losses = [point["loss"] for point in record["curve"] if "loss" in point]
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 

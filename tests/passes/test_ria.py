@@ -5,9 +5,9 @@ import torch
 from draws import random
 from pydantic import ValidationError
 
+from compress.api.observers import InputNorm
 from compress.passes.ria import RIA
 from compress.passes.wanda import Wanda
-from compress.stream.observers import InputNorm
 
 WEIGHT = torch.tensor([[3.0, -1.0], [1.0, 3.0]])
 

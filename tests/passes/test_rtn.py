@@ -7,10 +7,10 @@ import torch
 from draws import random
 from pydantic import ValidationError
 
-from compress.numerics.codes import Percentile, quantize
-from compress.numerics.grids import GRIDS
+from compress.api.observers import Nothing
+from compress.numerics.quant.codes import Percentile, quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.rtn import RTN
-from compress.stream.observers import Nothing
 
 
 def solve(rtn, weight, layer):
@@ -85,11 +85,20 @@ def test_a_grid_may_be_given_itself():
         ({"group_size": True}, "group_size True must be a positive"),
         ({"group_size": "row"}, "group_size 'row' must be a positive"),
         ({"weights": "nf4", "symmetric": False}, "symmetric: false needs an integer grid; nf4 has no zero point"),
-        ({"scale": "median"}, "scale 'median' is not known; write absmax, absmean, mse, percentile, or {percentile: 0.999}"),
+        (
+            {"scale": "median"},
+            "scale 'median' is not known; write absmax, absmean, mse, percentile, or {percentile: 0.999}",
+        ),
         ({"scale": {"percentile": 0.9, "steps": 3}}, "scale .* is not known"),
         ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a share above 0.5 and at most 1, such as 0.999"),
-        ({"weights": "mxfp4", "group_size": 64}, "group_size 64: the scales of mxfp4 are those of 32 columns; write 32"),
-        ({"weights": "nvfp4", "group_size": "channel"}, "group_size channel: the scales of nvfp4 are those of 16 columns"),
+        (
+            {"weights": "mxfp4", "group_size": 64},
+            "group_size 64: the scales of mxfp4 are those of 32 columns; write 32",
+        ),
+        (
+            {"weights": "nvfp4", "group_size": "channel"},
+            "group_size channel: the scales of nvfp4 are those of 16 columns",
+        ),
         ({"activations": "int4"}, "Input should be 'none', 'int8' or 'fp8_e4m3'"),
         ({"bits": 4}, "Extra inputs are not permitted"),
         ({"targets": "re:("}, "'re:\\(' is no regular expression"),
@@ -116,7 +125,7 @@ def test_a_percentile_is_spelled_by_its_name_or_with_its_share(layer_of):
 
 
 def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
-    found = solve(RTN(weights="nvfp4"), random(4, 32), replace(layer_of(), peak=10.0)).weight
+    found = solve(RTN(weights="nvfp4"), random(4, 32), replace(layer_of(), shared_absmax=10.0)).weight
     assert found.shared.tolist() == [pytest.approx(268.8)]
 
 

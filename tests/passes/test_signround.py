@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 import compress
 from compress import GPTQ, RTN, SignRound, Wanda
-from compress.contract import Layer
-from compress.model.packed import CompressedLinear
-from compress.numerics.grids import GRIDS
-from compress.stream.observers import Gram
+from compress.api.observers import Gram
+from compress.api.passes import Layer
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.grids import GRIDS
 
 FIRST = "model.layers.0.*"
 
@@ -39,7 +39,9 @@ def test_the_output_is_nearer_than_by_rounding_alone(start, optimizer, pico_mode
     plain = {"gptq": GPTQ(act_order="static", **options), "rtn": RTN(**options)}[start]
     step = SignRound(start=start, optimizer=optimizer, iterations=30, **options)
     learned = distance(compress.apply(copy.deepcopy(pico_model), [step], calibration=ids), pico_model, ids)
-    assert learned < 0.95 * distance(compress.apply(copy.deepcopy(pico_model), [plain], calibration=ids), pico_model, ids)
+    assert learned < 0.95 * distance(
+        compress.apply(copy.deepcopy(pico_model), [plain], calibration=ids), pico_model, ids
+    )
 
 
 @pytest.mark.parametrize("error", ["symmetric", "asymmetric"])

@@ -6,13 +6,13 @@ from transformers import AutoModelForCausalLM, Starcoder2Config
 
 import compress
 from compress import RTN, SliceGPT, Wanda
-from compress.context import Run
+from compress.api.context import Run
+from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.journal import Journal
-from compress.model.widths import hidden_width
+from compress.model.reshape.widths import hidden_width
 from compress.passes import slicegpt
 from compress.passes.slicegpt import _covariance, _folded, _own_head, _readers, _turned
-from compress.plan import plan
+from compress.pipeline.plan import plan
 
 SMALL = {"num_hidden_layers": 2, "rms_norm_eps": 1e-12}
 
@@ -45,8 +45,10 @@ def test_hidden_states_of_low_rank_lose_nothing(tiny, ids, tied):
     compress.apply(model, [SliceGPT(sparsity=0.25)], ids(), journal=journal)
     assert model.config.hidden_size == 24 and model.lm_head.weight.shape == (64, 24)
     assert near(logits(model, ids()), before)
-    (told,) = [e.figures for e in journal.entries if e.message == "principal components left"]
-    assert (told["kept"], told["of"]) == (24, 32) and told["energy"] > 1 - 1e-5 and told["rotation_error"] < 1e-5
+    (record,) = [e.figures for e in journal.entries if e.message == "principal components left"]
+    assert (
+        (record["kept"], record["of"]) == (24, 32) and record["energy"] > 1 - 1e-5 and record["rotation_error"] < 1e-5
+    )
 
 
 def test_a_rank_higher_than_what_is_left_loses_something(tiny, ids):

@@ -9,8 +9,8 @@ from gated import Gated, Inputs, TwoReaders
 from pydantic import ValidationError
 from torch import nn
 
-from compress.model.links import Link, find_links
-from compress.model.packed import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, linears
+from compress.model.structure.links import Link, find_links
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
 
 WIDTH = 6
@@ -50,9 +50,7 @@ def test_equation_4_by_hand():
     assert smoothing(inputs, weights, 0.5).tolist() == [4.0, 2.0, 1.5]
     assert smoothing(inputs, weights, 1).tolist() == [16.0, 1.0, 9.0]
     assert smoothing(inputs, weights, 0).tolist() == [1.0, 4.0, 0.25]
-    torch.testing.assert_close(
-        smoothing(inputs, weights, 0.75), torch.tensor([8.0, 2**0.5, 27**0.5 / 2**0.5])
-    )
+    torch.testing.assert_close(smoothing(inputs, weights, 0.75), torch.tensor([8.0, 2**0.5, 27**0.5 / 2**0.5]))
 
 
 def test_a_channel_that_was_always_zero_keeps_its_scale():
@@ -146,7 +144,9 @@ def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
     block = build(nn.LayerNorm(WIDTH))
     before = copy.deepcopy(block)
     SmoothQuant().solve_block(block, Inputs(block, [], ["a"]), notes)
-    assert all(torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True)
+    )
     assert notes == [("fallback", "a, b: no calibration token reached them, so nothing is smoothed", {})]
 
 
@@ -165,8 +165,8 @@ def test_masks_stay_on_smoothed_layers(batches, notes):
 
 
 def test_smoothing_makes_rounded_activations_less_wrong(batches, notes):
-    from compress.numerics.codes import quantize
-    from compress.numerics.grids import GRIDS
+    from compress.numerics.quant.codes import quantize
+    from compress.numerics.quant.grids import GRIDS
 
     def quantized_error(block):
         wanted = [block(x) for x in batches]

@@ -6,12 +6,12 @@ from draws import correlated, random, seen_of
 from pydantic import ValidationError
 
 import compress
-from compress.model.packed import linears
-from compress.numerics.codes import fit
-from compress.numerics.grids import GRIDS
+from compress.api.observers import InputNorm
+from compress.model.linear import linears
+from compress.numerics.quant.codes import fit
+from compress.numerics.quant.grids import GRIDS
 from compress.passes.sparsegpt import SparseGPT
 from compress.passes.wanda import Wanda
-from compress.stream.observers import InputNorm
 
 WIDTH = 40
 PATTERNS = ["layer", "row", "2:4", "4x1", "4x2"]

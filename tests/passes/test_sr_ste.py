@@ -6,8 +6,8 @@ from masks import most_of
 from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, stepped, texts
 
 import compress
+from compress.api.journal import Journal
 from compress.errors import RecipeError
-from compress.journal import Journal
 from compress.passes.sr_ste import SRSTE
 
 KEPT = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
@@ -19,7 +19,7 @@ def test_one_step_by_hand():
     linear, weight = in_training(SRSTE(decay=0.5))
     assert linear.update(0, 5) == {} and torch.equal(linear.parametrization.mask, KEPT)
     assert torch.equal(linear.parametrization(weight), WEIGHT * KEPT)
-    told = stepped(linear, weight, GRADIENT, 0.1, 1, 5)
+    record = stepped(linear, weight, GRADIENT, 0.1, 1, 5)
     wanted = torch.tensor([
         [0.3, -0.2, 0.39, 0.095],
         [0.095, 0.8, -0.7, 0.57],
@@ -28,8 +28,8 @@ def test_one_step_by_hand():
     ])  # fmt: skip
     assert torch.allclose(weight, wanted, atol=1e-6)
     assert linear.parametrization.mask[0].tolist() == [True, False, True, False]
-    assert torch.equal(linear.parametrization.mask[1:], KEPT[1:]) and told == {"flips": (2, 16)}
-    settled = linear.settle(torch.float32, torch.float32)
+    assert torch.equal(linear.parametrization.mask[1:], KEPT[1:]) and record == {"flips": (2, 16)}
+    settled = linear.finalize(torch.float32, torch.float32)
     assert torch.equal(settled.weight, weight * settled.mask)
     assert torch.equal(settled.mask, linear.parametrization.mask)
 
@@ -53,10 +53,10 @@ def test_the_mask_is_that_of_the_largest_weights_after_every_step(pico_model, pi
             real = made.update
 
             def update(weight, done, of):
-                told = real(weight, done, of)
+                record = real(weight, done, of)
                 assert torch.equal(made(weight) != 0, self.pattern.keep(weight.abs(), 0.5))
-                seen.append((name, done, "flips" in told))
-                return told
+                seen.append((name, done, "flips" in record))
+                return record
 
             made.update = update
             return made
@@ -69,8 +69,8 @@ def test_the_mask_is_that_of_the_largest_weights_after_every_step(pico_model, pi
 def test_flips_are_in_the_report(recipe, tmp_path):
     asked = recipe(SRSTE(steps=3, batch=2, weight_rate=1.0), save={"format": "dense", "verify": "own"})
     report = compress.run(asked, tmp_path).report
-    (told,) = report["training"].values()
-    flips = [point["flips"] for point in told["curve"] if "flips" in point]
+    (record,) = report["training"].values()
+    flips = [point["flips"] for point in record["curve"] if "flips" in point]
     assert len(flips) == 3 and all(0 < share < 0.5 for share in flips)
     assert report["sparsity"]["achieved"] >= report["sparsity"]["due"] == 0.5
 

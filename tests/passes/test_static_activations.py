@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.api.observers import InputAbsMax
 from compress.errors import NumericError
-from compress.stream.observers import InputAbsMax
 
 STATIC = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}
 LAYER = "model.layers.0.mlp.up_proj"

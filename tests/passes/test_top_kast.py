@@ -7,7 +7,7 @@ from torch import nn
 
 import compress
 from compress.errors import RecipeError
-from compress.numerics.masks import Pattern
+from compress.numerics.sparse.masks import Pattern
 from compress.passes.top_kast import TopKAST
 
 STEP = TopKAST(pattern="layer", sparsity=0.5, backward_sparsity=0.25, penalty=0.1)
@@ -39,7 +39,7 @@ def test_the_sets_are_chosen_anew_until_refinement_where_they_are_one():
     for done in (2, 3, 4):
         assert stepped(linear, weight, -20 * gradient, 0.1, done, 4) == {"flips": (0, 16)}
         assert torch.equal(sets.mask, found) and torch.equal(sets.outer, found)
-    settled = linear.settle(torch.float32, torch.float32)
+    settled = linear.finalize(torch.float32, torch.float32)
     assert torch.equal(settled.mask, found) and torch.equal(settled.weight, weight * found)
 
 
@@ -50,7 +50,9 @@ def test_what_is_outside_of_both_sets_rests_although_the_optimizer_has_momentum(
         linear.update(done, 100)
         outer, before = linear.parametrization.outer.clone(), weight.detach().clone()
         optimizer.zero_grad()
-        (linear.parametrization(weight) * torch.randn(4, 4, generator=torch.Generator().manual_seed(done))).sum().backward()
+        (
+            linear.parametrization(weight) * torch.randn(4, 4, generator=torch.Generator().manual_seed(done))
+        ).sum().backward()
         linear.adjust()
         optimizer.step()
         linear.update(done + 1, 100)

@@ -5,8 +5,8 @@ import torch
 from draws import random, seen_of
 from pydantic import ValidationError
 
+from compress.api.observers import InputNorm
 from compress.passes.wanda import Wanda
-from compress.stream.observers import InputNorm
 
 # Weights by row; inputs of three tokens whose channels have the L2 norms 1, 5, 3 and 2.
 WEIGHT = torch.tensor([[4.0, -1.0, 1.0, 1.0], [-3.0, 0.5, -2.0, -1.0]])

@@ -25,7 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from compress.corpus import embedded_text, text_sha256, token_ids, token_stream
+from compress.data.ids import token_ids, token_stream
+from compress.data.sources import embedded_text, text_sha256
 
 MODEL = Path(__file__).parent / "model"
 END = "<|endoftext|>"

@@ -6,10 +6,10 @@ from torch import nn
 
 import compress
 from compress import Magnitude, Wanda
-from compress.contract import LayerPass, Solution
+from compress.api.passes import LayerPass, Solution
 from compress.errors import NumericError, TargetError, VerificationError
-from compress.report.sparsity import check_sparsity
-from compress.report.write import markdown
+from compress.pipeline.sparsity import check_sparsity
+from compress.report.markdown import markdown
 
 NAMES = ["a", "b"]
 
@@ -126,7 +126,9 @@ class TakesMore(Magnitude):
 
 @pytest.mark.parametrize(("kind", "removed"), [(Forgets, 0), (TakesMore, 1024)])
 def test_a_mask_of_another_size_is_an_error_at_once(kind, removed, tiny, ids):
-    message = rf"model.layers.0.self_attn.q_proj: sparsity 0.5 was asked, which is 512 weights, but {removed} are removed"
+    message = (
+        rf"model.layers.0.self_attn.q_proj: sparsity 0.5 was asked, which is 512 weights, but {removed} are removed"
+    )
     with pytest.raises(VerificationError, match=message):
         compress.apply(tiny("llama"), [kind()], ids())
 
@@ -149,12 +151,17 @@ def test_zeros_that_a_later_pass_fills_in_are_an_error(recipe, tiny_folder, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pattern": "2:64"}, r"passes\[0\] magnitude: model.layers.0.self_attn.q_proj: pattern 2:64 has no whole unit"),
+        (
+            {"pattern": "2:64"},
+            r"passes\[0\] magnitude: model.layers.0.self_attn.q_proj: pattern 2:64 has no whole unit",
+        ),
         ({"pattern": "64x1"}, "pattern 64x1 has no whole unit in its 32 rows of 32"),
         ({"pattern": "row", "sparsity": 0.01}, "sparsity 0.01 of its 32 rows of 32 is not one unit of pattern row"),
     ],
 )
-def test_a_layer_too_small_for_what_is_asked_is_refused_before_any_work(options, message, recipe, tiny_folder, tmp_path):
+def test_a_layer_too_small_for_what_is_asked_is_refused_before_any_work(
+    options, message, recipe, tiny_folder, tmp_path
+):
     asked = recipe(Magnitude(**options), model=tiny_folder("llama"), save={"format": "dense"})
     with pytest.raises(TargetError, match=message):
         compress.plan(asked)
@@ -176,7 +183,9 @@ def test_joint_pruning_and_rounding_is_planned_as_it_ends(recipe, tiny_folder, t
 
 
 def test_joint_rounding_is_held_to_what_the_format_and_the_layer_can_have(recipe, tiny_folder):
-    lost = recipe(compress.SparseGPT(weights="int4", group_size=64), model=tiny_folder("llama"), save={"format": "native"})
+    lost = recipe(
+        compress.SparseGPT(weights="int4", group_size=64), model=tiny_folder("llama"), save={"format": "native"}
+    )
     with pytest.raises(TargetError, match="group_size 64 is larger than the 32 inputs"):
         compress.plan(lost)
     lost = recipe(compress.SparseGPT(weights="nf4", group_size=16), model=tiny_folder("llama"))

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import compress
-from compress.report.write import (
+from compress.report.markdown import (
     by_pass,
     checks,
     costs,
@@ -95,8 +95,8 @@ def test_training_by_hand(report):
     assert training(report) == [] and "## Training" not in markdown(report)
     curve = [{"step": i + 1, "loss": float(20 - i), "rate": 1.0} for i in range(20)]
     curve.insert(3, {"step": 3, "held_out": 7.5})
-    told = {"first_loss": 19.5, "last_loss": 1.5, "steps": 20, "seconds": 1.26, "best": None, "curve": curve}
-    report["training"] = {"one": told, "two": {**told, "best": {"step": 3, "held_out": 7.5}}}
+    record = {"first_loss": 19.5, "last_loss": 1.5, "steps": 20, "seconds": 1.26, "best": None, "curve": curve}
+    report["training"] = {"one": record, "two": {**record, "best": {"step": 3, "held_out": 7.5}}}
     (section,) = training(report)
     assert section.splitlines()[4:6] == [
         "| one | 20 | 19.5 | 1.5 | none | 1.3 |",
@@ -127,8 +127,8 @@ def test_checks_say_what_was_not_done(report):
 def test_checks_say_whether_the_plan_knew_the_size(report):
     assert checks(report)[0] == "tensor bytes: 4000000, as predicted by the plan"
     report["predicted"]["tensor_bytes"] = 3 * MB
-    decided = "as layers ended; 3000000 were predicted before calibration decided on some"
-    assert checks(report)[0] == f"tensor bytes: 4000000, {decided}"
+    allocated = "as layers ended; 3000000 were predicted before calibration decided on some"
+    assert checks(report)[0] == f"tensor bytes: 4000000, {allocated}"
 
 
 def test_a_quiet_run_says_so(report):

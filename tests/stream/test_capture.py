@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from compress.errors import ModelError, NumericError
-from compress.stream.capture import Surroundings, check_hidden, hidden_of
+from compress.model.structure.blocks import hidden_of
+from compress.stream.capture import ModelShell, check_hidden
 
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "opt-post-norm", "gpt-neox", "gpt-neox-parallel", "gemma2"]
 
@@ -38,7 +39,7 @@ def same(found, wanted) -> bool:
 def test_the_arguments_are_those_of_a_plain_forward_pass(family, tiny, in_memory, ids):
     opened = in_memory(tiny(family))
     wanted, _ = plain_calls(opened.model, opened.blocks, ids())
-    captured = Surroundings(opened).capture(ids())
+    captured = ModelShell(opened).capture(ids())
     assert len(captured.calls) == len(wanted) == 3
     args, kwargs = wanted[0]
     assert torch.equal(captured.hidden, args[0] if args else kwargs["hidden_states"])
@@ -53,22 +54,22 @@ def test_the_arguments_are_those_of_a_plain_forward_pass(family, tiny, in_memory
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_the_blocks_gives_the_models_own_logits(family, tiny, in_memory, ids):
     opened = in_memory(tiny(family))
-    surroundings = Surroundings(opened)
+    shell = ModelShell(opened)
     for seed in (0, 1):  # the second one meets a form that is learned already
         _, wanted = plain_calls(opened.model, opened.blocks, ids(seed=seed))
-        captured = surroundings.capture(ids(seed=seed))
+        captured = shell.capture(ids(seed=seed))
         hidden = captured.hidden
         with torch.no_grad():
             for block, call in zip(opened.blocks, captured.calls, strict=True):
                 hidden = call.run(block.module, hidden)
-        assert torch.equal(surroundings.logits(ids(seed=seed), hidden), wanted)
+        assert torch.equal(shell.logits(ids(seed=seed), hidden), wanted)
 
 
 def test_the_model_is_left_as_it_was(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     _, before = plain_calls(opened.model, opened.blocks, ids())
-    surroundings = Surroundings(opened)
-    surroundings.logits(ids(), surroundings.capture(ids()).hidden)
+    shell = ModelShell(opened)
+    shell.logits(ids(), shell.capture(ids()).hidden)
     assert not any("forward" in vars(block.module) for block in opened.blocks)
     assert torch.equal(plain_calls(opened.model, opened.blocks, ids())[1], before)
 
@@ -80,13 +81,13 @@ def test_the_head_does_not_run_while_capturing(tiny, in_memory, ids):
         raise AssertionError("the head ran")
 
     opened.model.get_output_embeddings().register_forward_pre_hook(fail)
-    assert Surroundings(opened).capture(ids()).hidden.shape == (4, 16, 32)
+    assert ModelShell(opened).capture(ids()).hidden.shape == (4, 16, 32)
 
 
 def test_the_forward_passes_are_undone_after_an_error(tiny, in_memory):
     opened = in_memory(tiny("llama"))
     with pytest.raises(IndexError):
-        Surroundings(opened).capture(torch.tensor([[10_000]]))  # no such token
+        ModelShell(opened).capture(torch.tensor([[10_000]]))  # no such token
     assert not any("forward" in vars(block.module) for block in opened.blocks)
 
 
@@ -94,7 +95,7 @@ def test_blocks_that_do_not_follow_one_another(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     between = opened.blocks[1].module.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     with pytest.raises(ModelError, match=r"model\.layers\.1 does not get the output of the block before it as it is"):
-        Surroundings(opened).capture(ids())
+        ModelShell(opened).capture(ids())
     between.remove()
 
 
@@ -102,7 +103,7 @@ def test_a_block_that_is_left_out(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     opened.blocks.append(opened.blocks[-1].__class__(3, "model.layers.3", nn.Identity()))
     with pytest.raises(ModelError, match="3 of 4 blocks ran in a forward pass"):
-        Surroundings(opened).capture(ids())
+        ModelShell(opened).capture(ids())
 
 
 def test_a_block_without_hidden_states(tiny, in_memory, ids):
@@ -111,9 +112,9 @@ def test_a_block_without_hidden_states(tiny, in_memory, ids):
         lambda module, args, kwargs: ((), {"x": args[0]}), with_kwargs=True
     )
     with pytest.raises(ModelError, match=r"model\.layers\.0 is called without hidden states as its first argument"):
-        surroundings = Surroundings(opened)
-        surroundings._form = lambda hidden: hidden
-        surroundings.capture(ids())
+        shell = ModelShell(opened)
+        shell._form = lambda hidden: hidden
+        shell.capture(ids())
 
 
 def test_hidden_states_may_be_alone_or_the_first_of_several():

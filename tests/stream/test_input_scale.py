@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 import compress
-from compress.contract import BlockPass
+from compress.api.observers import InputAbsMax
+from compress.api.passes import BlockPass
 from compress.errors import TargetError
-from compress.model.packed import CompressedLinear, replace_linear
-from compress.stream.observers import InputAbsMax
+from compress.model.linear import CompressedLinear, replace_linear
 
 ATTENTION, MLP = "*.self_attn.*", "*.mlp.*"
 
@@ -22,7 +22,7 @@ class Rescale(BlockPass):
     paper: ClassVar[str] = "https://example.org"
     twice: str = "nothing"
 
-    def solve_block(self, block, inputs, note):
+    def solve_block(self, block, inputs, log):
         for group, seen in inputs.observe(InputAbsMax).items():
             for name in group.linears:
                 if name in inputs.names:
@@ -105,5 +105,7 @@ def test_the_dense_format_multiplies_the_scale_out(recipe, tmp_path):
 
 
 def test_a_format_that_cannot_hold_a_scale_says_so(recipe, tmp_path):
-    with pytest.raises(TargetError, match=r"passes\[1\] rtn: .*q_proj: its inputs are divided by a scale .*format: nat"):
+    with pytest.raises(
+        TargetError, match=r"passes\[1\] rtn: .*q_proj: its inputs are divided by a scale .*format: nat"
+    ):
         compress.run(recipe(Rescale(targets=ATTENTION), compress.RTN(group_size=32)), tmp_path)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 import compress
+from compress.api.journal import Journal
 from compress.errors import OutputError, SaveError
-from compress.journal import Journal
-from compress.runner import Job
-from compress.stream.manifest import WORK, Manifest, ShardEntry, fingerprint, open_folder
+from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, fingerprint, open_folder
+from compress.pipeline.run import Job
 
 
 def entry(file="model-00002-of-00002.safetensors") -> ShardEntry:
@@ -135,7 +135,9 @@ def fingerprint_of(tmp_path):
     return lambda recipe: Job.begin(recipe, tmp_path / str(next(made)), False, Journal()).manifest.fingerprint
 
 
-def test_what_the_bytes_depend_on_changes_the_fingerprint(fingerprint_of, recipe, tiny, tiny_folder, tmp_path, monkeypatch):
+def test_what_the_bytes_depend_on_changes_the_fingerprint(
+    fingerprint_of, recipe, tiny, tiny_folder, tmp_path, monkeypatch
+):
     folder = tiny_folder("llama")
     tiny("llama", seed=1).save_pretrained(tmp_path / "other")
     plain = recipe(compress.RTN(group_size=16), model=folder, save={"format": "native"})
@@ -147,7 +149,7 @@ def test_what_the_bytes_depend_on_changes_the_fingerprint(fingerprint_of, recipe
         plain.model_copy(update={"calibration": plain.calibration.model_copy(update={"sequences": 2})}),
     ]
     found = [fingerprint_of(it) for it in (plain, *other)]
-    monkeypatch.setattr("compress.runner.__version__", "0.0.0")
+    monkeypatch.setattr("compress.pipeline.run.__version__", "0.0.0")
     found.append(fingerprint_of(plain))
     assert len(set(found)) == len(found) == 7
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compress.api.observers import Gram, InputAbsMax, InputNorm, Nothing, Sample, UnitGram
 from compress.errors import NumericError
-from compress.stream.observers import Gram, InputAbsMax, InputNorm, Nothing, Sample, UnitGram
 
 CPU = torch.device("cpu")
 

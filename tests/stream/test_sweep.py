@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import compress
-from compress.context import Run
-from compress.contract import Layer
+from compress.api.context import Run
+from compress.api.passes import Layer
 from compress.errors import NumericError
-from compress.model.links import find_groups, find_links
-from compress.model.packed import CompressedLinear, linears, replace_linear
-from compress.stream.capture import Surroundings
-from compress.stream.place import round_to_storage
-from compress.stream.state import captured
+from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.structure.links import find_groups, find_links
+from compress.stream.capture import ModelShell
+from compress.stream.context import captured
+from compress.stream.install import round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
@@ -51,7 +51,7 @@ def obvious(opened, batches, step):
 
     Each layer (all of them together without true_sequential) is observed by a forward pass of its own.
     """
-    captured = [Surroundings(opened).capture(ids) for ids in batches]
+    captured = [ModelShell(opened).capture(ids) for ids in batches]
     hidden = [each.hidden for each in captured]
     for block in opened.blocks:
         calls = [each.calls[block.index] for each in captured]
@@ -107,7 +107,9 @@ def test_true_sequential_is_another_calibration(tiny, in_memory, batches):
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("passes", [[wanda()], [wanda(true_sequential=False)], [wanda(), gptq()], [compress.SmoothQuant()]])
+@pytest.mark.parametrize(
+    "passes", [[wanda()], [wanda(true_sequential=False)], [wanda(), gptq()], [compress.SmoothQuant()]]
+)
 @pytest.mark.parametrize("store_bytes", [0, 1 << 30])
 def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
     passes, store_bytes, tiny, in_memory, batches, monkeypatch
@@ -123,10 +125,10 @@ def test_what_goes_on_are_the_outputs_of_the_compressed_blocks(
             wanted = opened.model(input_ids=ids, output_hidden_states=True, use_cache=False)
             torch.testing.assert_close(after[0][i], wanted.hidden_states[1], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(after[1][i], wanted.hidden_states[2], rtol=1e-5, atol=1e-5)
-            found = run.surroundings.logits(ids, after[2][i])
+            found = run.shell.logits(ids, after[2][i])
             torch.testing.assert_close(found, wanted.logits, rtol=1e-5, atol=1e-5)
         wanted = opened.model(input_ids=batches[0][:1], use_cache=False).logits
-        torch.testing.assert_close(run.surroundings.logits(batches[0][:1], probe), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run.shell.logits(batches[0][:1], probe), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_files_and_memory_give_the_same_weights(tiny, in_memory, batches):
@@ -149,7 +151,10 @@ def test_passes_of_one_block_in_one_sweep_are_separate_sweeps(tiny, in_memory, b
 def test_passes_without_data_in_one_sweep_are_separate_sweeps(tiny, in_memory, batches):
     together, apart = in_memory(tiny("llama")), in_memory(tiny("llama"))
     passes = [compress.RTN(targets="*.mlp.*", group_size=16), compress.RTN(targets="*.self_attn.*", group_size=8)]
-    steps = [(f"passes[{i}]", s, [n for n in together.linear_names() if s.targets[0].strip("*") in n]) for i, s in enumerate(passes)]
+    steps = [
+        (f"passes[{i}]", s, [n for n in together.linear_names() if s.targets[0].strip("*") in n])
+        for i, s in enumerate(passes)
+    ]
     Sweep(together, steps, batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
     for step in steps:
         Sweep(apart, [step], batches, batches[0][:1], Run())(lambda *_: None, lambda _: False)
@@ -226,7 +231,12 @@ def test_rounding_to_storage_keeps_the_dtype_that_is_computed_in():
 
 
 def test_which_passes_need_data():
-    assert [needs_data(step) for step in (compress.RTN(), wanda(), gptq(), compress.SmoothQuant())] == [False, True, True, True]
+    assert [needs_data(step) for step in (compress.RTN(), wanda(), gptq(), compress.SmoothQuant())] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_links_of_one_block_are_handed_to_the_next(tiny, in_memory, batches, monkeypatch):
@@ -236,7 +246,7 @@ def test_links_of_one_block_are_handed_to_the_next(tiny, in_memory, batches, mon
         given.append([link.source for link in alike])
         return find_links(block, forward, alike)
 
-    monkeypatch.setattr("compress.stream.inputs.find_links", spy)
+    monkeypatch.setattr("compress.stream.block_inputs.find_links", spy)
     sweep(opened, batches, compress.SmoothQuant())
     sources = ["input_layernorm", "post_attention_layernorm", "self_attn.v_proj", "mlp.up_proj"]
     assert given == [[], *[sources] * (len(opened.blocks) - 1)]

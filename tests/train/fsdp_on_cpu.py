@@ -20,13 +20,13 @@ def main() -> None:
     accelerator, split = Accelerator(cpu=True), student.split
     assert accelerator.distributed_type == DistributedType.FSDP
 
-    def told(model, *others):
+    def record(model, *others):
         split(model, *others)
         held = sum(p.to_local().numel() for p in model.parameters()), sum(p.numel() for p in model.parameters())
         if accelerator.is_main_process:
             print(f"split: {held[0] / held[1]:.2f}", file=sys.stderr)
 
-    student.split = told
+    student.split = record
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from compress.numerics.codes import quantize
-from compress.numerics.fake import gradient_scale
-from compress.numerics.grids import GRIDS
-from compress.numerics.packed import PackedCodes
-from compress.numerics.rounding import GridOptions
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.fake import gradient_scale
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 
 
@@ -42,7 +42,7 @@ def test_what_is_stored_is_what_was_multiplied_by(name, group_size, symmetric):
         made.append(moved(LearnedSteps(rounding, None, weight)))
     for parametrization in made:
         used = parametrization(weight)
-        codes, _ = parametrization.settle(weight, torch.bfloat16)
+        codes, _ = parametrization.finalize(weight, torch.bfloat16)
         packed = PackedCodes.of(codes).in_storage(torch.bfloat16)
         assert torch.equal(packed.codes().dense(torch.float32), used)
 
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_step_by_hand():
     made(weight).backward(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
     assert made.factor.grad.item() == pytest.approx((1 - 0.5 - 0.9) * (1 / 1.5) / 2, rel=1e-5)
     assert weight.grad.tolist() == [[0, 2, 3, 4]]
-    assert made.share == gradient_scale(GRIDS["int2"], 4) == 0.5
+    assert made.gradient_factor == gradient_scale(GRIDS["int2"], 4) == 0.5
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -85,7 +85,7 @@ def test_what_is_pruned_is_zero_and_gets_no_gradient(learned, symmetric):
     parameter = torch.nn.Parameter(weight)
     used = made(parameter)
     used.sum().backward()
-    codes, _ = made.settle(parameter.detach(), torch.float32)
+    codes, _ = made.finalize(parameter.detach(), torch.float32)
     for found in (used, codes.dense(), parameter.grad):
         assert bool((found[~mask] == 0).all())
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_steps_stay_positive_and_zero_points_in_the_grid():
         made.factor.fill_(-3.0)
         made.shift.fill_(5.0)
     made.update(torch.nn.Parameter(weight), 1, 2)
-    codes, _ = made.settle(weight, torch.bfloat16)
+    codes, _ = made.finalize(weight, torch.bfloat16)
     assert bool((codes.scale > 0).all()) and set(codes.zero.flatten().tolist()) == {1.0}
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import Codes, quantize
-from compress.numerics.grids import GRIDS
-from compress.numerics.inputs import InputRounding
-from compress.numerics.packed import PackedCodes
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.inputs import InputRounding
+from compress.numerics.quant.packed import PackedCodes
 from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, packed_product
 
 INT4 = GRIDS["int4"]
@@ -135,7 +135,7 @@ def test_settling_changes_scales_alone_and_rounds_them_to_storage():
     factor = linear.train_scales()
     with torch.no_grad():
         factor[0, 0], factor[2, 1] = 1.1, 0.9
-    after = linear.settle(torch.bfloat16, torch.float32).packed
+    after = linear.finalize(torch.bfloat16, torch.float32).packed
     moved = (after.scale != before.scale).nonzero().tolist()
     assert moved == [[0, 0], [2, 1]]
     assert after.scale[0, 0] == (before.scale[0, 0].float() * 1.1).to(torch.bfloat16).to(before.scale.dtype)
@@ -164,7 +164,7 @@ def test_pruned_weights_get_no_gradient_and_stay_zero():
         weight += 1.0
     linear.update(1, 2)
     assert bool((weight[~mask] == 0).all())
-    assert bool((linear.settle(torch.float32, torch.float32).weight[~mask] == 0).all())
+    assert bool((linear.finalize(torch.float32, torch.float32).weight[~mask] == 0).all())
 
 
 def test_under_autocast_products_are_in_bfloat16_and_gradients_in_float32():

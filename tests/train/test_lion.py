@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from compress.journal import Journal
+from compress.api.journal import Journal
 from compress.train.lion import Lion
-from compress.train.loop import Where, train
-from compress.train.settings import Settings
+from compress.train.loop import TrainingContext, train
+from compress.train.options import TrainingOptions
 from compress.train.student import KINDS, Student
 
 
@@ -41,8 +41,8 @@ def distance(model, ids, rows):
 def run(work=None, objective=distance, **options):
     model = Point()
     student = Student(model, {kind: {"at": model.at} if kind == "norms" else {} for kind in KINDS})
-    settings = Settings(**{"steps": 9, "batch": 2, "learning_rate": 0.2, "checkpoint_every": 3, **options})
-    return model, train(student, objective, IDS, settings, Where("here", Journal(), work))
+    settings = TrainingOptions(**{"steps": 9, "batch": 2, "learning_rate": 0.2, "checkpoint_every": 3, **options})
+    return model, train(student, objective, IDS, settings, TrainingContext("here", Journal(), work))
 
 
 def test_the_loop_takes_it_by_name_and_its_first_step_is_the_whole_rate():

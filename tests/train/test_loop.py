@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from compress.api.journal import Journal
 from compress.errors import NumericError, SaveError, ShortageError
-from compress.journal import Journal
-from compress.train.loop import STATE, Where, train
-from compress.train.settings import Settings
+from compress.train.loop import STATE, TrainingContext, train
+from compress.train.options import TrainingOptions
 from compress.train.student import KINDS, Student
 
 IDS = torch.arange(24).reshape(6, 4)
@@ -35,32 +35,32 @@ def distance(model, ids, rows):
 
 def run(settings, objective=distance, student=None, work=None, journal=None, key=""):
     student = student or student_of()
-    told = train(student, objective, IDS, settings, Where("here", journal or Journal(), work, key))
-    return student.model.at.detach().clone(), told
+    record = train(student, objective, IDS, settings, TrainingContext("here", journal or Journal(), work, key))
+    return student.model.at.detach().clone(), record
 
 
-def losses(told):
-    return [point["loss"] for point in told["curve"] if "loss" in point]
+def losses(record):
+    return [point["loss"] for point in record["curve"] if "loss" in point]
 
 
 def test_the_first_step_by_hand():
     """Adam's first step goes by the rate along the gradient's sign; here a quarter of it, in warm-up."""
-    at, told = run(Settings(steps=1, batch=6, learning_rate=0.1))
+    at, record = run(TrainingOptions(steps=1, batch=6, learning_rate=0.1))
     assert torch.allclose(at, torch.tensor([1.025, 2.025, 3.025]), atol=1e-6)
     columns = [[row[j] for row in IDS.tolist()] for j in range(3)]
     by_hand = sum((j + 1 - value) ** 2 for j, column in enumerate(columns) for value in column) / 18
-    assert losses(told) == pytest.approx([by_hand])
-    assert told["steps"] == told["of"] == 1 and told["trained"]["norms"] == 3
+    assert losses(record) == pytest.approx([by_hand])
+    assert record["steps"] == record["of"] == 1 and record["trained"]["norms"] == 3
 
 
 def test_accumulation_is_a_larger_batch():
-    one, curve = run(Settings(steps=5, batch=4, learning_rate=0.1))
-    other, again = run(Settings(steps=5, batch=1, accumulate=4, learning_rate=0.1))
+    one, curve = run(TrainingOptions(steps=5, batch=4, learning_rate=0.1))
+    other, again = run(TrainingOptions(steps=5, batch=1, accumulate=4, learning_rate=0.1))
     assert torch.allclose(one, other, atol=1e-6) and losses(curve) == pytest.approx(losses(again))
 
 
 def test_it_finds_the_minimum():
-    at, _ = run(Settings(steps=300, batch=6, learning_rate=0.5))
+    at, _ = run(TrainingOptions(steps=300, batch=6, learning_rate=0.5))
     assert torch.allclose(at, IDS[:, :3].float().mean(0), atol=0.05)
 
 
@@ -72,8 +72,8 @@ def test_clipping_bounds_the_gradient():
         model.at.register_hook(lambda g: seen.append(float(g.norm())))
         return 1000 * distance(model, ids, rows)
 
-    free, _ = run(Settings(steps=3, learning_rate=0.1), objective)
-    clipped, _ = run(Settings(steps=3, learning_rate=0.1, clip=1.0), objective)
+    free, _ = run(TrainingOptions(steps=3, learning_rate=0.1), objective)
+    clipped, _ = run(TrainingOptions(steps=3, learning_rate=0.1, clip=1.0), objective)
     assert min(seen) > 1 and not torch.equal(free, clipped)
 
 
@@ -84,7 +84,9 @@ class Killed(Exception):
 @pytest.mark.parametrize("hold_out", [0.0, 0.3])
 @pytest.mark.parametrize("killed_in", [5, 6, 7, 11])
 def test_a_killed_run_goes_on_to_the_same_curve_and_the_same_bits(tmp_path, hold_out, killed_in):
-    settings = Settings(steps=12, batch=2, learning_rate=0.2, hold_out=hold_out, evaluate_every=4, checkpoint_every=3)
+    settings = TrainingOptions(
+        steps=12, batch=2, learning_rate=0.2, hold_out=hold_out, evaluate_every=4, checkpoint_every=3
+    )
     wanted, curve = run(settings)
     calls = []
 
@@ -110,7 +112,7 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_the_same_bits(tmp_path, hold
 
 
 def test_a_finished_training_is_not_done_again(tmp_path):
-    settings = Settings(steps=4)
+    settings = TrainingOptions(steps=4)
     wanted, curve = run(settings, work=tmp_path)
 
     def never(model, ids, rows):
@@ -122,8 +124,8 @@ def test_a_finished_training_is_not_done_again(tmp_path):
 
 @pytest.mark.parametrize("change", ["settings", "start", "key"])
 def test_the_state_of_another_training_is_not_taken_up(tmp_path, change):
-    run(Settings(steps=4), work=tmp_path)
-    settings = Settings(steps=4, seed=1) if change == "settings" else Settings(steps=4)
+    run(TrainingOptions(steps=4), work=tmp_path)
+    settings = TrainingOptions(steps=4, seed=1) if change == "settings" else TrainingOptions(steps=4)
     student = student_of()
     if change == "start":
         student.model.at.data += 1
@@ -136,24 +138,24 @@ def test_the_state_of_another_training_is_not_taken_up(tmp_path, change):
 
 
 def test_a_damaged_state_is_not_taken_up(tmp_path):
-    wanted, _ = run(Settings(steps=4), work=tmp_path)
+    wanted, _ = run(TrainingOptions(steps=4), work=tmp_path)
     path = tmp_path / STATE
     path.write_bytes(path.read_bytes()[:50])
-    assert torch.equal(run(Settings(steps=4), work=tmp_path)[0], wanted)
+    assert torch.equal(run(TrainingOptions(steps=4), work=tmp_path)[0], wanted)
 
 
 def test_the_best_state_on_what_is_held_out_is_kept_and_training_stops_early():
     """Far too large a rate: after some steps it only gets worse, and the best look is behind."""
     journal = Journal()
-    settings = Settings(
+    settings = TrainingOptions(
         steps=60, batch=4, learning_rate=8.0, warmup=0, schedule="constant", hold_out=0.3, evaluate_every=1, patience=3
     )
-    at, told = run(settings, journal=journal)
-    looks = [(point["held_out"], point["step"]) for point in told["curve"] if "held_out" in point]
+    at, record = run(settings, journal=journal)
+    looks = [(point["held_out"], point["step"]) for point in record["curve"] if "held_out" in point]
     best, step = min(looks)
-    assert told["best"] == {"step": step, "held_out": best} and 0 < step == told["steps"] - 3
-    assert told["steps"] < 60 and any("stopped early" in entry.message for entry in journal.entries)
-    held = IDS[told["held_out"]]
+    assert record["best"] == {"step": step, "held_out": best} and 0 < step == record["steps"] - 3
+    assert record["steps"] < 60 and any("stopped early" in entry.message for entry in journal.entries)
+    held = IDS[record["held_out"]]
     assert distance(Point().requires_grad_(False), held, []) > best
     model = Point()
     model.at.data = at
@@ -162,9 +164,9 @@ def test_the_best_state_on_what_is_held_out_is_kept_and_training_stops_early():
 
 def test_where_nothing_is_gained_the_start_is_kept_and_said_so():
     journal = Journal()
-    settings = Settings(steps=2, learning_rate=1e4, warmup=0, hold_out=0.3, evaluate_every=1)
-    at, told = run(settings, journal=journal)
-    assert torch.equal(at, Point().at) and told["best"]["step"] == 0
+    settings = TrainingOptions(steps=2, learning_rate=1e4, warmup=0, hold_out=0.3, evaluate_every=1)
+    at, record = run(settings, journal=journal)
+    assert torch.equal(at, Point().at) and record["best"]["step"] == 0
     assert [e.message for e in journal.entries if e.kind == "fallback"] == [
         "training gained nothing on the sequences held out; the model stays as it was"
     ]
@@ -172,7 +174,7 @@ def test_where_nothing_is_gained_the_start_is_kept_and_said_so():
 
 def test_a_rising_loss_is_a_fallback_in_the_journal():
     journal = Journal()
-    run(Settings(steps=8, batch=6, learning_rate=1e3, warmup=0), journal=journal)
+    run(TrainingOptions(steps=8, batch=6, learning_rate=1e3, warmup=0), journal=journal)
     assert "the loss rose in training; use a smaller learning_rate" in [
         e.message for e in journal.entries if e.kind == "fallback"
     ]
@@ -190,7 +192,7 @@ def test_what_is_no_number_stops_it_with_the_step_and_the_last_good_state(tmp_pa
         return loss * float("nan") if bad == "held out" and not torch.is_grad_enabled() and len(calls) > 6 else loss
 
     hold_out = 0.2 if bad == "held out" else 0.0
-    settings = Settings(steps=20, learning_rate=0.1, checkpoint_every=4, evaluate_every=7, hold_out=hold_out)
+    settings = TrainingOptions(steps=20, learning_rate=0.1, checkpoint_every=4, evaluate_every=7, hold_out=hold_out)
     student = student_of()
     at = (
         r"loss is nan in step 7"
@@ -218,15 +220,15 @@ def test_a_batch_that_does_not_fit_is_told_with_one_that_may(error, batch, hint)
 
     student = student_of()
     with pytest.raises(ShortageError, match=f"here: step 2 of 3 with batch: {batch} does not fit .* of cpu; {hint}"):
-        run(Settings(steps=3, batch=batch, accumulate=2), objective, student)
+        run(TrainingOptions(steps=3, batch=batch, accumulate=2), objective, student)
     with pytest.raises(RuntimeError, match="something else"):
-        run(Settings(steps=3), lambda *_: (_ for _ in ()).throw(RuntimeError("something else")), student)
+        run(TrainingOptions(steps=3), lambda *_: (_ for _ in ()).throw(RuntimeError("something else")), student)
 
 
 def test_a_full_disk_is_told_and_the_state_before_stays(tmp_path, monkeypatch):
     from compress.train import checkpoint
 
-    settings = Settings(steps=8, checkpoint_every=4)
+    settings = TrainingOptions(steps=8, checkpoint_every=4)
     real, calls = checkpoint.save_file, []
 
     def full(*args, **options):
@@ -252,6 +254,6 @@ def test_a_full_disk_is_told_and_the_state_before_stays(tmp_path, monkeypatch):
 def test_progress_has_the_loss():
     journal, heard = Journal(), []
     journal.listeners.append(heard.append)
-    run(Settings(steps=3), journal=journal)
+    run(TrainingOptions(steps=3), journal=journal)
     steps = [entry.figures for entry in heard if entry.kind == "progress"]
     assert [figures["done"] for figures in steps] == [1, 2, 3] and all(f["of"] == 3 and f["loss"] > 0 for f in steps)

@@ -9,9 +9,9 @@ import torch
 from encoders import MASK, VOCAB
 from torch import nn
 
-from compress.model.prediction import IGNORED, MaskedTokens
+from compress.model.objective import IGNORED, MaskedTokens
 from compress.train.objective import LanguageLoss
-from compress.train.teacher import Beside, Question, ask
+from compress.train.teacher import OnlineTeacher, Question, ask
 
 PREDICTION = MaskedTokens(MASK, VOCAB, (0, 1, 2, 3, 4), seed=5)
 ROWS = [3, 1]
@@ -37,7 +37,7 @@ def words():
 
 def test_only_tokens_that_are_asked_for_count(words):
     model = Answers(torch.randn(2, 16, VOCAB, generator=torch.Generator().manual_seed(1)))
-    objective = LanguageLoss(prediction=PREDICTION)
+    objective = LanguageLoss(lm_objective=PREDICTION)
     loss = objective(model, words, ROWS)
     shown, targets = PREDICTION.draw(words, ROWS)
     assert torch.equal(model.shown, shown)
@@ -71,22 +71,22 @@ def test_the_triple_loss_is_the_sum_of_its_parts(pair, words):
     ends = mine.hidden_states[-1].flatten(0, 1), theirs.hidden_states[-1].flatten(0, 1)
     cosine = nn.functional.cosine_embedding_loss(*ends, torch.ones(32))
     wanted = 0.7 * 4 * soft.sum(-1).mean() + 0.3 * masked + 0.2 * cosine
-    teacher = Beside(pair[1], 2.0, "here", PREDICTION)
-    objective = LanguageLoss(0.3, temperature=2.0, teacher=teacher, cosine=0.2, prediction=PREDICTION)
+    teacher = OnlineTeacher(pair[1], 2.0, "here", PREDICTION)
+    objective = LanguageLoss(0.3, temperature=2.0, teacher=teacher, cosine=0.2, lm_objective=PREDICTION)
     assert float(objective(pair[0], words, ROWS)) == pytest.approx(float(wanted), rel=1e-5)
 
 
-@pytest.mark.parametrize("hard", [0.0, 0.3])
-def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, words, tmp_path, hard):
+@pytest.mark.parametrize("ce_weight", [0.0, 0.3])
+def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, words, tmp_path, ce_weight):
     student, teacher = pair
     text = torch.cat([words.flip(1), words])
-    question = Question(2.0, VOCAB, prediction=PREDICTION)
+    question = Question(2.0, VOCAB, lm_objective=PREDICTION)
     kept = ask(lambda: nullcontext(teacher), text, question, tmp_path, torch.device("cpu"), "here", lambda *_: None)
-    beside = Beside(teacher, 2.0, "here", PREDICTION)
+    beside = OnlineTeacher(teacher, 2.0, "here", PREDICTION)
     losses = []
     for known in (kept, beside):
         model = copy.deepcopy(student).requires_grad_(True)
-        objective = LanguageLoss(hard, temperature=2.0, teacher=known, token_scale=3.0, prediction=PREDICTION)
+        objective = LanguageLoss(ce_weight, temperature=2.0, teacher=known, token_scale=3.0, lm_objective=PREDICTION)
         loss = objective(model, text[ROWS], ROWS)
         loss.backward()
         losses.append((loss.item(), model.cls.predictions.transform.dense.weight.grad))
@@ -96,6 +96,6 @@ def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, w
 
 def test_other_masks_are_another_question(pair, words, tmp_path):
     for seed in (0, 1, 0):
-        question = Question(1.0, 8, prediction=MaskedTokens(MASK, VOCAB, seed=seed))
+        question = Question(1.0, 8, lm_objective=MaskedTokens(MASK, VOCAB, seed=seed))
         ask(lambda: nullcontext(pair[1]), words, question, tmp_path, torch.device("cpu"), "here", lambda *_: None)
     assert len(list(tmp_path.glob("teacher-*"))) == 2

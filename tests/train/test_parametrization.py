@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from compress.journal import Journal
-from compress.model.packed import CompressedLinear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.api.journal import Journal
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.train.linear import TrainedLinear
-from compress.train.loop import Where, train
+from compress.train.loop import TrainingContext, train
+from compress.train.options import TrainingOptions
 from compress.train.parametrization import Masked, Parametrization
-from compress.train.settings import Settings
 from compress.train.student import KINDS, Student
 
 IDS = torch.arange(24).reshape(6, 4)
@@ -40,7 +40,7 @@ class Drifting(Parametrization):
     def ready(self, done, of):
         return done >= 3
 
-    def settle(self, weight, storage):
+    def finalize(self, weight, storage):
         return quantize(self.forward(weight), GRIDS["int8"], "channel"), weight > 0
 
 
@@ -60,22 +60,26 @@ def loss(model, ids, rows):
 
 def run(settings, objective=loss, work=None, how=None):
     student = student_of(how or Drifting())
-    told = train(student, objective, IDS, settings, Where("here", Journal(), work))
-    return student, told
+    record = train(student, objective, IDS, settings, TrainingContext("here", Journal(), work))
+    return student, record
 
 
 def test_own_parameters_are_trained_with_the_rate_of_their_kind():
     """Adam's first step is the rate along the sign: that of norms for the gain, a share of it for W."""
     before = student_of(Drifting())
-    student, _ = run(Settings(steps=1, warmup=0, schedule="constant", learning_rate=0.1, weight_rate=0.01))
+    student, _ = run(TrainingOptions(steps=1, warmup=0, schedule="constant", learning_rate=0.1, weight_rate=0.01))
     moved = {name: (student.named()[name] - p).abs().max().item() for name, p in before.named().items()}
     assert moved == pytest.approx({"layer.gain": 0.1, "layer.weight": 0.001}, rel=1e-3)
 
 
 def test_what_steps_tell_is_in_the_curve_as_shares():
-    _, told = run(Settings(steps=3, batch=6))
-    assert told["curve"][0] == {"step": 0, "drift": 0.5, "done": 0.0}
-    assert [(point["drift"], point["done"]) for point in told["curve"][1:]] == [(1.0, 1 / 3), (1.5, 2 / 3), (2.0, 1.0)]
+    _, record = run(TrainingOptions(steps=3, batch=6))
+    assert record["curve"][0] == {"step": 0, "drift": 0.5, "done": 0.0}
+    assert [(point["drift"], point["done"]) for point in record["curve"][1:]] == [
+        (1.0, 1 / 3),
+        (1.5, 2 / 3),
+        (2.0, 1.0),
+    ]
 
 
 def test_the_gradient_is_adjusted_before_it_is_clipped():
@@ -85,7 +89,7 @@ def test_the_gradient_is_adjusted_before_it_is_clipped():
             self.adjusted = weight.grad  # clipped in place later
 
     how = Watching()
-    run(Settings(steps=1, batch=6, clip=1e-3), how=how)
+    run(TrainingOptions(steps=1, batch=6, clip=1e-3), how=how)
     assert 0 < float(how.adjusted.norm()) <= 1e-3
 
 
@@ -95,7 +99,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("hold_out", [0.0, 0.3])
 def test_a_killed_run_goes_on_with_buffers_and_own_parameters(tmp_path, hold_out):
-    settings = Settings(steps=8, hold_out=hold_out, evaluate_every=2, checkpoint_every=3)
+    settings = TrainingOptions(steps=8, hold_out=hold_out, evaluate_every=2, checkpoint_every=3)
     wanted, curve = run(settings)
     calls = []
 
@@ -115,16 +119,16 @@ def test_a_killed_run_goes_on_with_buffers_and_own_parameters(tmp_path, hold_out
 
 def test_states_before_the_schedule_is_at_its_end_are_not_kept_as_the_best():
     """The drift makes the loss grow from the first step on; the best that may be kept is that of step 3."""
-    settings = Settings(steps=6, learning_rate=1e-9, hold_out=0.3, evaluate_every=1)
-    student, told = run(settings)
-    looks = [point["held_out"] for point in told["curve"] if "held_out" in point]
-    assert looks == sorted(looks) and told["best"] == {"step": 3, "held_out": looks[3]}
+    settings = TrainingOptions(steps=6, learning_rate=1e-9, hold_out=0.3, evaluate_every=1)
+    student, record = run(settings)
+    looks = [point["held_out"] for point in record["curve"] if "held_out" in point]
+    assert looks == sorted(looks) and record["best"] == {"step": 3, "held_out": looks[3]}
     assert student.buffers()["layer.drift"].item() == 4
 
 
 def test_it_can_end_in_codes_and_with_a_mask_of_its_own():
     student = student_of(Drifting())
-    layer = student.layers["layer"].settle(torch.float32, torch.float32)
+    layer = student.layers["layer"].finalize(torch.float32, torch.float32)
     wanted = quantize(torch.linspace(-1, 1, 8).reshape(2, 4), GRIDS["int8"], "channel")
     assert layer.packed is not None and torch.equal(layer.weight, CompressedLinear(wanted, None).weight)
     assert layer.mask.tolist() == [[False] * 4, [True] * 4]

@@ -5,9 +5,9 @@ import torch
 
 import compress
 from compress.errors import TargetError
-from compress.model.packed import CompressedLinear, replace_linear
-from compress.numerics.codes import quantize
-from compress.numerics.grids import GRIDS
+from compress.model.linear import CompressedLinear, replace_linear
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
 from compress.train.linear import TrainedLinear
 from compress.train.student import trainable
 

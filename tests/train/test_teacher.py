@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from compress.errors import NumericError
-from compress.numerics.divergences import soft_targets
-from compress.train.teacher import Beside, Question, ask
+from compress.numerics.metrics import soft_targets
+from compress.train.teacher import OnlineTeacher, Question, ask
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ class Opened:
             handle.remove()
 
 
-def asked(opened, ids, work=None, temperature=2.0, top_k=8, source=None, told=None):
-    tell = (lambda *done: told.append(done)) if told is not None else lambda done, of: None
+def asked(opened, ids, work=None, temperature=2.0, top_k=8, source=None, record=None):
+    tell = (lambda *done: record.append(done)) if record is not None else lambda done, of: None
     return ask(opened, ids, Question(temperature, top_k, source), work, CPU, "here", tell)
 
 
@@ -40,15 +40,15 @@ def teacher(tiny):
 
 @pytest.mark.parametrize("in_files", [False, True])
 def test_the_targets_of_rows_are_those_of_their_logits(teacher, ids, tmp_path, in_files):
-    told = []
-    stored = asked(teacher, ids(), tmp_path if in_files else None, told=told)
+    record = []
+    stored = asked(teacher, ids(), tmp_path if in_files else None, record=record)
     with torch.no_grad():
         logits = teacher.model(input_ids=ids()[[2, 0]]).logits
     wanted = soft_targets(logits.flatten(0, 1), 2.0, 8)
     found = stored(ids()[[2, 0]], [2, 0])
     assert torch.equal(found.index, wanted.index)
     assert torch.allclose(found.cells, wanted.cells, atol=1e-5)
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)] and teacher.read == 4
+    assert record == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)] and teacher.read == 4
 
 
 def test_what_is_there_is_not_asked_again(teacher, ids, tmp_path):
@@ -83,7 +83,7 @@ def test_all_tokens_are_kept_where_there_are_fewer_than_top_k(teacher, ids):
 
 def test_beside_is_the_same_exactly(teacher, ids):
     stored = asked(teacher, ids(), top_k=64, temperature=1.5)(ids(), range(4))
-    live = Beside(teacher.model, 1.5, "here")(ids(), range(4))
+    live = OnlineTeacher(teacher.model, 1.5, "here")(ids(), range(4))
     assert torch.allclose(stored.cells, live.cells, atol=1e-5) and live.index is None
 
 

@@ -64,7 +64,7 @@ calibration: {{source: embedded, sequences: 8, length: 64}}
 passes:
   - gptq: {{weights: int4, group_size: 32, targets: "*.self_attn.*"}}
   - lkd: {{targets: "*.self_attn.*", epochs: 1, accumulate: %d}}
-  - gmp: {{pattern: "2:4", targets: "*.mlp.*", hard: 0.5, top_k: 64, steps: 6, accumulate: %d, checkpoint_every: 2}}
+  - gmp: {{pattern: "2:4", targets: "*.mlp.*", ce_weight: 0.5, top_k: 64, steps: 6, accumulate: %d, checkpoint_every: 2}}
 save: {{format: native, verify: own}}
 eval: {{perplexity: [embedded], windows: 2, length: 64}}
 """
@@ -79,7 +79,7 @@ passes:
   - iterative_pruning: {{targets: "*.gate_proj", retrain: weight_rewind, rewind_to: 0.5, rounds: 2, steps: 4,
       accumulate: %d}}
   - finetune: {{targets: "*.q_proj", lora_rank: 4, steps: 4, accumulate: %d}}
-  - qat: {{targets: "*.o_proj", weights: int4, symmetric: false, group_size: 32, hard: 0.5, top_k: 64, precision: bf16,
+  - qat: {{targets: "*.o_proj", weights: int4, symmetric: false, group_size: 32, ce_weight: 0.5, top_k: 64, precision: bf16,
       steps: 4, accumulate: %d}}
   - rtn: {{targets: "*.v_proj", group_size: 32}}
   - distill: {{train: [scales, norms], top_k: null, hidden: 0.1, steps: 4, accumulate: %d}}
@@ -150,8 +150,10 @@ def test_every_way_to_train_is_the_same_with_weights_split(tmp_path):
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(others[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
-    for label, told in one["training"].items():
-        losses = [[point["loss"] for point in run["curve"] if "loss" in point] for run in (told, two["training"][label])]
+    for label, record in one["training"].items():
+        losses = [
+            [point["loss"] for point in run["curve"] if "loss" in point] for run in (record, two["training"][label])
+        ]
         assert losses[0] == pytest.approx(losses[1], abs=1e-4), label
 
 
@@ -165,8 +167,8 @@ def test_launchers_that_hide_weights_are_refused(monkeypatch):
         "launch without --fsdp_offload_params": {"fsdp_version": 2, "cpu_offload": True},
         "without --fsdp_activation_checkpointing": {"fsdp_version": 2, "activation_checkpointing": True},
     }
-    for told, options in refused.items():
-        with pytest.raises(RecipeError, match=told):
+    for record, options in refused.items():
+        with pytest.raises(RecipeError, match=record):
             check_launcher(fsdp, FullyShardedDataParallelPlugin(**options), where)
     check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where)
     check_launcher(DistributedType.MULTI_GPU, None, where)

@@ -40,7 +40,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
     options = {"steps": 4, "accumulate": accumulate, "learning_rate": 0.01, "weight_rate": 0.1, "clip": 0.01}
-    step = compress.Distill(**options, **({"hard": 0.3, "cosine": 0.1, "top_k": None} if masked else {}))
+    step = compress.Distill(**options, **({"ce_weight": 0.3, "cosine": 0.1, "top_k": None} if masked else {}))
     pruned, packed = ("*mediate.dense", "*.attention.*") if masked else ("*.mlp.*", "*.self_attn.*")
     passes = [compress.Wanda(targets=pruned), compress.RTN(group_size=16, targets=packed), step]
     compress.apply(model, passes, ids, tokenizer=tokenizer())

@@ -1,0 +1,1 @@
+"""What the author of a pass imports: contract, observers, options, facts, journal, run."""

@@ -1,0 +1,280 @@
+"""What a pass gathers from the inputs of a layer. Layers that read the same tensor share one observer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.api.facts import Log
+from compress.errors import NumericError
+from compress.numerics.linalg import inverse_factor
+
+SLAB = 256  # columns of X^T X per matrix product; saves nearly half the work from about four of them on
+
+
+class Observer(ABC):
+    """Statistics of the rows [tokens, width] that reach a layer, gathered batch by batch in float32.
+
+    tokens: how many rows were seen.
+    """
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.width = width
+        self.device = device
+        self.tokens = 0
+
+    def update(self, rows: Float[Tensor, "tokens in"]) -> None:
+        """Take in the inputs of one batch."""
+        if rows.shape[0]:  # an expert may be called with no token at all
+            self.tokens += rows.shape[0]
+            self.gather(rows.float())
+
+    @abstractmethod
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        """Add rows to the statistics."""
+
+    @classmethod
+    @abstractmethod
+    def memory_bytes(cls, width: int) -> int:
+        """What it holds, once it has gathered, of inputs of this width, with what it keeps of its own results."""
+
+
+class Nothing(Observer):
+    """For passes that need no data."""
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 0
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        return
+
+
+def without_data(seen: Observer) -> None:
+    """Where no token came by, inputs are taken to be alike and uncorrelated: one token along each axis."""
+    seen.update(torch.eye(seen.width, device=seen.device))
+
+
+class InputNorm(Observer):
+    """norm: the L2 norm of every input channel over all tokens, [in]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._squares = torch.zeros(width, dtype=torch.float64, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        self._squares += rows.square().sum(0)  # one batch in float32, in a third of the time, all of them in float64
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 8 * width  # in float64
+
+    @property
+    def norm(self) -> Float[Tensor, " in"]:
+        """L2 norm per channel."""
+        return self._squares.sqrt().float()
+
+
+class InputAbsMax(Observer):
+    """absmax: the largest magnitude of every input channel, [in]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self.absmax = torch.zeros(width, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 4 * width
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        """The inputs are divided by `scale` from now on, and are taken to have been so before."""
+        self.absmax = self.absmax / scale
+
+
+class OutlierFrequency(Observer):
+    """share: of all tokens, per input channel, those in which its magnitude reaches `threshold`, [in]."""
+
+    def __init__(self, width: int, device: torch.device, threshold: float) -> None:
+        super().__init__(width, device)
+        self.threshold = threshold
+        self._count = torch.zeros(width, dtype=torch.int64, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        self._count += (rows.abs() >= self.threshold).sum(0)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 8 * width  # counts, in int64
+
+    @property
+    def frequency(self) -> Float[Tensor, " in"]:
+        """Between 0 and 1 per channel."""
+        return self._count / max(self.tokens, 1)
+
+
+class Gram(Observer):
+    """hessian: 2/n X^T X over all n tokens, [in, in] (GPTQ, equation 2, per token so that its size means something)."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._sum = torch.zeros(width, width, device=device)
+        self._factors: dict[tuple[float, bytes], tuple[Tensor, float]] = {}
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        for start in range(0, self.width, SLAB):  # the upper triangle alone, the rest is its mirror image
+            slab = slice(start, start + SLAB)
+            self._sum[slab, start:].addmm_(rows[:, slab].T, rows[:, start:])
+        self._factors.clear()
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 2 * 4 * width * width  # the sum, and the factor that is kept
+
+    @property
+    def diagonal(self) -> Float[Tensor, " in"]:
+        """The Hessian's."""
+        return self._sum.diagonal() * (2 / max(self.tokens, 1))
+
+    @property
+    def hessian(self) -> Float[Tensor, "in in"]:
+        """2/n X^T X."""
+        upper = self._sum.triu()
+        upper += self._sum.triu(1).T
+        return upper.mul_(2 / max(self.tokens, 1))
+
+    def factor(self, damping: float, order: Tensor | None = None) -> tuple[Float[Tensor, "in in"], float, int]:
+        """(U, damping used, dead channels): `linalg.inverse_factor` with the columns in `order`.
+
+        Channels that were always zero get a 1 on the diagonal, so that they neither give nor take. Kept for the
+        other layers that read the same input.
+        """
+        key = (damping, b"" if order is None else order.cpu().numpy().tobytes())
+        dead = self.diagonal == 0
+        if key not in self._factors:
+            hessian = self.hessian
+            hessian.diagonal()[dead] = 1
+            if order is not None:
+                hessian = hessian[order][:, order]
+            self._factors = {key: inverse_factor(hessian, damping)}
+        return (*self._factors[key], int(dead.sum()))
+
+    def factor_of(self, name: str, log: Log, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+        """U of `factor` for the layer `name`, with a note where the Hessian was not as it should be.
+
+        Raises NumericError when no token came by, or as `linalg.inverse_factor` does.
+        """
+        if self.tokens == 0:
+            raise NumericError(f"{name}: no calibration token reached this layer")
+        factor, used, dead = self.factor(damping, order)
+        if used != damping:
+            log("fallback", "damping raised until the Hessian was positive definite", damping=used)
+        if dead:
+            log("note", "input channels were always zero; errors there are not made up for", channels=dead)
+        return factor
+
+
+class UnitGram(Gram):
+    """Gram of the rows at unit length: the relative errors of all tokens count alike, not their squared size."""
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(nn.functional.normalize(rows))  # a row of zeros stays
+
+
+class CrossGram(Gram):
+    """Gram, and cross: 2/n (X~ - X)^T X with X~ the same rows as the uncompressed model has them, [in, in]."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._cross = torch.zeros(width, width, device=device)
+        self._shift: tuple[float, Tensor] | None = None
+
+    def compare(self, rows: Float[Tensor, "tokens in"], reference: Float[Tensor, "tokens in"]) -> None:
+        """Take in the inputs of one batch and those of the uncompressed model, row by row."""
+        self.update(rows)
+        if rows.shape[0]:
+            rows = rows.float()
+            self._cross.addmm_((reference.float() - rows).T, rows)
+            self._shift = None
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return super().memory_bytes(width) + 2 * 4 * width * width  # the sum, and the shift that is kept
+
+    @property
+    def cross(self) -> Float[Tensor, "in in"]:
+        """2/n (X~ - X)^T X."""
+        return self._cross * (2 / max(self.tokens, 1))
+
+    def shift(self, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+        """cross inv(H), H damped as by `factor`: W + W shift is the least-squares fit of W X~ from X.
+
+        order: the one that `factor` will be asked for, so that one factorization does; the result is in the order of
+        the columns. Kept for the other layers that read the same input.
+        """
+        if self._shift is None or self._shift[0] != damping:
+            factor, _, _ = self.factor(damping, order)
+            cross = self.cross if order is None else self.cross[:, order]
+            shift = cross @ factor.T @ factor
+            self._shift = damping, shift if order is None else shift[:, order.argsort()]
+        return self._shift[1]
+
+
+class Sample:
+    """A few input rows, evenly spaced, kept to measure what a rewrite does to a layer's output."""
+
+    ROWS_PER_BATCH = 64
+    ROWS = 512
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+
+    def update(self, rows: Float[Tensor, "tokens in"]) -> None:
+        """Keep every n-th row, as long as there is room."""
+        room = min(self.ROWS_PER_BATCH, self.ROWS - sum(r.shape[0] for r in self._rows))
+        if room > 0 and rows.shape[0]:
+            self._rows.append(rows[:: -(-rows.shape[0] // room)].clone())
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        """Divide the columns of the rows kept."""
+        self._rows = [rows / scale for rows in self._rows]
+
+    @classmethod
+    def memory_bytes(cls, width: int, itemsize: int) -> int:
+        """The most that it keeps of inputs of this width, whose numbers have so many bytes."""
+        return cls.ROWS * width * itemsize
+
+    @property
+    def rows(self) -> Float[Tensor, "rows in"] | None:
+        """The rows kept, or None when no token came by."""
+        return torch.cat(self._rows) if self._rows else None
+
+
+class Rows(InputAbsMax):
+    """Beside the largest magnitudes, rows: a `Sample` of the inputs, in float32."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._sample = Sample()
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        super().gather(rows)
+        self._sample.update(rows)
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        super().divide(scale)
+        self._sample.divide(scale)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return super().memory_bytes(width) + Sample.memory_bytes(width, 4)
+
+    @property
+    def rows(self) -> Float[Tensor, "rows in"] | None:
+        """[up to Sample.ROWS, in], or None when no token came by."""
+        return self._sample.rows

@@ -1,0 +1,85 @@
+"""Calibration text that the model writes itself (LLM-QAT)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.errors import CalibrationError
+from compress.model.objective import is_masked, special_ids
+
+GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: so many top-1 tokens follow the first; the rest is sampled
+
+
+def self_sampled(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int,
+    length: int,
+    seed: int,
+    batch: int = 8,
+) -> Int[Tensor, "sequences length"]:
+    """Let the model write its own calibration text (LLM-QAT, https://arxiv.org/abs/2305.17888, sec. 3.1).
+
+    Each sequence starts from one token drawn uniformly from the vocabulary without its special tokens; the
+    next 3 to 5 tokens (one number per batch) are the most likely ones, the rest is sampled from the full
+    softmax. The model's end tokens are suppressed, so every sequence has `length` tokens. The result (int64,
+    on the CPU) depends on `seed` and `batch`, and the global random state is left as it was.
+
+    Raises `CalibrationError` for a count below 1, and for a model that cannot go on with a text.
+    """
+    if is_masked(type(model), model.config):
+        raise CalibrationError(
+            f"calibration: {type(model).__name__} predicts masked tokens and cannot write a text of its own (source "
+            "self); use another source, such as embedded, or a .txt, .jsonl or .npy file"
+        )
+    for name, count in (("sequences", sequences), ("length", length), ("batch", batch)):
+        if count < 1:
+            raise CalibrationError(f"self: {name} is {count}; use 1 or more")
+    starts = _start_ids(model, tokenizer)
+    on_gpu = [model.device] if model.device.type == "cuda" else []
+    rows = []
+    with torch.random.fork_rng(devices=on_gpu):
+        torch.manual_seed(seed)
+        for first in range(0, sequences, batch):
+            size = min(batch, sequences - first)
+            ids = starts[torch.randint(len(starts), (size, 1))].to(model.device)
+            low, high = GREEDY_TOKENS
+            greedy = min(int(torch.randint(low, high + 1, ())), length - 1)
+            ids = _continue(model, tokenizer, ids, greedy, sample=False)
+            rows.append(_continue(model, tokenizer, ids, length - ids.shape[1], sample=True).cpu())
+    return torch.cat(rows)
+
+
+def _start_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " ids"]:
+    """Return the ids of the vocabulary that are not special."""
+    special = set(special_ids(tokenizer))
+    size = min(len(tokenizer), model.get_input_embeddings().get_parameter("weight").shape[0])
+    return torch.tensor([token for token in range(size) if token not in special])
+
+
+def _continue(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Int[Tensor, "batch tokens"],
+    count: int,
+    sample: bool,
+) -> Int[Tensor, "batch longer"]:
+    """Append `count` tokens, sampled from the softmax or the most likely ones, and no end token before."""
+    if count == 0:
+        return ids
+    # What is left out here is filled from the model's own generation config, such as its end tokens.
+    softmax = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
+    chosen = GenerationConfig(
+        do_sample=sample,
+        repetition_penalty=1.0,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        **softmax,
+    )
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=chosen)

@@ -1,0 +1,1 @@
+"""What kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping."""

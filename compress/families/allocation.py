@@ -1,0 +1,206 @@
+"""How a sparsity is shared out over the layers of a model: the values of `allocate`, which every pruning pass takes.
+
+Each is a frozen value; what it must know of the model is a survey, which the sweep makes before it solves anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, ClassVar, Protocol
+
+import torch
+from jaxtyping import Float
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
+from torch import Tensor
+
+from compress.api.observers import InputNorm, Nothing, Observer
+from compress.api.options import OptionError, mistake
+from compress.api.passes import Layer, Solution, Survey, Surveyed
+from compress.errors import TargetError, did_you_mean
+from compress.numerics.metrics import relative_error
+from compress.numerics.sparse.allocation import Histogram, below_threshold, ladder, least_error, outlier_weighed
+from compress.numerics.sparse.masks import Pattern
+
+POINTS = 7  # sparsities that a layer's error is measured at
+
+
+class Prunes(Protocol):
+    """What an allocation needs of a pruning pass."""
+
+    pattern: Pattern
+
+    @property
+    def target_sparsity(self) -> float:
+        """The sparsity that was asked for."""
+        ...
+
+    @property
+    def observer(self) -> type[Observer]:
+        """What the pass gathers from a layer's inputs."""
+        ...
+
+    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """How much each weight matters; below zero where it is gone already."""
+        ...
+
+    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+        """The layer at a sparsity."""
+        ...
+
+
+class Allocation(BaseModel, ABC):
+    """A way to share out the sparsity: `share` of a pass is the mean over its layers, weighted by their size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    key: ClassVar[str]
+
+    @abstractmethod
+    def survey(self, step: Prunes) -> Survey | None:
+        """What must be known of the model first; it decides each layer's sparsity. None: all have the same."""
+
+    @model_serializer
+    def _spell(self) -> str | dict[str, dict[str, Any]]:
+        options = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        return {self.key: options} if options else self.key
+
+
+class Uniform(Allocation):
+    """The same sparsity in every layer."""
+
+    key: ClassVar[str] = "uniform"
+
+    def survey(self, step: Prunes) -> Survey | None:
+        return None
+
+
+class Global(Allocation):
+    """One threshold for the scores of all layers: a layer loses what is below it."""
+
+    key: ClassVar[str] = "global"
+
+    def survey(self, step: Prunes) -> Survey:
+        return _Threshold(step)
+
+
+class OWL(Allocation):
+    """Blocks with more outliers keep more (Yin 2023, arXiv 2310.05175).
+
+    Outliers are the entries of |W_ij| ||X_j||_2 above M times the mean of their block. The sparsities of blocks lie
+    within an interval of 2 lambda.
+    """
+
+    key: ClassVar[str] = "owl"
+
+    M: float = Field(default=5.0, gt=0, description="how many times the mean an outlier is")
+    lambda_: float = Field(default=0.08, gt=0, lt=0.5, alias="lambda", description="half the range of sparsities")
+
+    def survey(self, step: Prunes) -> Survey:
+        return _Outliers(step, self)
+
+
+class Sensitivity(Allocation):
+    """The least sum of squared relative errors of the layers' outputs, each measured with this layer alone pruned."""
+
+    key: ClassVar[str] = "sensitivity"
+
+    within: float = Field(default=0.1, gt=0, lt=1, description="how far a layer may be from the mean")
+
+    def survey(self, step: Prunes) -> Survey:
+        return _Errors(step, self.within)
+
+
+ALLOCATIONS: dict[str, type[Allocation]] = {kind.key: kind for kind in (Uniform, Global, OWL, Sensitivity)}
+"""Every allocation by the name it has in a recipe."""
+
+
+def read_allocation(value: Any) -> Allocation:
+    """An allocation as it is written: its name, or {name: {option: value}}.
+
+    Raises OptionError.
+    """
+    if isinstance(value, Allocation):
+        return value
+    if isinstance(value, str):
+        value = {value: {}}
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise OptionError((), f"must be one of {', '.join(ALLOCATIONS)}, or such as {{owl: {{M: 5, lambda: 0.08}}}}")
+    ((key, options),) = value.items()
+    if key not in ALLOCATIONS:
+        raise OptionError((), f"there is no allocation {key!r}{did_you_mean(str(key), ALLOCATIONS)}")
+    try:
+        return ALLOCATIONS[key].model_validate({} if options is None else options)
+    except ValidationError as error:
+        place, message = mistake(error, ALLOCATIONS[key])
+        raise OptionError((key, *place), message) from error
+
+
+class _Threshold:
+    """A histogram of every layer's scores, so that no two layers' scores are in memory at once."""
+
+    def __init__(self, step: Prunes) -> None:
+        self.step, self.observer = step, step.observer
+
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Histogram]:
+        pattern = self.step.pattern
+        scores = ((one.layer.name, self.step.ranks(one.weight, one.seen, one.layer)) for one in block)
+        return {name: Histogram.of(pattern.units(score)) for name, score in scores}
+
+    def allocate(self, found: Mapping[str, Histogram]) -> Mapping[str, float]:
+        removed = below_threshold(found, self.step.target_sparsity)
+        return {name: removed[name] / histogram.total for name, histogram in found.items()}
+
+
+class _Outliers:
+    """(share of outliers in the block, weights of the layer)."""
+
+    observer: type[Observer] = InputNorm
+
+    def __init__(self, step: Prunes, options: OWL) -> None:
+        self.step, self.options = step, options
+
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[float, int]]:
+        sizes = {one.layer.name: one.module.shape[0] * one.module.shape[1] for one in block}
+        total = sum(sizes.values())
+        mean = sum(float(_metric(one).sum(dtype=torch.float64)) for one in block) / total
+        # D = share of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
+        outliers = sum(int((_metric(one) > self.options.M * mean).sum()) for one in block)
+        return {one.layer.name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for one in block}
+
+    def allocate(self, found: Mapping[str, tuple[float, int]]) -> Mapping[str, float]:
+        ratios, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
+        try:
+            return outlier_weighed(ratios, sizes, self.step.target_sparsity, self.options.lambda_)
+        except ValueError as error:
+            raise TargetError(f"allocate owl: {error}; use a smaller lambda") from error
+
+
+class _Errors:
+    """(curve of a layer's error, weights of the layer)."""
+
+    def __init__(self, step: Prunes, within: float) -> None:
+        self.step, self.observer = step, step.observer if step.observer is not Nothing else InputNorm
+        self.sparsities = ladder(step.target_sparsity, within, POINTS)
+
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[list[tuple[float, float]], int]]:
+        return {one.layer.name: (self._curve(one), prod(self.step.pattern.whole(one.module.shape))) for one in block}
+
+    def _curve(self, one: Surveyed) -> list[tuple[float, float]]:
+        weight = one.weight
+        rows = torch.eye(weight.shape[1], device=weight.device) if one.rows is None else one.rows.float()
+        wanted, curve = rows @ weight.T, []
+        for sparsity in self.sparsities:
+            solved = self.step.prune(weight, one.seen, one.layer, sparsity).weight
+            found = solved if isinstance(solved, Tensor) else solved.dense()
+            curve.append((sparsity, relative_error(rows @ found.T, wanted) ** 2))
+        return curve
+
+    def allocate(self, found: Mapping[str, tuple[list[tuple[float, float]], int]]) -> Mapping[str, float]:
+        curves, sizes = {n: pair[0] for n, pair in found.items()}, {n: pair[1] for n, pair in found.items()}
+        return least_error(curves, sizes, self.step.target_sparsity)
+
+
+def _metric(one: Surveyed) -> Float[Tensor, "out in"]:
+    return one.weight.abs() * one.seen.norm

@@ -1,0 +1,115 @@
+"""What pruning passes have in common: their options, under the same names, and how scores become masks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar
+
+from jaxtyping import Float
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import Tensor
+
+from compress.api.facts import Fact
+from compress.api.passes import Layer, LayerPass, Solution, Survey, Zeros
+from compress.families.allocation import Allocation, Uniform, read_allocation
+from compress.numerics.sparse.masks import Pattern
+
+
+class Pruning(BaseModel):
+    """How much a pass removes, and in which pattern; a mixin for all passes that prune, in one go or in training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
+
+    sparsity: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of weights to remove; 0.5 if not given; N:M patterns have their own",
+    )
+    pattern: Pattern = Field(
+        default=Pattern("row"),
+        description="where zeros may stand: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is not None and self.sparsity is not None:
+            n, m = self.pattern.n_of_m
+            if abs(self.sparsity - (1 - n / m)) > 1e-9:
+                raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
+
+    @property
+    def density(self) -> float:
+        """The share of weights that is kept."""
+        return 1 - self.target_sparsity
+
+    @property
+    def target_sparsity(self) -> float:
+        """The share of weights that is removed, over all layers."""
+        if self.pattern.n_of_m is not None:
+            return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
+        return 0.5 if self.sparsity is None else self.sparsity
+
+    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
+        """What is owed to a layer of this shape at a sparsity."""
+        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
+
+
+class PruningPass(Pruning, LayerPass):
+    """Options that every pass has that prunes layer by layer, under the same names."""
+
+    allocate: Annotated[Allocation, BeforeValidator(read_allocation)] = Field(
+        default=Uniform(),
+        description="how sparsity is shared out over layers: uniform, global (one threshold), owl, sensitivity; "
+        "options as {owl: {M: 5, lambda: 0.08}}",
+    )
+
+    true_sequential: bool = Field(
+        default=False,
+        description="calibrate each layer on the output of the compressed layers before it in the block; without it "
+        "scores are those of the block as it came, as in the papers",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is not None and not isinstance(self.allocate, Uniform):
+            raise ValueError(
+                f"allocate: {self.allocate.key} needs sparsities that can differ, and that of pattern "
+                f"{self.pattern.text} is fixed; use pattern: row or layer, or leave allocate out"
+            )
+
+    def survey(self) -> Survey | None:
+        return self.allocate.survey(self)
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+        rows, width = self.pattern.whole((weight.shape[0], weight.shape[1]))
+        if (rows, width) != weight.shape:
+            message = f"pattern {self.pattern.text} fits the first {rows} rows of {width}; what is beyond stays dense"
+            layer.log("note", message, dense=weight.numel() - rows * width)
+        sparsity = self.target_sparsity if layer.allocated is None else float(layer.allocated)
+        if sparsity >= 1:
+            layer.log("fallback", "the allocation leaves no weight of this layer")
+        return self.prune(weight, seen, layer, sparsity)
+
+    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+        """The layer at a sparsity; what was pruned before stays so, and counts."""
+        keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
+        keep = keep if layer.mask is None else keep & layer.mask
+        return Solution(
+            weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
+        )
+
+    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """The scores, -1 where a weight is gone already; magnitudes, with a note, where all scores are zero."""
+        score = self.score(weight, seen)
+        if not bool(score.any()):
+            layer.log("fallback", "all scores are zero; the smallest weights are removed instead")
+            score = weight.abs()
+        return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
+
+    @abstractmethod
+    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
+        """How much each weight matters, at least 0; the least are removed."""

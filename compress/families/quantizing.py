@@ -1,0 +1,222 @@
+"""What quantizing passes have in common: their options, under the same names, and how layers may differ in them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.api.facts import Fact
+from compress.api.observers import InputAbsMax, Observer
+from compress.api.options import Override, read_overrides
+from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution, WeightSpec
+from compress.errors import NumericError
+from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch
+from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.inputs import InputRounding
+
+
+def _grid(value: Any) -> Any:
+    """A grid by its name."""
+    if isinstance(value, Grid):
+        return value.name
+    if not isinstance(value, str) or value not in GRIDS:
+        raise ValueError(f"grid {value!r} is not known; known: {', '.join(GRIDS)}")
+    return value
+
+
+def _known_grid(name: Any) -> Grid | None:
+    """The grid that is asked for, if there is such a one."""
+    return name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+
+
+GridName = Annotated[str, BeforeValidator(_grid)]
+
+
+def _group_size(value: Any) -> Any:
+    if isinstance(value, bool) or not (value in ("channel", "tensor") or (isinstance(value, int) and value > 0)):
+        raise ValueError(f"group_size {value!r} must be a positive number of columns, channel, or tensor")
+    return value
+
+
+def _search(value: Any) -> Any:
+    """A search by its name; percentile alone means its usual share."""
+    if value == "percentile":
+        return Percentile()
+    share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
+    if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
+        raise ValueError(f"percentile {share!r} must be a share above 0.5 and at most 1, such as 0.999")
+    if share is None and value not in ("absmax", "absmean", "mse") and not isinstance(value, Percentile):
+        known = "absmax, absmean, mse, percentile, or {percentile: 0.999}"
+        raise ValueError(f"scale {value!r} is not known; write {known}")
+    return value
+
+
+GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
+ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
+InputGrid = Literal["none", "int8", "fp8_e4m3"]
+
+
+def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
+    """Raise ValueError where a grid cannot have these options."""
+    own = GRIDS[name].group_size
+    if not symmetric and GRIDS[name].symmetric_only:
+        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
+    if own is not None and group_size != own:
+        raise ValueError(
+            f"group_size {group_size}: the scales of {name} are those of {own} columns; "
+            f"write {own}, or leave group_size out"
+        )
+
+
+class WeightGrid(Pass):
+    """The options that say what weights are rounded to: for passes that do it, and for those that prepare it."""
+
+    weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
+    group_size: GroupSizeOption = Field(
+        default=64,
+        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; grids that have "
+        "a group size of their own (mxfp4: 32, nvfp4: 16) take it",
+    )
+    symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_group_size(cls, values: Any) -> Any:
+        """The group size that the grid has, where none is given."""
+        if not isinstance(values, dict) or "group_size" in values:
+            return values
+        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
+        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the weights."""
+        return GRIDS[self.weights]
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        check_grid(self.weights, self.group_size, self.symmetric)
+
+
+class Quantizing(WeightGrid):
+    """Options that every quantizing pass has, under the same names."""
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
+    scale: ScaleOption = Field(
+        default="absmax",
+        description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
+        "covers that share of the weights; 'absmean': the mean magnitude, the default of ternary and binary",
+    )
+    activations: InputGrid = Field(default="none", description="grid that inputs are rounded to when the model runs")
+    activation_scale: ActivationScale = Field(
+        default="token", description="'token': a scale per token, found when the model runs; 'static': one, calibrated"
+    )
+    overrides: tuple[Override, ...] = Field(
+        default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none leaves alone"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_scale(cls, values: Any) -> Any:
+        """The search that the grid goes with, where none is given."""
+        if not isinstance(values, dict) or "scale" in values:
+            return values
+        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
+        return values if grid is None or not grid.averaged else values | {"scale": "absmean"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_overrides(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "overrides" not in data:
+            return data
+        base = {name: value for name, value in data.items() if name != "overrides"}
+        cls.model_validate(base)  # the pass's own mistakes come first
+        return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
+
+    def for_layer(self, name: str) -> Self | None:
+        for override in self.overrides:
+            if override.takes(name):
+                return None if override.dense else self._with(override)
+        return self
+
+    def _with(self, override: Override) -> Self:
+        own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
+        grid = GRIDS.get(override.options.get("weights", self.weights))
+        if grid is not None and grid.group_size is not None:
+            own.pop("group_size")  # the grid has its own
+        if grid is not None and grid.averaged != self.grid.averaged:
+            own.pop("scale")
+        return type(self).model_validate({**own, **override.options})
+
+    def variants(self) -> list[Self]:
+        """The pass with every set of options that it has for some layer."""
+        return [self, *(self._with(override) for override in self.overrides if not override.dense)]
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
+
+    @property
+    def spec(self) -> WeightSpec:
+        return WeightSpec(
+            self.grid, self.group_size, self.symmetric, self.indexed, self.input_grid, self.activation_scale
+        )
+
+    @property
+    def indexed(self) -> bool:
+        """Whether groups of columns are not contiguous."""
+        return False
+
+    @property
+    def input_grid(self) -> Grid | None:
+        """The grid of the inputs."""
+        return None if self.activations == "none" else GRIDS[self.activations]
+
+    def facts(self) -> frozenset[Fact]:
+        inputs: frozenset[Fact] = frozenset({"activations_quantized"})
+        return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.activation_scale == "static" and self.input_grid is None:
+            raise ValueError("activation_scale: static needs a grid of the inputs; add activations: int8")
+
+    def rounding(self, layer: Layer) -> InputRounding | None:
+        """How the layer's inputs are rounded; a static scale covers the largest of them.
+
+        Raises NumericError when a static scale is asked for and no calibration token reached the layer.
+        """
+        if self.input_grid is None or self.activation_scale == "token":
+            return None if self.input_grid is None else InputRounding(self.input_grid)
+        if layer.inputs.tokens == 0:
+            raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
+        top = layer.inputs.absmax.max().reshape(1)
+        scale, _ = self.input_grid.fit(-top, top, True, layer.storage)
+        return InputRounding(self.input_grid, scale.to(layer.storage))
+
+
+class QuantizingPass(Quantizing, LayerPass):
+    """A quantizing pass that works on one layer at a time."""
+
+    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+        return InputAbsMax if self.activation_scale == "static" else None
+
+    @property
+    def needs_data(self) -> bool:
+        return super().needs_data or any(step.watches() is not None for step in self.variants())
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+        return Solution(self.codes(weight, seen, layer), activations=self.rounding(layer))
+
+    @abstractmethod
+    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
+        """The weight in codes; weights outside of layer.mask must decode to exactly zero."""

@@ -1,0 +1,1 @@
+"""Containers: files that hold the tensors of a checkpoint."""

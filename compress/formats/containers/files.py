@@ -1,0 +1,67 @@
+"""Files that are written whole or not at all, and their digests."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from compress.errors import SaveError
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when all went well, and is removed when it did not.
+
+    Raises SaveError, saying what is still there, when the disk is full or the folder cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, SafetensorError) as error:
+        part.unlink(missing_ok=True)
+        raise SaveError(
+            f"{path}: {reason_of(error)}; finished blocks are kept, the same command continues there"
+        ) from error
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a file could not be written."""
+    text = str(error)
+    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    if getattr(error, "errno", None) in full or any(os.strerror(number) in text for number in full):
+        return "the disk is full"
+    return f"cannot be written ({text})"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,54 @@
+"""What the two 4-bit float layouts of compressed-tensors have in common: two codes in a byte, and their refusals.
+
+    <m>.weight_packed   uint8 [O, I/2]   two E2M1 codes per byte (sign * 8 + index into 0, .5, 1, 1.5, 2, 3, 4, 6), the
+                                         even column in the low half
+
+Of the reader (transformers 5.23 with compressed-tensors 0.20): it multiplies weights out in bfloat16 whatever the dtype
+of the model, as one product in float32 that is rounded once. A model that is loaded in another dtype thus computes
+with weights that are rounded to bfloat16; servers, which compute from the codes, do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from compress.formats.base import Scheme
+from compress.formats.layouts.layout import Layout
+
+
+def as_bytes(words: Int[Tensor, "out words"]) -> Int[Tensor, "out bytes"]:
+    """The dense bit stream of 4-bit codes as bytes; whole words, since groups are multiples of 8 columns."""
+    return words.contiguous().view(torch.uint8)
+
+
+def as_words(stream: Int[Tensor, "out bytes"]) -> Int[Tensor, "out words"]:
+    """The inverse of as_bytes."""
+    return stream.contiguous().view(torch.int32)
+
+
+class Float4Layout(Layout):
+    """A layout of 4-bit floats. strategy, scale_dtype: what the config says of the groups and of their scales."""
+
+    strategy: ClassVar[str]
+    scale_dtype: ClassVar[str]
+
+    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        name, size = scheme.coded.name, scheme.coded.group_size
+        assert size is not None
+        if scheme.activations is not None:
+            return f"{name} weights are read with activations none only; leave activations out, or use format: native"
+        if scheme.indexed:
+            return f"act_order: group has no reader for {name}; use act_order: static, or format: native"
+        if shape[1] % size:
+            return (
+                f"{name} has groups of {size} columns, which do not divide the {shape[1]} inputs; "
+                "use another grid for this layer, or format: native"
+            )
+        return None
+
+    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
+        return super().weight_arguments(scheme) | {"strategy": self.strategy, "scale_dtype": self.scale_dtype}

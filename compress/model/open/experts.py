@@ -1,0 +1,269 @@
+"""Experts kept as 3-D parameters, opened into one linear per expert and matrix: views, no copy.
+
+A module is taken for a set of experts by its structure: two 3-D parameters [experts, ...] with the same first
+dimension, with or without 2-D biases, and nothing else to learn. The opened form is proved on a small set of random
+experts before it takes the original's place, and has the names that transformers reads from checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from compress.model.linear import CompressedLinear
+
+PROOF_TOLERANCE = 1e-5  # relative, float32: sums in another order differ by 1e-7
+PROOF_UNIT = 8  # widths of the proof are the real ones with their common divisor replaced by this
+PROBE_TOKENS = 16  # random tokens that links inside of an expert are looked for and proved with
+NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the 3-D parameters of experts hold linears.
+
+    up, down: the names of the two parameters. transposed: they are [experts, in, out]. names: the names of the linears
+    that each parameter's rows are cut into, evenly.
+    """
+
+    up: str
+    down: str
+    transposed: bool
+    names: Mapping[str, Sequence[str]]
+
+
+class Expert(nn.Module):
+    """One expert: linears into the hidden channels, what the original does in between, and a linear out of them."""
+
+    def __init__(self, shell: nn.Module, linears: Mapping[str, nn.Linear], out: str) -> None:
+        super().__init__()
+        self.shell = shell  # the original module without its parameters, for its activation
+        self.into = tuple(name for name in linears if name != out)
+        self.out = out
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+
+    def forward(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+        """The expert's output for its tokens."""
+        hidden = torch.cat([self.get_submodule(name)(x) for name in self.into], dim=-1)
+        return self.get_submodule(self.out)(_activation(self.shell)(hidden))
+
+    @staticmethod
+    def probe(expert: nn.Module) -> Float[Tensor, "tokens width"]:
+        """The output of an expert (or of a copy) for a few random tokens, for proofs."""
+        assert isinstance(expert, Expert)
+        layer = CompressedLinear.of(expert.get_submodule(expert.into[0]))
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return expert(torch.randn(PROBE_TOKENS, layer.shape[1], generator=draw).to(next(_floating(layer))))
+
+
+class Experts(nn.Module):
+    """Opened experts, by number. Called as the original is: with tokens, the experts' numbers, and their weights.
+
+    everyone: all experts see all tokens, with equal weights beside the router's; for probes and proofs, which so miss
+    neither an expert nor a change of the routes.
+    named: transformers reads the linears under these names.
+    """
+
+    def __init__(self, experts: Sequence[Expert], named: bool) -> None:
+        super().__init__()
+        for number, expert in enumerate(experts):
+            self.add_module(str(number), expert)
+        self.count = len(experts)
+        self.named = named
+        self.everyone = False
+
+    def expert(self, number: int) -> Expert:
+        """One of them."""
+        found = self.get_submodule(str(number))
+        assert isinstance(found, Expert)
+        return found
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "tokens width"]:
+        """The weighted sum of the chosen experts' outputs; the arguments are told apart by dtype and shape."""
+        x, chosen, weights = _roles((*args, *kwargs.values()))
+        output = torch.zeros_like(x)
+        for number in range(self.count):
+            if self.everyone:
+                share = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
+                found = self.expert(number)(x.clone())  # a tensor of its own, as the chosen tokens will be
+                output += (found * share).to(output.dtype)
+                continue
+            token, place = torch.where(chosen == number)
+            if len(token):
+                found = self.expert(number)(x[token]) * weights[token, place, None]
+                output.index_add_(0, token, found.to(output.dtype))
+        return output
+
+
+def _roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], Float[Tensor, "tokens k"]]:
+    """(tokens, numbers of the chosen experts, their weights) among the arguments of a call."""
+    (chosen,) = (t for t in tensors if not t.is_floating_point())
+    x, weights = (t for t in tensors if t.is_floating_point())
+    return x, chosen, weights
+
+
+def _activation(shell: Any) -> Callable[[Tensor], Tensor]:
+    """What stands between an expert's two matrices, as transformers' interface of experts names it."""
+    return shell._apply_gate if getattr(shell, "has_gate", True) and hasattr(shell, "_apply_gate") else shell.act_fn
+
+
+def _floating(module: nn.Module) -> Iterator[Tensor]:
+    return (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+
+
+@contextmanager
+def exercised(module: nn.Module) -> Iterator[None]:
+    """Every expert below a module sees every token meanwhile, so that nothing is said of experts that were not run."""
+    found = [child for child in module.modules() if isinstance(child, Experts)]
+    for child in found:
+        child.everyone = True
+    try:
+        yield
+    finally:
+        for child in found:
+            child.everyone = False
+
+
+def in_experts(block: nn.Module) -> dict[str, Expert]:
+    """Every opened expert below a module by its name."""
+    return {name: child for name, child in block.named_modules() if isinstance(child, Expert)}
+
+
+def open_experts(model: nn.Module) -> list[str]:
+    """Replace, in place, every set of experts by its opened form; weights may be on the meta device.
+
+    Returns a note for every kind of module that holds experts and could not be opened, since its weights will then not
+    be compressed.
+    """
+    notes: list[str] = []
+    proved: dict[tuple[object, ...], str | None] = {}
+    names = _stored_names(model)
+    for name, module in list(model.named_modules()):
+        if not name or (layouts := _layouts(module, names)) is None:
+            continue
+        key = (type(module), *(tuple(p.shape) for p in module._parameters.values() if p is not None))
+        for layout in layouts:
+            if (*key, layout.transposed) not in proved:
+                proved[(*key, layout.transposed)] = _refuted(module, layout)
+        held = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
+        if held:
+            model.set_submodule(name, _opened(module, held[0], named=held[0].up in names))
+        else:
+            notes.append(f"{name}: its 3-D weights are left as they are: {proved[(*key, layouts[0].transposed)]}")
+    return notes
+
+
+def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layout] | None:
+    """The ways in which a module may hold experts; None when it does not look like one that does."""
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
+    cubes = [name for name, p in own.items() if p.dim() == 3]
+    if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0]:
+        return None
+    up, down = cubes
+    (_, a, b), (_, c, d) = own[up].shape, own[down].shape
+    biases = {f"{name}_bias" for name in cubes}
+    extra = set(own) - set(cubes) - biases or any(True for child in module.children() for _ in child.parameters())
+    flat = [flipped for flipped, fits in ((False, b == c), (True, a == d)) if fits]
+    if extra or not flat:
+        return []
+    split = {name: names.get(name, (name,)) for name in cubes}
+    return [Layout(up, down, transposed, split) for transposed in flat]
+
+
+def _opened(module: nn.Module, layout: Layout, named: bool) -> Experts:
+    """The opened form of a module; its linears are views of the module's parameters."""
+    shell = copy.copy(module)
+    shell.__dict__["_parameters"] = {}
+    count = module.get_parameter(layout.up).shape[0]
+    linears: list[dict[str, nn.Linear]] = [{} for _ in range(count)]
+    for cube in (layout.up, layout.down):
+        weight, bias = module.get_parameter(cube).detach(), module._parameters.get(f"{cube}_bias")
+        for number in range(count):
+            matrix = weight[number].T if layout.transposed else weight[number]
+            parts = layout.names[cube]
+            shift = [None] * len(parts) if bias is None else bias.detach()[number].chunk(len(parts))
+            for name, rows, offset in zip(parts, matrix.chunk(len(parts)), shift, strict=True):
+                linears[number][name] = _linear(rows, offset)
+    out = layout.names[layout.down][0]
+    return Experts([Expert(shell, found, out) for found in linears], named)
+
+
+def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
+    """A linear that shares its tensors with others."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _refuted(module: nn.Module, layout: Layout) -> str | None:
+    """Why the opened form is not the same function, tried on a small copy with random weights; None when it is."""
+    small = copy.copy(module)
+    small.__dict__.pop("forward", None)  # one that was wrapped in place would run on the original's weights
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    unit = math.gcd(*(size for p in own.values() for size in p.shape[1:]))
+    draw = torch.Generator().manual_seed(0)
+    small.__dict__["_parameters"] = {
+        name: nn.Parameter(
+            torch.randn(p.shape[0], *(size // unit * PROOF_UNIT for size in p.shape[1:]), generator=draw) / 4,
+            requires_grad=False,
+        )
+        for name, p in own.items()
+    }
+    count, *sides = small.get_parameter(layout.up).shape
+    width = sides[0] if layout.transposed else sides[1]
+    x = torch.randn(4 * count, width, generator=draw)
+    chosen = torch.stack([torch.randperm(count, generator=draw)[: min(2, count)] for _ in range(len(x))])
+    weights = torch.rand(chosen.shape, generator=draw)
+    with torch.no_grad():
+        try:
+            wanted = small(x, chosen, weights)
+            found = _opened(small, layout, False)(x, chosen, weights)
+            error = float((found - wanted).norm() / wanted.norm())
+        except NOT_RUNNABLE as problem:
+            return f"they cannot be called with tokens, experts and weights ({type(problem).__name__}: {problem})"
+    return None if error < PROOF_TOLERANCE else f"opened, they compute something else (relative error {error:.1g})"
+
+
+def _stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """3-D parameter -> names of the linears of one expert that transformers makes it of when it loads a checkpoint."""
+    found: dict[str, tuple[str, ...]] = {}
+    for converter in _conversions(model):
+        kinds = {type(operation) for operation in getattr(converter, "operations", ())}
+        if not isinstance(converter, WeightConverter) or MergeModulelist not in kinds:
+            continue
+        if kinds <= {MergeModulelist, Concatenate} and len(converter.target_patterns) == 1:
+            leaves = [pattern.removesuffix(".weight").rpartition(".")[2] for pattern in converter.source_patterns]
+            if len(set(leaves)) == len(leaves) and all(leaf.isidentifier() for leaf in leaves):
+                found.setdefault(converter.target_patterns[0].rpartition(".")[2], tuple(leaves))
+    return found
+
+
+def renamed(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
+    """Stored tensor name -> the name by which transformers looks for it in the model."""
+    renamings = [rule for rule in _conversions(model) if isinstance(rule, WeightRenaming)]
+    found = {}
+    for name in stored:
+        new = name
+        for rule in renamings:
+            new, _ = rule.rename_source_key(new)
+        found[name] = new
+    return found
+
+
+def _conversions(model: nn.Module) -> list[object]:
+    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []

@@ -1,0 +1,174 @@
+"""Loading a compressed checkpoint: the stock model with its compressed layers as CompressedLinear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.errors import ModelError
+from compress.formats import FORMATS
+from compress.formats.base import CacheScheme, Format, Scheme
+from compress.model.kv_cache import CONFIG_KEY, SCALES, caching, round_cache
+from compress.model.linear import linears, replace_linear
+from compress.model.open import opening as opening
+from compress.model.open.experts import open_experts
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight
+
+METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
+"""quant_method of a config -> our format."""
+
+
+def load(
+    folder: str | Path,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """(model, tokenizer) of a folder written by `compress run`, or of any dense model.
+
+    Packed weights stay packed and memory-mapped; each layer unpacks its own when it runs.
+    dtype: what is computed in; 'auto' is what the checkpoint stores.
+
+    Raises ModelError: not a model, an unknown quantization method, missing or truncated tensors.
+    """
+    folder, device = Path(folder), torch.device(device)
+    if not folder.is_dir():
+        raise ModelError(f"model: no folder {folder}")
+    config = opening.read_config(folder, str(folder), trust_remote_code)
+    quantization = getattr(config, "quantization_config", None)
+    format_, described = _format_of(quantization, folder)
+    if quantization is not None:
+        vars(config).pop("quantization_config")
+    compute = opening.compute_dtype(config, dtype)
+    model = opening.empty_model(folder, config, compute, trust_remote_code)
+    open_experts(model)
+    stored = opening.stored_tensors(folder)
+    schemes = {} if format_ is None else format_.schemes(described, list(linears(model)))
+    files = opening.match(model, stored, present=set(schemes))
+    if files is None:
+        if schemes:
+            raise ModelError(f"model: {folder} lacks tensors of its model; write it again")
+        model = opening.load_whole(type(model), folder, compute, device)
+    else:
+        mapped = opening.Mapped({name: (path, key) for name, (path, key) in stored.items()}, compute, device)
+        if format_ is not None:
+            fill(model, "", mapped.read_raw(list(stored)), schemes, format_, compute)
+        packed = {f"{name}.weight" for name in schemes}  # some layouts store codes under this name
+        renamed = opening.Mapped(files, compute, device)
+        opening.assign(model, renamed.read([name for name in files if name not in packed]))
+        model.tie_weights()
+        opening.to_device(model, device)
+    caches = _caches(model, config, format_, described)
+    scales = opening.Mapped(stored, compute, device)
+    fill_caches(model, "", scales.read([name for name in stored if name.endswith(SCALES)]), caches)
+    model.eval().requires_grad_(False)
+    return model, opening.read_tokenizer(folder, trust_remote_code)
+
+
+def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[str, Any]]:
+    if quantization is None:
+        return None, {}
+    described = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = described.get("quant_method")
+    if method not in METHODS:
+        raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
+    return FORMATS[METHODS[method]], described
+
+
+def _caches(
+    model: nn.Module, config: Any, format_: Format | None, described: Mapping[str, Any]
+) -> dict[str, CacheScheme]:
+    """How keys and values are rounded, by the name of the attention. Raises ModelError."""
+    record = vars(config).pop(CONFIG_KEY, None)
+    try:
+        everywhere = None if format_ is None else format_.cached(described)
+        if everywhere is not None:
+            return dict.fromkeys(caching(model), everywhere)
+        return {name: CacheScheme.from_json(values) for name, values in (record or {}).items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({error!r})") from error
+    except ValueError as error:
+        raise ModelError(f"model: {error}") from error
+
+
+def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:
+    """Let attentions below `root` round keys and values as they did; `prefix` + name is the full name, as in `fill`.
+
+    Raises ModelError for a scale that is missing or cannot be right, and for an attention that is not there.
+    """
+    known = caching(root)
+    for full, scheme in caches.items():
+        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "": the root itself
+        if attention is None:
+            raise ModelError(f"model: {full} has no cache whose keys and values could be rounded")
+        scales: list[Tensor | None] = [None, None]
+        for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):
+            if static:
+                scales[i] = _cache_scale(f"{full}.{name}", tensors)
+        round_cache(attention, scheme, (scales[0], scales[1]))
+
+
+def _cache_scale(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    if name not in tensors:
+        raise ModelError(f"model: {name} is missing; write the checkpoint again")
+    scale = tensors[name].reshape(-1)
+    if scale.numel() != 1 or not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
+        raise ModelError(f"model: {name} is {scale.tolist()[:4]}, not one positive number; write the checkpoint again")
+    return scale
+
+
+def fill(
+    root: nn.Module,
+    prefix: str,
+    tensors: Mapping[str, Tensor],
+    schemes: Mapping[str, Scheme],
+    format_: Format,
+    dtype: torch.dtype,
+) -> None:
+    """Put the compressed linears below `root` in place; `prefix` + name is a tensor's name, schemes by full name.
+
+    dtype: what is computed in, which weights that are stored as floats get.
+
+    Raises ModelError for tensors that are missing, or that cannot be right, named in full.
+    """
+    for full, scheme in schemes.items():
+        if not full.startswith(prefix):
+            continue
+        start = full + "."
+        inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+        layer = replace_linear(root, full.removeprefix(prefix))
+        try:
+            weight = _decoded(inside, scheme, format_, dtype)
+            beside = {here: inside[format_.input_names[here]] for here in scheme.input_tensors}
+            _check_permutation(beside.get("input_permutation"), weight.shape[1])
+        except KeyError as error:
+            raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
+        except ValueError as error:
+            raise ModelError(f"model: {start}{error}; write the checkpoint again") from error
+        if weight.shape != layer.shape:
+            here, there = list(layer.shape), list(weight.shape)
+            raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
+        layer.read(weight, scheme, beside)
+
+
+def _check_permutation(found: Tensor | None, width: int) -> None:
+    """Raise ValueError when the order of a layer's inputs does not hold each of them once."""
+    if found is not None and not torch.equal(found.long().sort().values, torch.arange(width, device=found.device)):
+        raise ValueError(f"input_permutation does not hold each number below {width} once")
+
+
+def _decoded(
+    tensors: Mapping[str, Tensor], scheme: Scheme, format_: Format, dtype: torch.dtype
+) -> PackedCodes | SparseWeight:
+    """The weight of a layer, its kept floats in `dtype`."""
+    if scheme.grid is not None:
+        return format_.decode(tensors, scheme)
+    found = format_.decode_floats(tensors, scheme)
+    return replace(found, values=found.values.to(dtype))

@@ -1,0 +1,392 @@
+"""Opening a model: a hub id, a local folder or a .gguf file, with the weights of blocks memory-mapped until needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+
+from compress.errors import ModelError, did_you_mean
+from compress.model.kv_cache import CONFIG_KEY
+from compress.model.linear import linears
+from compress.model.open import gguf
+from compress.model.open.experts import open_experts, renamed
+from compress.model.structure.blocks import Block, find_blocks
+from compress.numerics.dtypes import DTYPES
+
+SAMPLE_BYTES = 1 << 16  # a fingerprint reads this much at each of SAMPLES places of a file, so that it takes no time
+SAMPLES = 64
+
+
+class Weights(Protocol):
+    """Where the weights of blocks come from."""
+
+    def bring(self, block: Block) -> None:
+        """Make the block's weights present, on the compute device, and check that they are finite."""
+        ...
+
+    def release(self, block: Block) -> None:
+        """Let the block's weights go, if they can be brought again."""
+        ...
+
+
+class InMemory:
+    """Weights of a model that is in memory as a whole; nothing is brought or released."""
+
+    def bring(self, block: Block) -> None:
+        check_finite(block.name, block.module.state_dict())
+
+    def release(self, block: Block) -> None:
+        return
+
+
+@dataclass
+class Mapped:
+    """Weights memory-mapped from safetensors files, brought block by block.
+
+    files: tensor name in the model -> (file, name in the file). On a CPU and with an unchanged dtype a tensor is a
+    view of the file, and takes no memory that the system cannot take back.
+    """
+
+    files: dict[str, tuple[Path, str]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def names(self, prefix: str) -> list[str]:
+        """Tensor names below a module name."""
+        return [name for name in self.files if name.startswith(prefix + ".")]
+
+    def read(self, names: list[str]) -> dict[str, Tensor]:
+        """Tensors by name, floating ones in the compute dtype, on the device."""
+        found = self.read_raw(names)
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in found.items()}
+
+    def read_raw(self, names: list[str]) -> dict[str, Tensor]:
+        """Tensors by name in the dtype they are stored in, on the device."""
+        found: dict[str, Tensor] = {}
+        for path in sorted({self.files[name][0] for name in names}):
+            with _opened(path) as file:
+                for name in names:
+                    if self.files[name][0] == path:
+                        found[name] = file.get_tensor(self.files[name][1]).to(self.device)
+        return found
+
+    def bring(self, block: Block) -> None:
+        tensors = self.read(self.names(block.name))
+        check_finite("", tensors)
+        assign(block.module, {name.removeprefix(block.name + "."): t for name, t in tensors.items()})
+
+    def release(self, block: Block) -> None:
+        empty = {n: torch.empty_like(t, device="meta") for n, t in block.module.state_dict().items()}
+        assign(block.module, empty)
+
+
+@dataclass
+class OpenModel:
+    """A model ready to be worked on.
+
+    model: its block weights may be on the meta device until `weights.bring`. source: what the recipe called it.
+    fingerprint: a digest of config and weights. original_bytes: size of the weights as they came.
+    """
+
+    model: PreTrainedModel
+    blocks: list[Block]
+    weights: Weights
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+    fingerprint: str
+    device: torch.device
+    dtype: torch.dtype
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The transformers configuration."""
+        return self.model.config
+
+    def linear_names(self) -> list[str]:
+        """Full names of all linears inside the blocks, in order."""
+        return [f"{block.name}.{name}" for block in self.blocks for name in linears(block.module)]
+
+    @contextmanager
+    def streaming(self) -> Iterator[PreTrainedModel]:
+        """The whole model, runnable: each block's weights are brought for its forward pass only."""
+        handles = []
+        for block in self.blocks:
+            handles.append(block.module.register_forward_pre_hook(lambda *_, b=block: self.weights.bring(b)))
+            handles.append(block.module.register_forward_hook(lambda *_, b=block: self.weights.release(b)))
+        try:
+            yield self.model
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Put tensors in place of parameters and buffers, without copying."""
+    for name, tensor in tensors.items():
+        parent_name, _, leaf = name.rpartition(".")
+        parent = module.get_submodule(parent_name)
+        if leaf in parent._parameters:
+            parent._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            parent._buffers[leaf] = tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds neither NaN nor infinity; unlike `isfinite`, this takes no memory of the tensor's size."""
+    return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
+
+
+def check_finite(prefix: str, tensors: dict[str, Tensor]) -> None:
+    """Raise ModelError, naming the tensor, when a weight holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not is_finite(tensor):
+            bad = int((~torch.isfinite(tensor)).sum())
+            full = f"{prefix}.{name}" if prefix else name
+            raise ModelError(f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged")
+
+
+def open_model(
+    source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False
+) -> OpenModel:
+    """Open a model by hub id, local folder, or path of a .gguf file.
+
+    dtype: 'auto' (as the checkpoint says), 'float32', 'bfloat16' or 'float16': the dtype that is computed in.
+
+    Raises ModelError: not found, unreadable, truncated, no safetensors, missing tensors, NaN in the weights that
+    are outside the blocks (those inside are checked when a block is brought).
+    """
+    device = device or torch.device("cpu")
+    folder = folder_of(source)
+    config = read_config(folder, source, trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
+    if getattr(config, CONFIG_KEY, None) is not None:
+        raise ModelError(f"model: {source} has a rounded KV cache already; start from the model as it was before")
+    compute = compute_dtype(config, dtype)
+    stored = stored_tensors(folder)
+    model = empty_model(folder, config, compute, trust_remote_code).eval()
+    tokenizer = read_tokenizer(folder, trust_remote_code)
+    notes = open_experts(model)
+    files = match(model, stored)
+    common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
+    fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
+    if files is None:
+        whole = load_whole(type(model), folder, compute, device)
+        open_experts(whole)
+        notes.append("the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole")
+        return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=notes, **common)
+    blocks = find_blocks(model)
+    weights = Mapped(files, compute, device)
+    outside = [name for name in files if not any(name.startswith(block.name + ".") for block in blocks)]
+    tensors = weights.read(outside)
+    check_finite("", tensors)
+    assign(model, tensors)
+    model.tie_weights()
+    to_device(model, device)
+    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, **common)
+
+
+def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The config's model without weights, with the folder's generation config. Raises ModelError."""
+    with init_empty_weights(), no_init_weights():  # the latter saves drawing what nobody keeps: 5 ms per linear
+        model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
+    model.tie_weights()
+    try:
+        if (folder / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model: {folder / 'generation_config.json'} cannot be read ({error})") from error
+    return model
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move what is not on the meta device: computed buffers such as rotary frequencies."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
+
+
+def folder_of(source: str) -> Path:
+    """A local folder that holds the model in safetensors."""
+    path = Path(source).expanduser()
+    if source.endswith(".gguf"):
+        return gguf.as_safetensors(path)
+    if path.is_dir():
+        return path
+    if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ModelError(f"model: no folder {source}; give a hub id, a local folder, or a .gguf file")
+    from huggingface_hub import snapshot_download  # slow to import, and not needed for local models
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(source, allow_patterns=wanted))
+    except Exception as error:
+        raise ModelError(
+            f"model: {source} is no local folder and could not be fetched from the hub "
+            f"({type(error).__name__}); give a local folder, a .gguf file, or a hub id that can be reached"
+        ) from error
+
+
+def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of a model folder; source: what the user called it. Raises ModelError."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
+
+
+def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """The transformers class that the config names, a causal language model where it names none."""
+    for name in getattr(config, "architectures", None) or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ModelError(
+        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
+        + ("" if trust_remote_code else "; set trust_remote_code: true if its own code is to be run")
+    )
+
+
+def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
+    """The dtype by its name; for 'auto' that of the configuration, float32 where it names none. Raises ModelError."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+        return DTYPES[dtype]
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer, or None when it has none."""
+    if not any(
+        (folder / name).exists()
+        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"model: the tokenizer in {folder} cannot be read ({error}); fetch it again") from error
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> (file, name) for all safetensors of a folder, every file opened once to see that it is whole."""
+    index = folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
+    if index.exists():
+        try:
+            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"model: {index} is no index of weights ({error}); fetch it again") from error
+    else:
+        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"model: {folder} holds no .safetensors file (pickled weights are not read)")
+    return {name: place for path in paths for name, place in stored_in(path).items()}
+
+
+def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> (file, name) for one file."""
+    with _opened(path) as file:
+        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, memory-mapped; ModelError when it is missing, truncated or no safetensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ModelError(f"model: {path} is missing, though the index names it; fetch the model again") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"model: {path} is truncated or no safetensors file ({error}); fetch it again") from error
+
+
+def match(
+    model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
+) -> dict[str, tuple[Path, str]] | None:
+    """Model tensor name -> stored tensor, or None when shapes differ, or names by more than transformers renames.
+
+    present: linears whose weight is there in another form.
+    """
+    wanted = dict(model.state_dict(keep_vars=True))
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    stored = {new: stored[old] for old, new in renamed(model, list(stored)).items()} | stored
+    found: dict[str, tuple[Path, str]] = {}
+    for name in wanted:
+        for spelling in (name, name.removeprefix(prefix), prefix + name):
+            if spelling in stored:
+                found[name] = stored[spelling]
+                break
+        else:
+            if name not in tied and wanted[name].is_meta and name.rpartition(".")[0] not in present:
+                return None
+    plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
+    return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
+
+
+def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
+    """(name in the model, shape in the file) of every tensor."""
+    for path in sorted({path for path, _ in files.values()}):
+        with _opened(path) as file:
+            for name, (place, key) in files.items():
+                if place == path:
+                    yield name, torch.Size(file.get_slice(key).get_shape())
+
+
+def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model loaded by transformers, which converts between stored and computed layouts."""
+    try:
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are told below
+        model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
+    if info["mismatched_keys"]:
+        name, stored, wanted = min(info["mismatched_keys"])
+        raise ModelError(f"model: {name} is {list(stored)} in {folder}, but {list(wanted)} by its config.json")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _fingerprint(folder: Path, paths: list[Path]) -> str:
+    """A digest of config.json and of samples of every weight file with its size; the same on every machine."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLES):
+                file.seek(i * size // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Models of the same class in another shape: configurations, widths, and the residual stream."""

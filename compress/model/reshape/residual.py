@@ -1,0 +1,84 @@
+"""The hidden width that passes from block to block: proving that its channels are alike, and making it smaller."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.errors import ModelError
+from compress.model.forward import logits_of
+from compress.model.reshape.reconfigure import build, tensors
+from compress.model.reshape.widths import Width
+from compress.model.structure.probes import norms_of
+from compress.numerics.metrics import relative_error
+
+TRADED = 1e-4  # relative, float32 over a whole model: what may trade places gives 1e-6, what may not more than 1e-2
+SAME = 1e-2  # relative, in the model's dtype: half precision in another order gives 5e-3, a wrong cut more than 1e-1
+
+FORMS = ("weight", "1 + weight")
+"""How norms may read their weight."""
+
+
+def check_traded(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], where: str) -> None:
+    """Raise ModelError unless all hidden channels may trade places, with all that reads and writes them."""
+    plain = {name: tensor.float() for name, tensor in tensors(model).items()}
+    size = next(iter(width.axes.values()))[0]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(next(iter(plain.values())).device)
+    traded = along(plain, width, lambda tensor, dim: tensor.index_select(dim, order))
+    before = logits_of(build(model, model.config, plain), ids)
+    error = relative_error(logits_of(build(model, model.config, traded), ids), before)
+    if not error < TRADED:
+        raise ModelError(
+            f"{where}: the model is another one when its hidden channels trade places (it differs by {error:.2g}), so "
+            "they are not alike; leave out the hidden width"
+        )
+
+
+def along(held: Mapping[str, Tensor], width: Width, change: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+    """The tensors, each changed along every one of its dimensions that belongs to the width."""
+    found = dict(held)
+    for name, dim in width.axes:
+        found[name] = change(found[name], dim).contiguous()
+    return found
+
+
+def with_fewer(
+    model: PreTrainedModel,
+    config: PretrainedConfig,
+    held: Mapping[str, Tensor],
+    width: Width,
+    kept: Int[Tensor, " kept"],
+    ids: Int[Tensor, "batch length"],
+    where: str,
+) -> PreTrainedModel:
+    """The model of `config` with the kept hidden channels of these tensors, as if the others had become silent.
+
+    A norm takes its mean over d' channels where it took it over d: with x the same, x / rms is sqrt(d' / d) times what
+    it was, which the norms' weights make up for.
+
+    Raises ModelError where that is not all that the number of channels decides.
+    """
+    size, left = next(iter(width.axes.values()))
+    assert left == len(kept)
+    silent = torch.ones(size, dtype=torch.bool, device=kept.device)
+    silent[kept] = False
+    quiet = along(held, width, lambda tensor, dim: tensor.index_fill(dim, silent.nonzero()[:, 0], 0))
+    wanted = logits_of(build(model, model.config, quiet), ids)
+    small = along(held, width, lambda tensor, dim: tensor.index_select(dim, kept))
+    norms = [f"{name}.weight" for name in norms_of(model) if (f"{name}.weight", 0) in width.axes]
+    grown = math.sqrt(size / left)
+    for form in FORMS:
+        more = {n: small[n] * grown if form == "weight" else (1 + small[n]) * grown - 1 for n in norms}
+        new = build(model, config, small | more)
+        error = relative_error(logits_of(new, ids), wanted)
+        if error < SAME:
+            return new
+    raise ModelError(
+        f"{where}: a model of {left} hidden channels is not the one of {size} of which the others are silent (it "
+        f"differs by {error:.2g}): something besides RMS norms depends on their number; leave out the hidden width"
+    )

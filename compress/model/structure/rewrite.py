@@ -1,0 +1,58 @@
+"""Changing weights in place: rows and columns of linears, dense or compressed, and the weights of norms and routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.model.linear import LINEARS, CompressedLinear
+
+Rewrite = Callable[[Tensor], Tensor]
+
+
+def remember(*modules: nn.Module) -> Callable[[], None]:
+    """A function that puts weights, masks and biases of these modules back as they are now; nothing is copied."""
+    held = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    facts = [(m, m._facts) for m in modules if isinstance(m, CompressedLinear)]
+
+    def undo() -> None:
+        for module, parameters, buffers in held:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        for module, known in facts:
+            module._facts = known
+
+    return undo
+
+
+def rewrite_weight(module: nn.Module, change: Rewrite) -> None:
+    """Replace the matrix [out, in] of a linear or a router by change(matrix); a mask is changed along with it."""
+    if isinstance(module, CompressedLinear):
+        mask = None if module.mask is None else change(module.mask.float()) != 0
+        module.put(change(module.weight), mask)
+        return
+    transposed = isinstance(module, LINEARS) and CompressedLinear.of(module).transposed
+    weight = module.get_parameter("weight").detach()
+    new = change(weight.T).T if transposed else change(weight)
+    module.weight = nn.Parameter(new.contiguous(), requires_grad=False)
+
+
+def rewrite_rows(module: nn.Module, change: Rewrite) -> None:
+    """Replace the matrix of a linear by change(matrix) and its bias [out] by change(bias)."""
+    rewrite_weight(module, change)
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        module.bias = nn.Parameter(change(bias.detach()).contiguous(), requires_grad=False)
+
+
+def divide_norm(norm: nn.Module, divisor: Float[Tensor, " channels"], form: str) -> None:
+    """Divide what a norm writes by `divisor`, its weight being read as 'weight' or as '1 + weight'."""
+    weight = norm.get_parameter("weight").detach()
+    factor = divisor.to(weight)
+    new = weight / factor if form == "weight" else (1 + weight) / factor - 1
+    norm.weight = nn.Parameter(new, requires_grad=False)
+    bias = norm._parameters.get("bias")
+    if bias is not None:
+        norm.bias = nn.Parameter(bias.detach() / factor, requires_grad=False)

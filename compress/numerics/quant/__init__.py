@@ -1,0 +1,1 @@
+"""Quantization: grids, scales, codes, bit streams, rounding."""

@@ -1,0 +1,258 @@
+"""Codes: the one integer form of a quantized weight, from which every layout is written.
+
+A weight [out, in] is shared out into groups of columns, each with its own scale (and zero point) per row:
+`group_size` columns ('channel': all of them; 'tensor': all of them, and all rows share one scale). A width that
+the group size does not divide ends with one short group. With `group_index` the groups need not be contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from compress.numerics.quant.grids import Grid, IntGrid
+
+GroupSize = int | Literal["channel", "tensor"]
+
+MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
+MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
+MSE_SHRINK = 0.60  # the largest share of the range that is cut off
+CHUNK = 1 << 22  # weights that a search of scales works on at once; bounds its memory to some 16 MiB per temporary
+
+
+class Percentile(BaseModel):
+    """A range that leaves out the outermost weights of a group.
+
+    percentile: the share of magnitudes (of values at each end, where there are zero points) that it covers.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    percentile: float = Field(default=0.999, gt=0.5, le=1)
+
+
+ScaleSearch = Literal["absmax", "absmean", "mse"] | Percentile
+"""How the range that a scale covers is found."""
+
+
+def groups_in(width: int, group_size: GroupSize) -> int:
+    """How many groups a row of `width` columns has."""
+    return math.ceil(width / group_size) if isinstance(group_size, int) else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """A quantized weight.
+
+    codes: [out, in], int8 for integer grids, uint8 otherwise. scale: [out, groups] ([1, 1] per tensor).
+    zero: like scale, or None; whole numbers that codes can have, unless float_zeros says that it is any number, in
+    which case zero itself may be no value of the grid. group_index: [in] int32 group of each column, only
+    where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
+    whose scales need them (see `share`).
+    """
+
+    codes: Int[Tensor, "out in"]
+    scale: Float[Tensor, "out groups"]
+    zero: Float[Tensor, "out groups"] | None
+    grid: Grid
+    group_size: GroupSize
+    group_index: Int[Tensor, " in"] | None = None
+    shared: Float[Tensor, " n"] | None = None
+    float_zeros: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
+        """The weight that the codes stand for: (code - zero) * scale, in `dtype`."""
+        width, wide = self.codes.shape[1], self.grid.computes_in(dtype)
+        scale = spread(self.scale.to(wide), width, self.group_size, self.group_index)
+        zero = None if self.zero is None else spread(self.zero.to(wide), width, self.group_size, self.group_index)
+        return self.grid.decode(self.codes, scale, zero).to(dtype)
+
+
+def spread(
+    per_group: Float[Tensor, "out groups"],
+    width: int,
+    group_size: GroupSize,
+    group_index: Int[Tensor, " in"] | None = None,
+) -> Float[Tensor, "out in"]:
+    """Values per group, repeated for every column of the group (or left to broadcast where there is one group)."""
+    if group_index is not None:
+        return per_group[:, group_index.long()]
+    if per_group.shape[1] == 1 or not isinstance(group_size, int):
+        return per_group
+    return per_group.repeat_interleave(group_size, dim=1)[:, :width]
+
+
+def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, "rows groups size"]:
+    """The weight cut into its groups; a short last group is filled up with zeros, which change no range or error."""
+    rows, width = weight.shape
+    if group_size == "tensor":
+        return weight.reshape(1, 1, -1)
+    size = group_size if isinstance(group_size, int) else width
+    missing = groups_in(width, group_size) * size - width
+    if missing:
+        weight = torch.nn.functional.pad(weight, (0, missing))
+    return weight.reshape(rows, -1, size)
+
+
+def fit_shared(
+    weight: Float[Tensor, "out in"], grid: Grid, group_size: GroupSize, shared_absmax: float | None = None
+) -> Float[Tensor, " n"] | None:
+    """What all stored scales of a weight have in common, found before any is fitted; None for most grids.
+
+    peak: the largest magnitude among the weights that must have it in common, if there are others (`Layer.peak`).
+    """
+    if not grid.scaling.shared_count(1):
+        return None
+    extent = grouped(weight, group_size).abs().amax(-1)
+    return grid.scaling.fit_shared(extent, grid.span, shared_absmax)
+
+
+def fit(
+    weight: Float[Tensor, "out in"],
+    grid: Grid,
+    group_size: GroupSize,
+    symmetric: bool,
+    search: ScaleSearch = "absmax",
+    dtype: torch.dtype = torch.float32,
+    shared: Float[Tensor, " n"] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero per group, [out, groups], the scale as it will be stored: floats rounded to `dtype`.
+
+    search 'absmax' covers the whole range. 'mse' shrinks the range of each group to where the rounding error
+    sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost
+    weights. 'absmean' makes the scale the mean magnitude (Ma 2024, arXiv 2402.17764, equation 3). shared: what `share`
+    found for the whole weight, of which `weight` may be one group (`Scaling.part`).
+    """
+    parts = grouped(weight, group_size)
+
+    def scales(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grid.fit(low, high, symmetric, dtype, shared)
+
+    if isinstance(search, Percentile):
+        return scales(*_percentiles(weight, group_size, symmetric, search.percentile))
+    if search == "absmean":
+        extent = parts.abs().sum(-1) / _sizes(weight, group_size) * grid.span
+        return scales(-extent, extent)
+    low, high = torch.aminmax(parts, dim=-1)
+    if search == "absmax":
+        return scales(low, high)
+    if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
+        # what fills up the last group would be an error
+        last, _ = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
+        if short == weight.shape[1]:
+            return last, None
+        first, _ = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
+        return torch.cat([first, last], dim=1), None
+    return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
+
+
+def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, " groups"]:
+    """How many weights there are in each group (of a row); the last may be short."""
+    if group_size == "tensor":
+        return torch.full((1,), weight.numel(), dtype=weight.dtype, device=weight.device)
+    return grouped(torch.ones_like(weight[:1]), group_size).sum(-1)[0]
+
+
+def _least_error(
+    parts: Float[Tensor, "rows groups size"], grid: Grid, scales: Callable[[float], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """The best of `scales(share of the range)` for each group."""
+    scale, zero = scales(1.0)
+    best = torch.full_like(scale, math.inf)
+    for step in range(MSE_STEPS + 1):
+        tried, tried_zero = scales(1 - MSE_SHRINK * step / MSE_STEPS)
+        error = _power_error(parts, grid, tried, tried_zero)
+        better = error < best
+        best = torch.where(better, error, best)
+        scale = torch.where(better, tried, scale)
+        if zero is not None and tried_zero is not None:
+            zero = torch.where(better, tried_zero, zero)
+    return scale, zero
+
+
+def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Sum of |w - Q(w)|^MSE_NORM over each group, a chunk of rows (or of one long group) at a time."""
+    rows = max(1, CHUNK // parts[0].numel())
+    columns = max(1, CHUNK // parts.shape[1]) if rows == 1 else parts.shape[2]
+    found = torch.zeros_like(scale)
+    for top in range(0, parts.shape[0], rows):
+        at = slice(top, top + rows)
+        step, shift = scale[at, :, None], None if zero is None else zero[at, :, None]
+        for part in parts[at].split(columns, dim=-1):
+            rounded = grid.decode(grid.encode(part, step, shift), step, shift)
+            found[at] += (rounded - part).abs_().pow_(MSE_NORM).sum(-1)
+    return found
+
+
+def _percentiles(weight: Tensor, group_size: GroupSize, symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
+    """(low, high), [out, groups]: what `share` of a group's magnitudes (at each end, of its values) stay within.
+
+    The weight of rank ceil(share * size) itself, not a mean of neighbours.
+    """
+    width = weight.shape[1]
+    whole = width // group_size * group_size if isinstance(group_size, int) else width
+    if 0 < whole < width:  # the short last group has ranks of its own
+        found = [
+            _percentiles(part, group_size, symmetric, percentile) for part in (weight[:, :whole], weight[:, whole:])
+        ]
+        lows, highs = zip(*found, strict=True)
+        return torch.cat(lows, dim=1), torch.cat(highs, dim=1)
+    parts = grouped(weight, group_size if whole else "channel")
+    rank = math.ceil(percentile * parts.shape[-1])
+    if symmetric:
+        high = parts.abs().kthvalue(rank, dim=-1).values
+        return -high, high
+    return -(-parts).kthvalue(rank, dim=-1).values, parts.kthvalue(rank, dim=-1).values
+
+
+def quantize(
+    weight: Float[Tensor, "out in"],
+    grid: Grid,
+    group_size: GroupSize = "channel",
+    symmetric: bool = True,
+    search: ScaleSearch = "absmax",
+    mask: Bool[Tensor, "out in"] | None = None,
+    dtype: torch.dtype = torch.float32,
+    shared_absmax: float | None = None,
+) -> Codes:
+    """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero.
+
+    dtype: of scales that are stored as floats. peak: see `share`.
+    """
+    if mask is not None:
+        weight = weight * mask
+    shared = fit_shared(weight, grid, group_size, shared_absmax)
+    scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared)
+    width = weight.shape[1]
+    codes = grid.encode(
+        weight, spread(scale, width, group_size), None if zero is None else spread(zero, width, group_size)
+    )
+    return Codes(store(codes, grid), scale, zero, grid, group_size, shared=shared)
+
+
+def store(codes: Tensor, grid: Grid) -> Tensor:
+    """Codes in the integer dtype that `Codes` holds: int8 for integer grids, uint8 (index, bit pattern) otherwise."""
+    return codes.to(torch.int8 if isinstance(grid, IntGrid) else torch.uint8)
+
+
+def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
+    """How many groups of a weight became all zero because no scale as small as they need can be stored."""
+    pair = [weight, codes.dense()]
+    if codes.group_index is not None:
+        order = codes.group_index.argsort(stable=True)
+        pair = [each[:, order] for each in pair]
+    before, after = (grouped(each, codes.group_size).abs().amax(-1) for each in pair)
+    needed = before / codes.grid.span  # powers of two may be twice as large
+    return int(((before > 0) & (after == 0) & (codes.scale > 2.5 * needed)).sum())

@@ -1,0 +1,74 @@
+"""Fake quantization: a weight rounded to a grid in the forward pass, with gradients to it and to the steps of the grid.
+
+Without learned steps, scales are found from the weight each time, and the gradient passes straight through (Bengio
+2013, arXiv 1308.3432; Ma 2024, arXiv 2402.17764). With learned ones, v~ = (q - z) * s where
+q = round(v / s + z) within the grid (LSQ, Esser 2020, arXiv 1902.08153, equations 1 to 3; zero points as in LSQ+,
+Bhalgat 2020, arXiv 2004.09576, equation 6):
+
+    d v~ / d v = 1 inside of the grid's range, 0 outside;
+    d v~ / d s = (q - z) - v / s inside, q - z outside;
+    d v~ / d z = 0 inside, -s outside.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compress.numerics.quant.grids import Grid
+
+
+def levels(grid: Grid) -> tuple[float, float]:
+    """The lowest and the highest value of a grid at scale 1 without a zero point."""
+    ends = torch.tensor([-1e30, 1e30])
+    low, high = grid.decode(grid.encode(ends, torch.ones(2), None), torch.ones(2), None).tolist()
+    return low, high
+
+
+def gradient_scale(grid: Grid, count: int) -> float:
+    """1 / sqrt(n Q), of the gradient of the step of n weights, Q the highest level (LSQ, section 2.2)."""
+    return 1 / math.sqrt(count * levels(grid)[1])
+
+
+class _Stepped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, gradient_factor: float
+    ) -> Tensor:
+        found = grid.decode(grid.encode(values, scale, zero), scale, zero)
+        ctx.save_for_backward(values, scale, zero, found)
+        ctx.levels, ctx.gradient_factor = levels(grid), gradient_factor
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        (gradient,) = gradients
+        values, scale, zero, found = ctx.saved_tensors
+        low, high = ctx.levels
+        at = values / scale
+        whole = at if zero is None else at + zero
+        inside = (whole > low) & (whole < high)
+        to_scale = (gradient * (found / scale - at * inside)).sum(-1, keepdim=True)
+        to_zero = None if zero is None else -(gradient * ~inside * scale).sum(-1, keepdim=True)
+        to_zero = None if to_zero is None else to_zero * ctx.gradient_factor
+        return gradient * inside, to_scale * ctx.gradient_factor, to_zero, None, None
+
+
+def stepped(
+    values: Float[Tensor, "rows groups size"],
+    scale: Float[Tensor, "rows groups 1"],
+    zero: Float[Tensor, "rows groups 1"] | None,
+    grid: Grid,
+    gradient_factor: float = 1.0,
+) -> Float[Tensor, "rows groups size"]:
+    """Values rounded to the grid, with LSQ's gradients; share: of those of scales and zero points."""
+    return _Stepped.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
+
+
+def straight(values: Float[Tensor, "*any"], rounded: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """`rounded` to the last bit, with the gradient of `values`."""
+    return rounded.detach() + (values - values.detach())

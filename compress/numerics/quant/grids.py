@@ -1,0 +1,227 @@
+"""Number grids: the finite sets of values that a weight or an activation may take.
+
+A grid says which values exist (times a scale, plus a zero point for integers); how scales are shared out over
+a weight (tensor, channel, group) is `codes`, and which layout stores them is `formats`.
+
+Conventions for integers (those of compressed-tensors): codes q lie in [-2^(b-1), 2^(b-1) - 1];
+symmetric scale = absmax / ((qmax - qmin) / 2); asymmetric scale = (max - min) / (2^b - 1) with
+zero = clamp(round(qmin - min / scale)); q = clamp(round_half_even(w / scale + zero)); w ~ (q - zero) * scale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo, Scaling
+
+
+@dataclass(frozen=True)
+class Grid(ABC):
+    """A set of representable values, closed under a positive scale.
+
+    name: its key in a recipe. bits: storage per value. scaling: what a scale may be and how it is stored.
+    group_size: the only number of columns that share a scale, where the grid has one. averaged: scales are the mean
+    magnitudes of what shares them, unless another search is asked for.
+    """
+
+    name: str
+    bits: int
+    scaling: Scaling = field(default=FloatScale(), kw_only=True)
+    group_size: int | None = field(default=None, kw_only=True)
+    averaged: bool = field(default=False, kw_only=True)
+
+    @property
+    @abstractmethod
+    def symmetric_only(self) -> bool:
+        """True when the grid has no zero point."""
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether zero is one of its values, as pruned weights need."""
+        return True
+
+    @property
+    @abstractmethod
+    def span(self) -> float:
+        """What the scale of a symmetric group is its largest magnitude divided by."""
+
+    def computes_in(self, dtype: torch.dtype) -> torch.dtype:
+        """What weights wanted in `dtype` are computed in: float32, rounded once, unless scales are plain floats."""
+        return dtype if self.scaling.stored is None else torch.float32
+
+    @abstractmethod
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(scale, zero) that cover the range [low, high], the scale rounded to what will be stored (floats to `dtype`).
+
+        low, high: any one shape; scale and zero have that shape. zero is None when symmetric. shared: what the scales
+        of the matrix have in common (`Scaling.share`); found from these ranges where it is not given.
+        """
+
+    @abstractmethod
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The codes of the nearest grid values, as whole numbers in the dtype of `values`."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        """The values that codes stand for, in the dtype of `scale`."""
+
+
+@dataclass(frozen=True)
+class IntGrid(Grid):
+    """Signed integers of `bits` bits, with an optional integer zero point in the same range."""
+
+    @property
+    def symmetric_only(self) -> bool:
+        return False
+
+    @property
+    def lowest(self) -> int:
+        """The smallest code, -2^(bits-1)."""
+        return -(2 ** (self.bits - 1))
+
+    @property
+    def highest(self) -> int:
+        """The largest code, 2^(bits-1) - 1."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def span(self) -> float:
+        return (self.highest - self.lowest) / 2
+
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        low, high = low.clamp(max=0), high.clamp(min=0)  # zero is always representable
+        if symmetric:
+            return self.scaling.round(torch.maximum(-low, high), self.span, dtype, shared), None
+        scale = self.scaling.round(high - low, self.highest - self.lowest, dtype, shared)
+        zero = torch.round(self.lowest - low / scale).clamp(self.lowest, self.highest)
+        return scale, zero
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        codes = values / scale
+        if zero is not None:
+            codes = codes.add_(zero)
+        return codes.round_().clamp_(self.lowest, self.highest)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        codes = codes.to(scale.dtype)
+        return (codes if zero is None else codes - zero.to(scale.dtype)) * scale
+
+
+@dataclass(frozen=True)
+class SymmetricGrid(Grid):
+    """Values around zero without a zero point; the scale is the largest magnitude over the largest level."""
+
+    @property
+    def symmetric_only(self) -> bool:
+        return True
+
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.scaling.round(torch.maximum(-low, high).clamp(min=0), self.span, dtype, shared), None
+
+
+def _borders_below(values: Tensor, borders: Tensor) -> Tensor:
+    """How many of the sorted borders are below each value; those of a transposed tensor are copied in order first."""
+    return torch.bucketize(values.contiguous(), borders)
+
+
+@dataclass(frozen=True)
+class LevelGrid(SymmetricGrid):
+    """A sorted table of levels times a scale; the code is the index into the table."""
+
+    levels: tuple[float, ...] = ()
+
+    @property
+    def has_zero(self) -> bool:
+        return 0.0 in self.levels
+
+    @property
+    def span(self) -> float:
+        return max(map(abs, self.levels))
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        levels = torch.tensor(self.levels, dtype=values.dtype, device=values.device)
+        # The nearest level: count the midpoints below the value.
+        return _borders_below(values / scale, (levels[1:] + levels[:-1]) / 2).to(values.dtype)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        levels = torch.tensor(self.levels, dtype=scale.dtype, device=scale.device)
+        return levels[codes.long()] * scale
+
+
+@dataclass(frozen=True)
+class Float4Grid(SymmetricGrid):
+    """E2M1, the 4-bit float of OCP Microscaling 1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+
+    The code is its bit pattern, sign * 8 + index; ties go to the even index, beyond 6 it saturates. Zero has two codes,
+    and what is rounded to it keeps its sign, as in compressed-tensors.
+    """
+
+    @property
+    def span(self) -> float:
+        return E2M1_POSITIVE[-1]
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        scaled = (values / scale).float()
+        borders = torch.tensor(E2M1_BORDERS, device=values.device)
+        return (_borders_below(scaled.abs(), borders) + 8 * torch.signbit(scaled)).to(values.dtype)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        levels = torch.tensor(E2M1_LEVELS, dtype=scale.dtype, device=scale.device)
+        return levels[codes.long()] * scale
+
+
+@dataclass(frozen=True)
+class Float8Grid(SymmetricGrid):
+    """An 8-bit float; the code is its bit pattern (0..255), rounding is to nearest even with saturation."""
+
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    @property
+    def span(self) -> float:
+        return torch.finfo(self.dtype).max
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return (values / scale).clamp_(-self.span, self.span).to(self.dtype).view(torch.uint8).to(values.dtype)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        return codes.to(torch.uint8).view(self.dtype).to(scale.dtype) * scale
+
+
+# QLoRA (Dettmers 2023), appendix E: quantiles of N(0, 1), normalized to [-1, 1], with an exact zero.
+NF4_LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
+# The largest float32 that is rounded to each level but the last: the midpoint below an odd index, which gets no ties,
+# and just less than it below an even one.
+E2M1_BORDERS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
+
+_GRIDS = (
+    *(IntGrid(f"int{bits}", bits) for bits in range(2, 9)),
+    Float8Grid("fp8_e4m3", 8, torch.float8_e4m3fn),
+    Float8Grid("fp8_e5m2", 8, torch.float8_e5m2),
+    Float4Grid("fp4_e2m1", 4),
+    Float4Grid("fp4_e2m1_pow2", 4, scaling=PowerOfTwo()),
+    Float4Grid("mxfp4", 4, scaling=E8M0(), group_size=32),
+    Float4Grid("nvfp4", 4, scaling=Float8Scale(), group_size=16),
+    LevelGrid("nf4", 4, NF4_LEVELS),
+    LevelGrid("ternary", 2, (-1.0, 0.0, 1.0), averaged=True),  # Ma 2024, arXiv 2402.17764, equations 1 to 3
+    LevelGrid("binary", 1, (-1.0, 1.0), averaged=True),  # Wang 2023, arXiv 2310.11453: the sign, -1 for 0
+    LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
+)
+GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}
+"""Every grid by its name in a recipe."""

@@ -1,0 +1,113 @@
+"""Learned rounding: codes that gradients can move.
+
+A weight is rounded as W~ = Q(W + v * s) with a shift v within half a step for every weight, and a factor on the scale
+s of every group (AutoRound, Cheng 2023, equations 3 to 5, whose two factors of the range are one here: zero points
+stay where they are). Rounding is passed straight through in the backward pass, for any grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from compress.numerics.quant.codes import Codes, GroupSize, grouped, store
+from compress.numerics.quant.grids import Grid
+
+LIMIT = 0.5  # of a step: a weight is rounded up or down, no further (AutoRound, section 3.2)
+FACTORS = (0.5, 1.5)  # how far a scale may go from where it began
+
+
+class _Rounded(torch.autograd.Function):
+    """Q(wanted + shift * s) with s = scale * factor; everything is [rows, groups, size], scales [rows, groups, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, shift: Tensor, factor: Tensor, learned: LearnedRounding) -> Tensor:
+        scale = learned.scale * factor
+        moved = torch.addcmul(learned.wanted, shift, scale)
+        value = learned.grid.decode(learned.grid.encode(moved, scale, learned.zero), scale, learned.zero)
+        inside = (value - moved).abs() <= learned.half_step * scale
+        ctx.save_for_backward(scale, value, inside)
+        ctx.learned = learned
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        scale, value, inside = ctx.saved_tensors
+        # d value / d scale: the level itself, less what stays fixed of the weight where it is not clipped
+        level = value.sub(ctx.learned.wanted * inside).mul_(gradient)
+        return gradient * scale, level.sum(-1, keepdim=True).div_(scale) * ctx.learned.scale, None
+
+
+class LearnedRounding:
+    """A weight whose rounding is learned; `shift` and `factor` are the parameters.
+
+    wanted: [out, in], what is to be rounded. start: codes of it, whose scales (and zero points) are the start. mask:
+    True where weights are kept; the others stay exactly zero.
+    """
+
+    def __init__(self, wanted: Float[Tensor, "out in"], start: Codes, mask: Bool[Tensor, "out in"] | None) -> None:
+        self.shape = (wanted.shape[0], wanted.shape[1])
+        self.grid: Grid = start.grid
+        self.group_size: GroupSize = start.group_size
+        self.start = start
+        self.mask = mask
+        self.wanted = grouped(wanted if mask is None else wanted * mask, start.group_size)
+        self.scale = start.scale[..., None]
+        self.zero = None if start.zero is None else start.zero[..., None]
+        self.half_step = _half_step(start.grid)
+        self.shift = torch.zeros_like(self.wanted, requires_grad=True)
+        self.factor = torch.ones_like(self.scale, requires_grad=start.grid.scaling.free)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is learned; scales that are not plain floats stay as they are."""
+        return [self.shift, self.factor] if self.factor.requires_grad else [self.shift]
+
+    def weight(self) -> Float[Tensor, "out in"]:
+        """The rounded weight, with gradients."""
+        return self._flat(_Rounded.apply(self.shift, self.factor, self))  # type: ignore[arg-type]
+
+    def _flat(self, parts: Tensor) -> Tensor:
+        weight = parts.reshape(self.shape[0], -1)[:, : self.shape[1]]
+        return weight if self.mask is None else weight * self.mask
+
+    def limit(self) -> None:
+        """Bring the parameters back into their bounds, after a step."""
+        with torch.no_grad():
+            self.shift.clamp_(-LIMIT, LIMIT)
+            self.factor.clamp_(*FACTORS)
+
+    def codes(self, storage: torch.dtype) -> Codes:
+        """The codes, from scales as they will be stored."""
+        with torch.no_grad():
+            scale = self.scale * self.factor
+            moved = torch.addcmul(self.wanted, self.shift, scale)
+            if self.factor.requires_grad:
+                scale = self.grid.scaling.round(scale * self.grid.span, self.grid.span, storage, None)
+            moved = self._flat(moved)
+            codes = self.grid.encode(grouped(moved, self.group_size), scale, self.zero)
+            codes = codes.reshape(self.shape[0], -1)[:, : self.shape[1]].contiguous()
+        start = self.start
+        return replace(start, codes=store(codes, self.grid), scale=scale[..., 0])
+
+
+def learned_bytes(weights: int, moments: int | None) -> int:
+    """What learning the rounding of so many weights holds beside them, with as many moments of the optimizer.
+
+    Of each weight what is wanted and its shift, in float32, and its code, in a byte; that is all before the first step
+    (None). Then the shift's gradient and moments; for the backward pass, the value that the weight is rounded to, with
+    its gradient, and, in a byte, whether it is clipped.
+    """
+    return (4 * 2 + 1 + (0 if moments is None else 4 * (3 + moments) + 1)) * weights
+
+
+def _half_step(grid: Grid) -> float:
+    """Half of the widest distance between neighbouring levels of a grid, at scale 1."""
+    one = torch.ones(1)
+    levels = grid.decode(grid.encode(torch.linspace(-grid.span, grid.span, 4097), one, None), one, None).unique()
+    return float(levels.diff().max()) / 2 * (1 + 1e-6)

@@ -1,0 +1,160 @@
+"""Rounding inside the column sweep: the rule by which GPTQ makes codes of columns, and what it rounded to get them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from compress.numerics.column_sweep import sweep, sweep_bytes
+from compress.numerics.linalg import factor_bytes
+from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, spread, store
+from compress.numerics.quant.grids import Grid
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """What a weight is rounded to: options of `codes.quantize`, under the same names."""
+
+    grid: Grid
+    group_size: GroupSize
+    symmetric: bool
+    search: ScaleSearch
+    dtype: torch.dtype
+    shared_absmax: float | None = None
+
+
+def round_columns(
+    weight: Float[Tensor, "out in"],
+    factor: Float[Tensor, "in in"],
+    options: GridOptions,
+    mask: Bool[Tensor, "out in"] | None = None,
+    order: Int[Tensor, " in"] | None = None,
+    regroup: bool = False,
+    keep_wanted: bool = False,
+) -> Rounding:
+    """Round column by column and let the later ones make up for it (GPTQ, algorithm 1); read `codes` of the result.
+
+    factor: U of `linalg.inverse_factor`, in the order of the sweep. mask: True where a weight is kept. order: columns
+    as the sweep takes them, None: as they stand. Groups and their scales are fixed before columns are reordered, or,
+    with `regroup`, formed in the new order. keep_wanted: for `Rounding.wanted`.
+    """
+    rule = Rounding(weight, options, mask, order, regroup, keep_wanted)
+    sweep(_ordered(weight, order), factor, rule)
+    return rule
+
+
+def rounding_bytes(rows: int, width: int) -> int:
+    """What it takes to factor a Hessian, or then to round a weight [rows, width]: codes are floats until they stand in
+    one piece, and there may be a scale for every column."""
+    return max(factor_bytes(width), sweep_bytes(rows, width) + 3 * 4 * rows * width)
+
+
+def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, "out in"]:
+    return matrix if order is None else matrix[:, order]
+
+
+class Rounding:
+    """The column rule of GPTQ: round each column to its group's scale, fitted when the group is reached.
+
+    Options as of `round_columns`. keep_wanted: remember what each column was when its turn came, for those who round
+    it again. keep: the mask, [in, out] in the order of the sweep, or None; whoever chooses it on the way sets it.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "out in"],
+        options: GridOptions,
+        mask: Bool[Tensor, "out in"] | None = None,
+        order: Int[Tensor, " in"] | None = None,
+        regroup: bool = False,
+        keep_wanted: bool = False,
+    ) -> None:
+        self.options, self.grid, self.order, self.regroup = options, options.grid, order, regroup
+        self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
+        self.shared = fit_shared(
+            _ordered(weight, order) if regroup else weight, self.grid, options.group_size, options.shared_absmax
+        )
+        self._scales: list[Tensor] = []
+        self._zeros: list[Tensor] = []
+        self._codes: list[Tensor] = []
+        self._wanted: list[Tensor] | None = [] if keep_wanted else None
+        self._fixed: tuple[Tensor, Tensor | None] | None = None
+        self._per_column: tuple[Tensor, Tensor | None] | None = None
+        static = order is not None and not regroup
+        if static or not isinstance(options.group_size, int):
+            kept = weight if mask is None else weight * mask
+            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared)
+            if static:  # every column keeps the scale of its original group, whatever the order
+                width = weight.shape[1]
+                self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
+
+    def _fit(self, weight: Tensor, group_size: GroupSize, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        options = self.options
+        return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared)
+
+    def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
+        """Values per group, for every column in the order of the sweep."""
+        every = spread(per_group, width, self.options.group_size).expand(-1, width)
+        return _ordered(every, self.order).T.contiguous()
+
+    def starts(self, width: int) -> Sequence[int]:
+        size = self.options.group_size
+        return [0] if self._fixed is not None or not isinstance(size, int) else range(0, width, size)
+
+    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+        if self._fixed is None:
+            size = self.options.group_size
+            assert isinstance(size, int)
+            part = rest[:size].T
+            if self.keep is not None:
+                part = part * self.keep[column : column + size].T
+            rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
+            scale, zero = self._fit(part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size))
+            self._scales.append(scale)
+            self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
+            if zero is not None:
+                self._zeros.append(zero)
+        elif self._per_column is None:
+            scale, zero = self._fixed
+            self._now = scale[:, 0], None if zero is None else zero[:, 0]
+
+    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        if self._per_column is None:
+            scale, zero = self._now
+        else:
+            scales, zeros = self._per_column
+            scale, zero = scales[column], None if zeros is None else zeros[column]
+        if self.keep is not None:
+            values = values * self.keep[column]
+        if self._wanted is not None:
+            self._wanted.append(values.clone())
+        codes = self.grid.encode(values, scale, zero)
+        self._codes.append(codes)
+        return self.grid.decode(codes, scale, zero)
+
+    @property
+    def codes(self) -> Codes:
+        """What the columns were rounded to, in their original order."""
+        if self._fixed is None:
+            scale, zero = torch.cat(self._scales, dim=1), torch.cat(self._zeros, dim=1) if self._zeros else None
+        else:
+            scale, zero = self._fixed
+        size, index = self.options.group_size, None
+        if self.order is not None and self.regroup:
+            assert isinstance(size, int)
+            index = (torch.arange(len(self.order), device=scale.device) // size)[self.order.argsort()].to(torch.int32)
+        codes = store(self._stacked(self._codes), self.grid)
+        return Codes(codes, scale, zero, self.grid, size, index, self.shared)
+
+    @property
+    def wanted(self) -> Float[Tensor, "out in"]:
+        """What was rounded, with the errors of earlier columns made up for, in the original order of the columns."""
+        assert self._wanted is not None, "keep_wanted was not asked for"
+        return self._stacked(self._wanted)
+
+    def _stacked(self, columns: list[Tensor]) -> Float[Tensor, "out in"]:
+        return _ordered(torch.stack(columns, dim=1), None if self.order is None else self.order.argsort())

@@ -1,0 +1,1 @@
+"""Pruning: masks, positions, scores, permutations, schedules and allocations."""

@@ -1,0 +1,96 @@
+"""Pruning inside the column sweep: the rule by which SparseGPT chooses zeros, alone or before columns are rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from compress.numerics.column_sweep import sweep
+from compress.numerics.quant.rounding import Rounding
+from compress.numerics.sparse.masks import Pattern
+
+
+class Sparsifying:
+    """The column rule of SparseGPT (Frantar 2023, algorithm 1): zeros are chosen when their columns are reached.
+
+    What is removed has the least w^2 / U_jj^2, by which the error grows: in each `block` of columns the share of the
+    pattern, and of N:M patterns, which have no such blocks, the M - N least of each M. Columns that are kept are handed
+    to `inner`, which rounds them.
+
+    pivots: U_jj, in the order of the columns; infinite for those that cost nothing. mask: what may be kept at all, in
+    this order. rounding: makes the inner rule, with the mask [out, in] that is filled in as zeros are chosen.
+    """
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        density: float,
+        block: int,
+        pivots: Float[Tensor, " in"],
+        rows: int,
+        mask: Bool[Tensor, "out in"] | None = None,
+        rounding: Callable[[Bool[Tensor, "out in"]], Rounding] | None = None,
+    ) -> None:
+        self.pattern, self.density, self.pivots = pattern, density, pivots
+        self.block = None if pattern.n_of_m is not None else block
+        self._allowed = None if mask is None else mask.T
+        self._keep = torch.ones(len(pivots), rows, dtype=torch.bool, device=pivots.device)  # a column is contiguous
+        self._decided = 0  # columns whose zeros are chosen
+        self.inner = None if rounding is None else rounding(self._keep.T)  # which sees all that is written to _keep
+
+    def __call__(self, weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
+        """The weight after the sweep."""
+        lookahead = None if self.block is not None else self._lookahead
+        return sweep(weight, factor, self, lookahead, self.pattern.span)
+
+    def kept(self, order: Int[Tensor, " in"] | None) -> Bool[Tensor, "out in"]:
+        """What was kept, in the original order of the columns."""
+        return (self._keep if order is None else self._keep[order.argsort()]).T.contiguous()
+
+    def choose(self, column: int, values: Float[Tensor, "columns out"]) -> None:
+        """Choose what is kept of the columns from `column` on."""
+        columns = slice(column, column + values.shape[0])
+        score = (values / self.pivots[columns, None]).square_()
+        if not bool(score.any()):
+            score = values.square()  # inputs that were always zero: by magnitude
+        if self._allowed is not None:
+            score = score.masked_fill_(~self._allowed[columns], -1)
+        kept = self.pattern.keep(score.T, self.density).T
+        self._keep[columns] = kept if self._allowed is None else kept & self._allowed[columns]
+
+    def starts(self, width: int) -> Sequence[int]:
+        blocks = [0] if self.block is None else range(0, width, self.block)
+        return sorted({*blocks, *(() if self.inner is None else self.inner.starts(width))})
+
+    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+        if self.block is not None and column % self.block == 0:
+            self.choose(column, rest[: self.block])
+            self._decided = column + self.block
+        inner = self.inner
+        if inner is None or column not in inner.starts(column + rest.shape[0]):
+            return
+        size = inner.options.group_size
+        if isinstance(size, int):
+            # the group's scale is to fit what will be kept; what is not chosen yet is foreseen from how it looks now
+            ahead = max(self._decided, column)
+            self.choose(ahead, rest[ahead - column : size])
+        inner.open(column, rest)
+
+    def _lookahead(self, column: int, near: Float[Tensor, "span out"]) -> None:
+        self.choose(column, near)
+
+    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        if self.inner is not None:
+            return self.inner.compress(column, values)
+        return values.masked_fill(~self._keep[column], 0)
+
+
+def order_by(diagonal: Float[Tensor, " in"], span: int) -> Int[Tensor, " in"]:
+    """Columns of large input first, those that are decided together side by side; a tail of fewer stays last."""
+    whole = len(diagonal) // span * span
+    units = diagonal[:whole].view(-1, span).sum(1).argsort(descending=True, stable=True)
+    first = (units[:, None] * span + torch.arange(span, device=diagonal.device)).view(-1)
+    return torch.cat([first, torch.arange(whole, len(diagonal), device=diagonal.device)])

@@ -1,0 +1,1 @@
+"""A recipe from its model to its evidence: plan, engine, checkpoint, verification."""

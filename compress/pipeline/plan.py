@@ -1,0 +1,173 @@
+"""What a recipe will do to every module, how many bytes it will write and what memory it will need: no computing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compress.api.context import device_of
+from compress.api.passes import Pass, Step
+from compress.families.pruning import Pruning
+from compress.formats import FORMATS
+from compress.formats.base import Format, Scheme
+from compress.model.kv_cache import holding
+from compress.model.open.opening import OpenModel, open_model
+from compress.model.save import outside_state
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
+from compress.pipeline.footprint import Footprint
+from compress.pipeline.resolve import _own, _scheme, layer_shapes, resolve, storage_dtype
+from compress.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One linear: its shape (out, in), the passes that work on it, how it ends, and its bytes in the checkpoint."""
+
+    name: str
+    shape: tuple[int, int]
+    passes: tuple[str, ...]
+    scheme: Scheme | None
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All layers; bytes of all tensors of the checkpoint, and of the dense model in the storage dtype.
+
+    memory_bytes: about what the process will hold at its peak in tensors, beside the libraries and mapped files.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    checkpoint_bytes: int
+    dense_bytes: int
+    memory_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def planned_scheme(
+    steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
+) -> Scheme | None:
+    """How the layer ends, as far as can be said before anything is computed; None: dense. policy: of sparse layers."""
+    own = [_own(step, name) for _, step in steps]
+    specs = [spec for step in own if (spec := step.spec) is not None]
+    scheme = _scheme(specs[-1], shape[1]) if specs else None
+    pruning = [step for step in own if isinstance(step, Pruning)]
+    if not pruning:
+        return scheme
+    value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
+    sparsity = choose(_sparsities(pruning[-1], shape), shape, value, policy)
+    if sparsity is None:
+        return scheme
+    return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
+
+
+def _sparsities(step: Pruning, shape: tuple[int, int]) -> list[Sparsity]:
+    """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
+    rows, width = shape
+    if step.pattern.n_of_m is not None:
+        n, m = step.pattern.n_of_m
+        regular = Sparsity.regular(shape, n, m)
+        return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
+    kept = rows * width - round(step.zeros(shape, step.target_sparsity).due * rows * width)
+    one_group = step.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
+    return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Open the model (its weights are not read) and say what `run` would do; raises what `run` would raise first."""
+    device_of(recipe.device)
+    return plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
+
+
+def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
+    """The plan for an open model."""
+    steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    planned = plan_on(recipe, steps, form)
+    if form is opened:
+        dense = planned.dense_bytes
+    else:
+        dense = sum(_bytes(t, storage_dtype(recipe, opened)) for t in _stored_once(opened).values())
+    shapes = layer_shapes(form) | layer_shapes(opened)
+
+    def before(count: int, name: str) -> Scheme | None:
+        mine = [(where, step) for where, step, names in steps[:count] if name in names]
+        return planned_scheme(mine, name, shapes[name], opened.dtype, "off")
+
+    footprint = Footprint(recipe, opened, steps, shapes, before)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+
+
+def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
+    """The plan of what is written of a model that has its last shape; dense_bytes: of the model in that shape."""
+    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
+    shapes, layers = layer_shapes(form), []
+    chosen = [(where, step, set(names)) for where, step, names in steps]
+    for name, shape in shapes.items():
+        mine = [(where, step) for where, step, names in chosen if name in names]
+        policy = recipe.save.sparse if format_.sparse else "off"
+        scheme = planned_scheme(mine, name, shape, storage, policy)
+        size = layer_bytes(scheme, shape, format_, storage)
+        layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
+    weights = sum(layer.size_bytes for layer in layers)
+    inside = {f"{name}.weight" for name in shapes}
+    rest = sum(_bytes(t, storage) for name, t in _stored_once(form).items() if name not in inside)
+    dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
+    scales = sum(
+        sum(step.cache.static) * len(holding(form.model, names)) for _, step, names in steps if step.cache is not None
+    )
+    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
+
+
+def _stored_once(opened: OpenModel) -> dict[str, Tensor]:
+    """All tensors of a dense checkpoint of the model."""
+    found = outside_state(opened)
+    for block in opened.blocks:
+        found |= {f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()}
+    return found
+
+
+def update_plan(planned: Plan, schemes: Mapping[str, Scheme], format_: Format, storage: torch.dtype) -> Plan:
+    """The plan with the schemes that layers really ended with: some are known only when calibration data was seen."""
+    layers = []
+    for layer in planned.layers:
+        scheme = schemes.get(layer.name)
+        if scheme is None and layer.scheme is not None and layer.scheme.grid is None:  # not sparse after all
+            size = layer_bytes(None, layer.shape, format_, storage)
+            layer = replace(layer, scheme=None, size_bytes=size)
+        if scheme is not None:  # a width is known, and groups are as they are stored, whatever was asked for
+            size = layer_bytes(replace(scheme, width=layer.shape[1]), layer.shape, format_, storage)
+            layer = replace(layer, scheme=scheme, size_bytes=size)
+        layers.append(layer)
+    change = sum(new.size_bytes - old.size_bytes for new, old in zip(layers, planned.layers, strict=True))
+    return replace(planned, layers=tuple(layers), checkpoint_bytes=planned.checkpoint_bytes + change)
+
+
+def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, storage: torch.dtype) -> int:
+    """Bytes of all tensors of one linear (its bias apart) as the format stores them."""
+    rows, width = shape
+    if scheme is None:
+        return rows * width * storage.itemsize
+    beside = sum(length * (dtype or storage).itemsize for length, dtype in scheme.input_tensors.values())
+    if scheme.grid is None:
+        assert scheme.sparsity is not None
+        return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
+    packed = PackedCodes.empty(
+        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
+        scheme.float_zeros,
+    )  # fmt: skip
+    adapted = format_.adapt(packed)
+    if adapted is None:
+        return rows * width * storage.itemsize
+    return beside + _all_bytes(format_.encode(adapted, scheme.activations))
+
+
+def _all_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _bytes(tensor: Tensor, storage: torch.dtype) -> int:
+    return tensor.numel() * (storage.itemsize if tensor.is_floating_point() else tensor.element_size())

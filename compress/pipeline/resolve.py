@@ -1,0 +1,257 @@
+"""Resolve a recipe on a model: targets, facts, shapes, texts, teachers; every mistake is found before the work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.api.facts import Fact
+from compress.api.options import taken
+from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step, WeightSpec
+from compress.data.ids import model_ids, needs_tokenizer
+from compress.data.self_sampling import self_sampled
+from compress.errors import ModelError, TargetError
+from compress.families.pruning import Pruning
+from compress.families.quantizing import Quantizing
+from compress.families.reshaping import ReshapingPass
+from compress.formats.base import Format, Scheme
+from compress.model.kv_cache import holding, rounded_caches
+from compress.model.linear import CompressedLinear, linears
+from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.model.open.opening import InMemory, OpenModel, open_model
+from compress.model.open.vocabulary import check_kind, check_teacher
+from compress.model.reshape.reconfigure import sketch
+from compress.model.structure.blocks import find_blocks
+from compress.model.structure.select import select
+from compress.numerics.dtypes import DTYPES
+from compress.pipeline.footprint import is_sweep
+from compress.recipe.schema import Recipe, in_words, label
+
+
+def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
+    """The dtype that scales and dense tensors are stored in."""
+    return opened.dtype if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
+
+
+def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:
+    """Every pass with the linears it works on, and the model as the last one leaves it, without weights if reshaped.
+
+    first: the place of the first of these passes in the recipe.
+
+    Raises TargetError: a pattern that matches nothing, a layer that an earlier pass has made unfit for a later one, a
+    group size that a layer or the format cannot have, a shape that the model cannot be given.
+    """
+    names, facts = opened.linear_names(), _facts(opened)
+    steps: list[Step] = []
+    swept: set[str] = set()
+    for index, step in enumerate(passes, first):
+        where = label(index, step)
+        chosen = select(names, step.targets, step.ignore, where)
+        if isinstance(step, Quantizing):
+            chosen = _without_dense(step, chosen, where)
+        if step.cache is not None:
+            chosen = _in_attention(opened, names, chosen, where)
+        reshapes = isinstance(step, ReshapingPass)
+        _check_facts(step, names if reshapes else chosen, facts, where)
+        _check_original(step, chosen, swept, where)
+        swept = swept | set(chosen) if is_sweep(step) else set()
+        _check_shapes(step, chosen, opened, format_, where)
+        steps.append((where, step, chosen))
+        if reshapes:
+            opened = in_form(opened, step.outcome(opened.model, where))
+            names, facts = opened.linear_names(), _facts(opened)
+        for name in () if reshapes else chosen:
+            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
+    return steps, opened
+
+
+def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
+    """The model in the shape of another configuration, without any weights. Raises ModelError."""
+    model = sketch(opened.model, config)
+    if model is None:
+        raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
+    return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory())
+
+
+def follow(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
+    """Let the steps behind the first `done` work on the linears of the model as it has become."""
+    rest = [step for _, step, _ in steps[done:]]
+    found, _ = resolve(rest, opened, format_, done)
+    for (_, _, names), (_, _, now) in zip(steps[done:], found, strict=True):
+        names[:] = now
+
+
+def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
+    """What is true of every linear of the model as it came, and who made it so."""
+    found: dict[str, dict[Fact, str]] = {name: {} for name in opened.linear_names()}
+    for name in found:
+        layer = opened.model.get_submodule(name)
+        if isinstance(layer, CompressedLinear):
+            true: dict[Fact, bool] = {
+                "masked": layer.mask is not None,
+                "quantized": layer.packed is not None,
+                "activations_quantized": layer.activations is not None,
+            }
+            found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
+    rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
+    for name in found:
+        if name.startswith(rounded):
+            found[name]["cache_quantized"] = "earlier passes"
+    return found
+
+
+def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], where: str) -> None:
+    for fact in sorted(step.never_after):
+        for name in names:
+            if fact in facts[name]:
+                raise TargetError(
+                    f"{where}: {name} is {in_words(fact)} by {facts[name][fact]} already; "
+                    f"leave it out with ignore, or put {step.key()} first"
+                )
+    for name in names:
+        spec = _own(step, name).spec
+        if spec is not None and "masked" in facts[name] and not spec.grid.has_zero:
+            raise TargetError(
+                f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {spec.grid.name} have no zero; "
+                "use ternary, or another grid that has one"
+            )
+    for fact in sorted(step.after):
+        if not any(fact in facts[name] for name in names):
+            raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
+
+
+def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
+    """swept: linears that passes just before it work on, block by block."""
+    if isinstance(step, BlockPass) and step.needs_original and not swept & set(names):
+        raise TargetError(
+            f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
+            f"works on its {len(names)} linears; put it right behind the passes that compress them"
+        )
+
+
+def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:
+    """The linears that no override leaves alone."""
+    overridden = taken(step.overrides, names, where)
+    chosen = [name for name in names if name not in overridden or not overridden[name].dense]
+    if not chosen:
+        raise TargetError(f"{where}: the overrides leave none of the {len(names)} linears to work on")
+    return chosen
+
+
+def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
+    """All linears of the modules that keep keys and values in a cache, and hold one of those chosen."""
+    held = holding(opened.model, chosen)
+    if not held:
+        reason = f"none of the {len(chosen)} linears it works on is in an attention that has one; widen its targets"
+        if not holding(opened.model, names):
+            kind = type(opened.model).__name__
+            reason = f"{kind} has none: an encoder sees the whole text at once; leave {where.split()[-1]} out"
+        raise TargetError(f"{where}: it rounds what enters a cache of keys and values; {reason}")
+    return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
+
+
+def _own(step: Pass, name: str) -> Pass:
+    """The pass with the options that it has for one of its layers."""
+    own = step.for_layer(name) if isinstance(step, LayerPass | Quantizing) else step
+    return step if own is None else own
+
+
+def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
+    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes."""
+    shapes = layer_shapes(opened)
+    for name in names:
+        own, width = _own(step, name), shapes[name][1]
+        spec, reason = own.spec, None
+        if isinstance(own, Pruning):
+            reason = own.pattern.refuses(shapes[name], own.density)
+        if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
+            raise TargetError(
+                f"{where}: group_size {spec.group_size} is larger than the {width} inputs of {name}; "
+                "use a smaller one, or channel"
+            )
+        if reason is None and spec is not None:
+            reason = format_.refuses(_scheme(spec, width), shapes[name])
+        if reason is not None:
+            raise TargetError(f"{where}: {name}: {reason}")
+
+
+def _scheme(spec: WeightSpec, width: int) -> Scheme:
+    return Scheme(
+        spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
+        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns, float_zeros=spec.float_zeros,
+    )  # fmt: skip
+
+
+def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
+    """(out, in) of every linear in the blocks by its full name."""
+    return {
+        f"{block.name}.{name}": CompressedLinear.of(module).shape
+        for block in opened.blocks
+        for name, module in linears(block.module).items()
+    }
+
+
+def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
+    """`Run.prediction`; where no pass looks at it, a tokenizer need not say which token is the mask.
+
+    Raises ModelError where it must, and does not; RecipeError for options that say nothing of what is predicted.
+    """
+    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.predicts]
+    found = objective_of(opened.model, opened.tokenizer, seed) if asking else NEXT_TOKENS
+    for where, step in asking:
+        step.asks(found, where)
+    return found
+
+
+def teachers(
+    passes: Sequence[Pass], model: PreTrainedModel, teacher: PreTrainedModel | None, opened: OpenModel
+) -> Callable[[str | None], AbstractContextManager[nn.Module]]:
+    """`Run.open_teacher` of a model in memory; `teacher`, or else a copy, is there where a pass learns from it.
+
+    Raises ModelError for a teacher with another vocabulary, or of another kind.
+    """
+    asked = {step.other_teacher for step in passes if isinstance(step, ModelPass) and step.needs_teacher}
+    for source in asked - {None}:
+        check_teacher(str(source), opened, trust_remote_code=False)
+    known = copy.deepcopy(model) if teacher is None and None in asked else teacher
+    if known is not None:
+        check_kind("it", type(known), known.config, opened)
+    if known is not None and known.config.vocab_size != model.config.vocab_size:
+        sizes = f"it knows {known.config.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise ModelError(f"teacher: {sizes}; both need one vocabulary")
+
+    def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
+        if other is not None:
+            return open_model(other, device=opened.device).streaming()
+        assert known is not None
+        return nullcontext(known.eval())
+
+    return open_teacher
+
+
+def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
+    """The recipe's calibration token ids, [sequences, length].
+
+    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary, or a model without tokenizer.
+    """
+    wanted = recipe.calibration
+    if wanted.source == "self":
+        with opened.streaming() as model:
+            count, length = wanted.sequences or 64, wanted.length or 512
+            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
+            return self_sampled(model, tokenizer, count, length, recipe.seed)
+    shape = wanted.sequences, wanted.length
+    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
+
+
+def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
+    """Token ids of an evaluation text, [windows, length]."""
+    wanted = recipe.eval
+    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)

@@ -1,0 +1,74 @@
+"""What pruning owed and what came of it: zeros are counted in the checkpoint, after it was read back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from compress.api.passes import Step
+from compress.errors import VerificationError
+from compress.families.pruning import Pruning, PruningPass
+from compress.model.linear import CompressedLinear
+
+TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding
+
+
+def check_sparsity(
+    steps: Sequence[Step], results: Sequence[Mapping[str, Any]], model: nn.Module
+) -> dict[str, Any] | None:
+    """The section 'sparsity' of a report; None where nothing was to be pruned.
+
+    steps: all passes. results: every `LayerResult`, as a mapping. model: the checkpoint, read back.
+
+    Raises VerificationError when a pass has left one of its layers out, has asked for less (or more) than its own
+    sparsity over all layers, or a layer of the checkpoint holds fewer zeros than were due.
+    """
+    pruned = [(label, step, names) for label, step, names in steps if isinstance(step, Pruning)]
+    if not pruned:
+        return None
+    layers: dict[str, dict[str, float]] = {}
+    for label, step, names in pruned:
+        found: Mapping[str, Mapping[str, Any]] = (
+            {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
+            if isinstance(step, PruningPass)
+            else {name: asdict(step.zeros(_layer(model, name).shape, step.target_sparsity)) for name in names}
+        )
+        if missing := [name for name in names if name not in found]:
+            raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
+        _check_mean(label, step, found, model)
+        for name in names:
+            known = layers.get(name)
+            if known is None or known["due"] < found[name]["due"]:
+                layers[name] = {key: found[name][key] for key in ("asked", "due")}
+    sizes = {name: prod(_layer(model, name).shape) for name in layers}
+    for name, layer in layers.items():
+        layer["achieved"] = _zeros(model, name, round(layer["due"] * sizes[name])) / sizes[name]
+    total = sum(sizes.values())
+    means = {key: sum(layers[n][key] * sizes[n] for n in layers) / total for key in ("asked", "due", "achieved")}
+    return {**means, "layers": layers}
+
+
+def _layer(model: nn.Module, name: str) -> CompressedLinear:
+    return CompressedLinear.of(model.get_submodule(name))
+
+
+def _check_mean(label: str, step: Pruning, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
+    """What was asked of the layers must come to the sparsity of the pass; tails stay dense and do not count."""
+    sizes = {name: prod(step.pattern.whole(_layer(model, name).shape)) for name in found}
+    mean = sum(found[name]["asked"] * size for name, size in sizes.items()) / sum(sizes.values())
+    if abs(mean - step.target_sparsity) > TOLERANCE:
+        raise VerificationError(
+            f"{label}: sparsity {step.target_sparsity:g} was asked, but that of the layers comes to {mean:.4f}"
+        )
+
+
+def _zeros(model: nn.Module, name: str, due: int) -> int:
+    """How many weights of a layer are zero."""
+    found = int((_layer(model, name).weight == 0).sum())
+    if found < due:
+        raise VerificationError(f"{name}: {due} weights were to be zero, but {found} are in the checkpoint")
+    return found

@@ -1,0 +1,277 @@
+"""Reloading what was written and comparing it with what was computed, before a run is called successful."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.api.context import Run
+from compress.api.memory import available_bytes
+from compress.errors import VerificationError
+from compress.formats import FORMATS
+from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.experts import Experts, open_experts
+from compress.model.open.load import load
+from compress.numerics.dtypes import dtype_name
+from compress.numerics.quant.grids import IntGrid
+from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.sparse.positions import SparseWeight
+from compress.recipe.schema import Recipe
+
+TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
+MB = 1e6
+ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are compared bit for bit after that rounding
+
+
+@dataclass(frozen=True)
+class Verified:
+    """layers: compressed layers whose codes or kept weights were read back bit for bit. own, transformers: largest
+    absolute difference of logits to the model as it was computed, None where not checked; then `skipped` says why.
+    """
+
+    layers: int
+    own: float
+    transformers: float | None
+    skipped: str | None
+
+
+def verify(
+    recipe: Recipe,
+    dtype: torch.dtype,
+    folder: Path,
+    digests: Mapping[str, str],
+    reference: Mapping[str, Tensor],
+    run: Run,
+    caches: Mapping[str, str] | None = None,
+) -> tuple[Verified, PreTrainedModel]:
+    """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
+
+    digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
+    caches: `cache_sha256` of every attention whose keys and values are rounded.
+
+    Raises VerificationError naming the layer, or the reader whose logits differ.
+    """
+    model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
+    for name, digest in digests.items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
+            raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
+    rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
+    if rounding != (caches or {}):
+        name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
+        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} does not read back as it was")
+    own = _compare("compress.load", model, reference, run.device, folder)
+    skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
+    if skipped is not None:
+        run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
+        return Verified(len(digests), own, None, skipped), model
+    rounded = any(_reads_in(layer.packed, dtype) != dtype for layer in _packed_layers(model))
+    if rounded:
+        run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
+    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    _round_as_well(model, other, run)
+    tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
+    theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance)
+    del other
+    gc.collect()  # their model is full of cycles
+    return Verified(len(digests), own, theirs, None), model
+
+
+def _compare_with_transformers(
+    model: PreTrainedModel,
+    other: nn.Module,
+    names: Iterable[str],
+    dtype: torch.dtype,
+    folder: Path,
+    reference: Mapping[str, Tensor],
+    tolerance: float,
+) -> float:
+    """The largest difference of logits of `other`, as transformers read it; its weights must be those of `model`."""
+    _multiply_out_as_needed(other)
+    difference = _compare("transformers", other, reference, next(model.parameters()).device, folder, tolerance)
+    open_experts(other)
+    for name in names:
+        layer = other.get_submodule(name)
+        with _multiplied_out(layer):
+            _same_weight(name, model.get_submodule(name), layer, dtype, folder)
+    return difference
+
+
+def _round_as_well(model: nn.Module, other: nn.Module, run: Run) -> None:
+    """Let `other`, as transformers read it, round the keys and values that it knows nothing of, for the comparison."""
+    left = [name for name in rounded_caches(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
+    for name in left:
+        copy_rounding(model.get_submodule(name), other.get_submodule(name))
+    if left:
+        message = "transformers reads keys and values as they are, so they were rounded for the comparison"
+        run.journal.add("note", "verify", message, attentions=len(left))
+
+
+def _multiply_out_as_needed(model: nn.Module) -> None:
+    """Let compressed-tensors multiply out each layer while it runs, not the whole model in the first forward pass."""
+    whole = getattr(model, "ct_decompress_hook", None)
+    if whole is None:
+        return  # multiplied out already, or not quantized
+    whole.remove()
+    for layer in model.modules():
+        if _is_packed(layer):
+            _dense_while_it_runs(layer)
+
+
+def _dense_while_it_runs(layer: nn.Module) -> None:
+    """Multiply a packed layer out before each of its forward passes, and give the dense weight up afterwards."""
+    dense = ExitStack()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        dense.enter_context(_multiplied_out(module))
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        dense.close()
+
+    layer.register_forward_pre_hook(begin)
+    layer.register_forward_hook(end)
+
+
+def _is_packed(layer: nn.Module) -> bool:
+    """Whether compressed-tensors holds this layer packed; an attention that says so rounds its cache."""
+    return getattr(layer, "quantization_status", None) == "compressed" and not any(layer.children())
+
+
+@contextmanager
+def _multiplied_out(layer: nn.Module) -> Iterator[None]:
+    """compressed-tensors' own dense weight of a layer for a while; a dense layer stays as it is."""
+    if not _is_packed(layer):
+        yield
+        return
+    from compressed_tensors.compressors import decompress_module  # an extra; here only when transformers used it
+
+    packed = layer._parameters, layer._buffers, layer.quantization_status
+    layer._parameters, layer._buffers = dict(packed[0]), dict(packed[1])
+    try:
+        decompress_module(layer)
+        yield
+    finally:
+        layer._parameters, layer._buffers, layer.quantization_status = packed
+
+
+def _packed_layers(model: nn.Module) -> list[CompressedLinear]:
+    return [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+
+
+def _sparse_layers(model: nn.Module) -> list[CompressedLinear]:
+    """Layers in floats whose kept weights alone are stored."""
+    return [m for m in model.modules() if isinstance(m, CompressedLinear) and isinstance(m.held, SparseWeight)]
+
+
+def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that transformers rounds a weight to; scales in a byte (4-bit floats) are read in bfloat16."""
+    return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
+
+
+def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
+    """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
+    packed, sparse = _packed_layers(model), _sparse_layers(model)
+    if recipe.save.verify == "own":
+        return "the recipe says verify: own"
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if not all(module.named for module in experts):
+        return "transformers has no names for this model's experts one by one"
+    stated = stated_scheme(model, rounded_caches(model), FORMATS[recipe.save.format]) is not None
+    if not packed and not sparse and not stated:
+        return None
+    if recipe.save.format == "native":
+        return "format native is read by compress.load alone"
+    if any(layer.transposed for layer in packed):
+        return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+    if not all(isinstance(m, CompressedLinear) and m.packed for e in experts for m in linears(e).values()):
+        return "transformers does not read experts that are dense where anything else is quantized"
+    schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
+    inside = [m for e in experts for m in e.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
+    if inside and not _readable_experts(inside, len(schemes)):
+        return "transformers reads experts only when packed, all in one way, without zero points or rounded inputs"
+    if len(schemes) > 1 and any(layer.zero is not None for layer in packed):
+        return "transformers cannot load zero points where layers differ in bits or group size"
+    if len(schemes) > 1 and any(_reads_in(layer.packed, dtype) != dtype for layer in packed):
+        return "transformers runs 4-bit floats beside other schemes in bfloat16 only"
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
+    return None
+
+
+def _readable_experts(layers: Sequence[CompressedLinear], schemes: int) -> bool:
+    """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
+    plain = all(layer.zero is None and layer.group_index is None and layer.activations is None for layer in layers)
+    return schemes == 1 and plain and all(isinstance(p.grid, IntGrid) for layer in layers if (p := layer.packed))
+
+
+def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
+    """Why the checkpoint cannot be loaded by transformers, which multiplies all weights out; None when it fits."""
+    layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
+    inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
+    rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
+    weights = sum(rest.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
+    needed = weights * dtype.itemsize + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = available_bytes(device)
+    if needed <= free:
+        return None
+    return f"the dense model with its checkpoint takes {needed / MB:.0f} MB of memory, {free / MB:.0f} MB are available"
+
+
+def _transformers_model(
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool
+) -> nn.Module:
+    """The checkpoint as any user of transformers loads it, quietly."""
+    level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        with redirect_stderr(io.StringIO()):  # compressed-tensors has progress bars of its own
+            return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
+    except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+def _compare(
+    reader: str,
+    model: nn.Module,
+    reference: Mapping[str, Tensor],
+    device: torch.device,
+    folder: Path,
+    tolerance: float = TOLERANCE,
+) -> float:
+    """The largest absolute difference of logits; VerificationError when it is more than rounding."""
+    with torch.no_grad():
+        found = model(input_ids=reference["ids"].to(device)).logits.float().cpu()
+    wanted = reference["logits"].float()
+    difference = float((found - wanted).abs().max())
+    if not difference <= tolerance * max(float(wanted.abs().max()), 1.0):
+        raise VerificationError(
+            f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} "
+            "from the computed ones"
+        )
+    return difference
+
+
+def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Bit for bit the same dense weight; readers multiply out in the dtype they load in, or in the stored one."""
+    assert isinstance(ours, CompressedLinear) and ours.packed is not None
+    weight = theirs.weight
+    kinds = (_reads_in(ours.packed, dtype), ours.packed.dtype)
+    if not any(torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
+        raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

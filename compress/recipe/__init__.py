@@ -1,0 +1,1 @@
+"""The frozen value that YAML spells, and the order of its passes."""

@@ -1,0 +1,183 @@
+"""What reaches a block in a sweep, as block passes see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.api.observers import Observer, Sample
+from compress.api.passes import BlockPass, Layer, Solution
+from compress.errors import TargetError
+from compress.model.linear import CompressedLinear, replace_linear
+from compress.model.structure.links import Group, Link, block_signature, find_links
+from compress.model.structure.permutations import Permutation, find_permutations
+from compress.stream.capture import Call
+from compress.stream.context import BlockContext
+from compress.stream.install import LayerResult, install, of_one_input
+from compress.stream.store import ActivationStore
+
+
+@dataclass
+class Inputs:
+    """BlockInputs of one block in a sweep.
+
+    behind: the uncompressed model's activations behind the block, before: the block's outputs before the sweep, each
+    where the pass needs them. results: of the layers that the pass has put in place.
+    """
+
+    context: BlockContext
+    names: list[str]
+    behind: ActivationStore | None = None
+    before: ActivationStore | None = None
+    groups: list[Group] = field(init=False)
+    results: list[LayerResult] = field(init=False, default_factory=list)
+    _samples: dict[str, Sample] = field(init=False, default_factory=dict)
+    _links: list[Link] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        module = self.context.block.module
+        found = [
+            replace(group, linears=tuple(part))
+            for group in self.context.groups()
+            for part in of_one_input(module, group.linears)
+        ]
+        self.groups = [group for group in found if set(group.linears) & set(self.names)]
+
+    @property
+    def name(self) -> str:
+        return self.context.block.name
+
+    @property
+    def label(self) -> str:
+        return f"{self.context.label} {self.name}"
+
+    @property
+    def storage(self) -> torch.dtype:
+        return self.context.run.storage
+
+    @property
+    def work(self) -> Path | None:
+        return self.context.run.at(self.label).folder_of_pass()
+
+    def check(self, step: BlockPass) -> None:
+        """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
+        for name in [name for group in self.groups for name in group.linears if name not in self.names]:
+            module = self.context.block.module.get_submodule(name)
+            packed = isinstance(module, CompressedLinear) and module.packed is not None
+            if packed and "quantized" in step.never_after:
+                raise TargetError(
+                    f"{self.context.label}: {self.context.full(name)} is quantized already and reads the same input "
+                    "as a layer that this pass works on; work on both before quantizing either"
+                )
+
+    @property
+    def links(self) -> list[Link]:
+        if self._links is None:  # looked for when first asked for: not every pass folds
+            block, kept = self.context.block.module, self.context.state.links
+            signature = block_signature(block)
+            found = kept[signature] = find_links(block, self.probe, kept.get(signature, ()))
+            self._links = [link for link in found if set(link.readers) & set(self.names)]
+        return self._links
+
+    @property
+    def permutations(self) -> list[Permutation]:
+        block, kept = self.context.block.module, self.context.state.permutations
+        signature = block_signature(block)
+        found = kept[signature] = find_permutations(block, self.probe, kept.get(signature, ()))
+        return [link for link in found if set(link.readers) & set(self.names)]
+
+    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        with self.watching(observer) as seen:
+            for forward in self.context.forwards(self.context.block.module, self.context.state.hidden):
+                forward()
+        return seen
+
+    @contextmanager
+    def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
+        """What an observer gathers at the input of each group, while the block is run inside."""
+        seen: dict[Group, Observer] = {}
+        handles = []
+        for group in self.groups:
+            first = self.context.block.module.get_submodule(group.linears[0])
+            seen[group] = observer(CompressedLinear.of(first).shape[1], self.context.run.device)
+            sample = Sample()
+            self._samples |= dict.fromkeys(group.linears, sample)
+            handles.append(first.register_forward_pre_hook(_feeder(seen[group], sample)))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
+        """A few inputs of a linear, as the weight sees them; None where none came by."""
+        sample = self._samples.get(name)
+        if sample is None or sample.rows is None:
+            return None
+        module = self.context.block.module.get_submodule(name)
+        return module.transform(sample.rows) if isinstance(module, CompressedLinear) else sample.rows
+
+    def probe(self, block: nn.Module) -> Tensor:
+        dtype = next(block.parameters()).dtype
+        call = self.context.state.probe_calls[self.context.block.index]
+        return _cast(call, dtype).run(block, self.context.state.probe.to(dtype))
+
+    @property
+    def batches(self) -> int:
+        return len(self.context.state.hidden)
+
+    def forward(self, block: nn.Module, batch: int) -> Tensor:
+        state, dtype = self.context.state, next(block.parameters()).dtype
+        call, hidden = state.calls[batch][self.context.block.index], state.hidden[batch]
+        if hidden.dtype != dtype:  # a block that is trained is in float32, whatever the model computes in
+            call, hidden = _cast(call, dtype), hidden.to(dtype)
+        return call.run(block, hidden)
+
+    def reference(self, batch: int) -> Tensor:
+        assert self.behind is not None, "the pass did not ask for the uncompressed model's activations"
+        return self.behind[batch]
+
+    def original(self, batch: int) -> Tensor:
+        assert self.before is not None, "the pass did not ask for what the block was before"
+        return self.before[batch]
+
+    def layer(self, name: str) -> Layer:
+        module = self.context.block.module.get_submodule(name)
+        mask = module.mask if isinstance(module, CompressedLinear) else None
+        full = self.context.full(name)
+        return Layer(full, mask, self.context.run.storage, self.context.logger(full))
+
+    def put(self, name: str, solution: Solution) -> None:
+        layer = replace_linear(self.context.block.module, name)
+        sample = self._samples.get(name)
+        rows = None if sample is None else sample.rows
+        self.results.append(install(self.context, name, layer, rows, lambda weight: solution))
+
+
+def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sample.update(args[0].reshape(-1, args[0].shape[-1]))
+        x = module.transform(args[0]) if isinstance(module, CompressedLinear) else args[0]
+        observer.update(x.reshape(-1, x.shape[-1]))
+
+    return hook
+
+
+def _cast(call: Call, dtype: torch.dtype) -> Call:
+    """The same call with every floating tensor in another dtype (position embeddings come in the model's)."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        if isinstance(value, (tuple, list)):
+            return type(value)(cast(item) for item in value)
+        return value
+
+    return Call(tuple(cast(a) for a in call.args), {k: cast(v) for k, v in call.kwargs.items()}, call.keyword)

@@ -1,0 +1,143 @@
+"""Putting what became of a layer in its place, in the form and the dtype that it will be stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.api.context import Run
+from compress.api.passes import Solution, Zeros
+from compress.errors import NumericError, TargetError, VerificationError
+from compress.model.linear import CompressedLinear
+from compress.numerics.metrics import relative_error
+from compress.numerics.quant.codes import Codes, vanished
+from compress.stream.context import BlockContext
+
+TRANSFORM = ("input_permutation", "input_scale")
+"""What a layer does to its inputs before it rounds them."""
+
+UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What one pass did to one layer.
+
+    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
+    asked, due: of a pruning pass, the sparsity asked of the layer, and what it comes to in whole units of the pattern.
+    """
+
+    layer: str
+    by: str
+    error: float | None
+    sparsity: float
+    asked: float | None = None
+    due: float | None = None
+
+
+def install(
+    context: BlockContext,
+    name: str,
+    layer: CompressedLinear,
+    rows: Float[Tensor, "rows in"] | None,
+    solve: Callable[[Float[Tensor, "out in"]], Solution],
+) -> LayerResult:
+    """Solve for a layer of the block and put the solution in place; rows: sampled inputs, to measure what it does.
+
+    Raises NumericError with the pass and the layer, also when a weight outside of the mask is no longer zero, and
+    TargetError when the format cannot hold the solution.
+    """
+    full = context.full(name)
+    before = None if rows is None else layer(rows)
+    weight = layer.weight.float()
+    try:
+        solution = solve(weight)
+    except NumericError as error:
+        raise NumericError(f"{context.label} {full}: {str(error).removeprefix(full + ': ')}") from error
+    if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
+        message = "groups of weights became zero: the scales they need are too small to store"
+        context.logger(full)("fallback", message, groups=gone)
+    before_mask = layer.mask
+    _put(context, layer, solution, full)
+    if solution.zeros is not None:
+        _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
+    round_to_storage(layer, context.run)
+    zero, mask = layer.weight == 0, layer.mask
+    if mask is not None and not bool((zero | mask).all()):
+        raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
+    error = None if before is None else relative_error(layer(rows), before)
+    zeros = solution.zeros
+    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed)
+
+
+def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
+    """Raise VerificationError when the mask removes less than is due, or, where there was none before, more."""
+    removed = 0 if layer.mask is None else int((~layer.mask).sum())
+    due = round(zeros.due * layer.shape[0] * layer.shape[1])
+    if removed < due or (before is None and removed > due):
+        message = f"sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
+        raise VerificationError(f"{where}: {message}")
+
+
+def _put(context: BlockContext, layer: CompressedLinear, solution: Solution, full: str) -> None:
+    """The solution in the form that it will be stored in."""
+    run, solved = context.run, solution.weight
+    if solution.activations is not None:
+        layer.round_inputs(solution.activations)
+    layer.put(solved.to(context.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
+    adapt(layer, run, context.dtype, f"{context.label}: {full}")
+
+
+def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
+    """Bring codes into the form that the format can hold; multiplied out, in `dtype`, where it has none.
+
+    Raises TargetError.
+    """
+    packed, scheme = layer.packed, layer.scheme
+    if packed is None or scheme is None:
+        return
+    adapted = run.format.adapt(packed.in_storage(run.storage))
+    if adapted is None:
+        layer.put(layer.weight_as(dtype))
+        if layer.input_permutation is not None:
+            run.journal.add("note", where, UNDONE)
+        layer.absorb_inputs()
+        return
+    reason = run.format.refuses(scheme, layer.shape)
+    if reason is not None:
+        raise TargetError(f"{where}: {reason}")
+    layer.put(adapted)
+
+
+def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
+    """Linears that read the same tensor, apart where they put it in other orders or divide it by other scales."""
+    parts: list[tuple[list[Tensor | None], list[str]]] = []
+    for name in names:
+        module = block.get_submodule(name)
+        own = [getattr(module, tensor, None) for tensor in TRANSFORM]
+        for others, members in parts:
+            if all(_same(one, other) for one, other in zip(own, others, strict=True)):
+                members.append(name)
+                break
+        else:
+            parts.append((own, [name]))
+    return [members for _, members in parts]
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def round_to_storage(module: nn.Module, run: Run) -> None:
+    """Round dense floating tensors to the dtype they will be stored in; scales are born in it."""
+    for tensor in (
+        *module.parameters(),
+        *(b for n, b in module.named_buffers() if n.rpartition(".")[2] == "dense"),
+    ):
+        if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
+            tensor.data = tensor.data.to(run.storage).to(tensor.dtype)

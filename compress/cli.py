@@ -111,7 +111,7 @@ def plan(recipe: Path, model: str | None) -> None:
     planned = make_plan(asked)
     rows = [
         (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "left alone",
-         "dense" if layer.scheme is None else layer.scheme.text,
+         layer.scheme.text,
          f"{layer.size_bytes}")
         for layer in planned.layers
     ]  # fmt: skip

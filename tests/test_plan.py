@@ -14,12 +14,12 @@ import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.model.open.opening import Mapped
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.numerics.quant.packed import PackedCodes
 from compress.pipeline.plan import layer_bytes, plan
+from compress.weights.base import Scheme
 
 
 def written_bytes(folder) -> int:

@@ -19,14 +19,14 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
 from compress.api.options import patterns
 from compress.formats.base import CacheScheme
-from compress.model.linear import CompressedLinear
+from compress.model.linear import CompressedLinear, Weight
 from compress.model.objective import LMObjective
 from compress.model.structure.links import Group, Link
 from compress.model.structure.permutations import Permutation
 from compress.model.structure.select import chosen
-from compress.numerics.quant.codes import Codes, GroupSize
-from compress.numerics.quant.grids import Grid
-from compress.numerics.quant.inputs import InputRounding
+from compress.numerics.sparse.positions import Sparsity
+from compress.weights.base import InputTransform, WeightPart
+from compress.weights.layer import LayerScheme
 
 if TYPE_CHECKING:
     from compress.api.context import Run
@@ -34,26 +34,6 @@ if TYPE_CHECKING:
 COPIES = 4  # of a weight in float32: itself, what becomes of it, and two on the way
 
 ActivationScale = Literal["token", "static"]
-
-
-@dataclass(frozen=True)
-class WeightSpec:
-    """How a pass will store a weight in codes; what a format must be able to hold.
-
-    indexed: groups are not contiguous (a group index per column is stored). activations: grid of the inputs, with one
-    scale per token found when the model runs, or one 'static' scale. outlier_threshold, outlier_columns: see
-    `numerics.inputs`. float_zeros: zero points need not be whole numbers.
-    """
-
-    grid: Grid
-    group_size: GroupSize
-    symmetric: bool
-    indexed: bool
-    activations: Grid | None
-    activation_scale: ActivationScale = "token"
-    outlier_threshold: float | None = None
-    outlier_columns: bool = False
-    float_zeros: bool = False
 
 
 class Pass(BaseModel, ABC):
@@ -88,10 +68,13 @@ class Pass(BaseModel, ABC):
         """What this pass makes of the layers it works on, its options considered."""
         return self.makes
 
-    @property
-    def spec(self) -> WeightSpec | None:
-        """How it stores weights, what a format must hold; None: dense."""
-        return None
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        """How a layer that is stored as `before` will be stored after this pass, as far as can be said beforehand."""
+        return before
+
+    def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
+        """The ways to store the mask that it will give a layer of this shape; none where it gives none."""
+        return []
 
     @property
     def cache(self) -> CacheScheme | None:
@@ -140,15 +123,18 @@ class Zeros:
 
 @dataclass(frozen=True)
 class Solution:
-    """What becomes of a layer: a dense weight or codes, a mask (None: as before), a rounding of its inputs.
+    """What becomes of a layer.
 
-    zeros: what of it must be zero, and is looked after in the checkpoint.
+    weight: what replaces all parts of its weight: floats, codes, or parts; None: the parts stay as they are. added:
+    further parts. transforms: of its input, each in place of one of its own kind. mask: None: as before. zeros: what
+    must be zero, which is counted in the checkpoint.
     """
 
-    weight: Float[Tensor, "out in"] | Codes
+    weight: Weight | None = None
     mask: Bool[Tensor, "out in"] | None = None
-    activations: InputRounding | None = None
+    transforms: tuple[InputTransform, ...] = ()
     zeros: Zeros | None = None
+    added: tuple[WeightPart, ...] = ()
 
 
 @dataclass(frozen=True)

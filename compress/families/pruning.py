@@ -13,6 +13,7 @@ from compress.api.facts import Fact
 from compress.api.passes import Layer, LayerPass, Solution, Survey, Zeros
 from compress.families.allocation import Allocation, Uniform, read_allocation
 from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.positions import LARGEST_M, Sparsity
 
 
 class Pruning(BaseModel):
@@ -52,6 +53,17 @@ class Pruning(BaseModel):
         if self.pattern.n_of_m is not None:
             return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
         return 0.5 if self.sparsity is None else self.sparsity
+
+    def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
+        """The ways to store the mask that it will make, if no other pass prunes the layer too."""
+        rows, width = shape
+        if self.pattern.n_of_m is not None:
+            n, m = self.pattern.n_of_m
+            regular = Sparsity.regular(shape, n, m)
+            return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
+        kept = rows * width - round(self.zeros(shape, self.target_sparsity).due * rows * width)
+        one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
+        return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
 
     def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
         """What is owed to a layer of this shape at a sparsity."""

@@ -15,11 +15,13 @@ from typing_extensions import Self
 from compress.api.facts import Fact
 from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import Override, read_overrides
-from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution, WeightSpec
+from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
 from compress.errors import NumericError
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.codes import CodesScheme
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 
 def _grid(value: Any) -> Any:
@@ -165,11 +167,20 @@ class Quantizing(WeightGrid):
     def left_out(self) -> tuple[str, ...]:
         return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
 
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros)
+        found, rounding = before.with_parts(codes), self.rounding_scheme
+        return found if rounding is None else found.with_transform(rounding)
+
     @property
-    def spec(self) -> WeightSpec:
-        return WeightSpec(
-            self.grid, self.group_size, self.symmetric, self.indexed, self.input_grid, self.activation_scale
-        )
+    def rounding_scheme(self) -> RoundingScheme | None:
+        """How inputs are rounded; None: they are not."""
+        return None if self.input_grid is None else RoundingScheme(self.input_grid, self.activation_scale)
+
+    @property
+    def float_zeros(self) -> bool:
+        """Whether zero points need not be whole numbers."""
+        return False
 
     @property
     def indexed(self) -> bool:
@@ -196,12 +207,12 @@ class Quantizing(WeightGrid):
         Raises NumericError when a static scale is asked for and no calibration token reached the layer.
         """
         if self.input_grid is None or self.activation_scale == "token":
-            return None if self.input_grid is None else InputRounding(self.input_grid)
+            return None if self.input_grid is None else InputRounding.of(self.input_grid)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
         top = layer.inputs.absmax.max().reshape(1)
         scale, _ = self.input_grid.fit(-top, top, True, layer.storage)
-        return InputRounding(self.input_grid, scale.to(layer.storage))
+        return InputRounding.of(self.input_grid, scale.to(layer.storage))
 
 
 class QuantizingPass(Quantizing, LayerPass):
@@ -215,7 +226,8 @@ class QuantizingPass(Quantizing, LayerPass):
         return super().needs_data or any(step.watches() is not None for step in self.variants())
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        return Solution(self.codes(weight, seen, layer), activations=self.rounding(layer))
+        codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)
+        return Solution(codes, transforms=() if rounding is None else (rounding,))
 
     @abstractmethod
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:

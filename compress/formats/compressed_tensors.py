@@ -18,39 +18,46 @@ num_key_value_heads: compressed-tensors could not read those.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.errors import ModelError
-from compress.formats.base import CacheScheme, Format, Scheme, refuses_inputs
+from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
-from compress.formats.layouts.layout import Layout
+from compress.formats.layouts.layout import Layout, codes_of
 from compress.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments
-from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
-from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
+from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
 IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
-"""Layouts that transformers multiplies out in bfloat16."""
+"""Layouts that transformers dequantizes in bfloat16."""
 GROUPED = ("group", "tensor_group")
 INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
 """What `CACHE`, a `kv_cache_scheme`, says."""
+INPUT_SCALE = "input_scale"
+"""The stored name of a static scale of the inputs."""
 
 IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
 LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
 """The first that suits a scheme holds it."""
 
 
-def layout_of(scheme: Scheme) -> Layout | None:
+def layout_of(scheme: LayerScheme) -> Layout | None:
     """The layout for layers of a scheme; None where the family has none."""
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
@@ -59,47 +66,99 @@ class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
     name = "compressed-tensors"
-    input_names = {"activation_scale": "input_scale"}
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")
-        if reason is not None:
+        if reason is not None or scheme.plain:
             return reason
-        if scheme.float_zeros:
+        if scheme.codes is None:
+            return f"format {self.name} holds codes alone, not {scheme.text}; use format: native"
+        if scheme.codes.float_zeros:
             return f"zero points of format {self.name} are whole numbers; use zero_point: integer, or format: native"
         layout = layout_of(scheme)
         if layout is None:
-            name = scheme.coded.name
+            name = scheme.codes.grid.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
-        if scheme.activation_scale == "static" and not IN_BYTES.suits(scheme):
+        if scheme.rounding is not None and scheme.rounding.scale == "static" and not IN_BYTES.suits(scheme):
             return (
                 "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
                 "use activation_scale: token, or format: native"
             )
-        return layout.refuses(scheme, shape)
+        return layout.refuses(scheme)
 
-    def adapt(self, packed: PackedCodes) -> PackedCodes:
-        return self._layout(Scheme.of(packed, None)).adapt(packed)
+    def adapt(self, scheme: LayerScheme) -> LayerScheme:
+        layout = layout_of(scheme)
+        if layout is None:
+            return scheme
+        return scheme.with_parts(layout.adapt(codes_of(scheme), scheme.shape[1]))
 
-    def encode(self, packed: PackedCodes, activations: Grid | None) -> dict[str, Tensor]:
-        return self._layout(Scheme.of(packed, activations)).encode(packed)
+    def adapt_part(self, part: WeightPart) -> WeightPart:
+        layout = layout_of(LayerScheme(part.shape, (part.scheme,)))
+        return part if layout is None or not isinstance(part, CodesPart) else layout.adapt_part(part)
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        if isinstance(scheme.grid, IntGrid):  # others may have written int8 for integer inputs in words
-            return (IN_WORDS if "weight_packed" in tensors else IN_BYTES).decode(tensors, scheme)
-        return self._layout(scheme).decode(tensors, scheme)
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        found = self._layout(scheme).tensors(scheme)
+        static = scheme.rounding is not None and scheme.rounding.scale == "static"
+        return found | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
 
-    def _layout(self, scheme: Scheme) -> Layout:
+    def encode(
+        self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
+    ) -> dict[str, Tensor]:
+        (part,) = parts
+        assert isinstance(part, CodesPart)
+        scale = next((t.scale for t in transforms if isinstance(t, InputRounding)), None)
+        return self._layout(scheme).encode(part) | ({} if scale is None else {INPUT_SCALE: scale})
+
+    def decode(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        layout = self._layout(scheme)
+        if layout is IN_BYTES and "weight_packed" in tensors:  # other writers may store int8 in words
+            layout = IN_WORDS
+        specs = layout.tensors(scheme)
+        static = scheme.rounding is not None and scheme.rounding.scale == "static"
+        specs |= {INPUT_SCALE: TensorSpec((1,))} if static else {}
+        known = checked(specs, tensors, "")
+        transforms = []
+        if scheme.rounding is not None:
+            scale = known.get(INPUT_SCALE)
+            transforms.append(InputRounding(scheme.rounding, scheme.shape, {"scale": scale}))
+        return [layout.decode(known, scheme)], transforms
+
+    def _layout(self, scheme: LayerScheme) -> Layout:
         layout = layout_of(scheme)
         assert layout is not None, "refuses was not asked"
         return layout
+
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+        layout = layout_of(scheme)
+        return torch.bfloat16 if layout is not None and layout.name in IN_BFLOAT16 else dtype
+
+    def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
+        coded = [layer for layer in layers if not layer.scheme.plain]
+        if any(layer.transposed for layer in coded):
+            return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+        if coded and any(layer.expert and layer.scheme.plain for layer in layers):
+            return "transformers does not read experts that are dense where anything else is quantized"
+        codes = [codes_of(layer.scheme) for layer in coded]
+        kinds = {(one.grid, one.group_size) for one in codes}
+        inside = [layer.scheme for layer in coded if layer.expert]
+        if inside and not _readable_experts(inside, len(kinds)):
+            return "transformers reads experts only when packed, all in one way, without zero points or rounded inputs"
+        if len(kinds) > 1 and any(not one.symmetric for one in codes):
+            return "transformers cannot load zero points where layers differ in bits or group size"
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
+            return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
+        if importlib.util.find_spec("compressed_tensors") is None:
+            return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
+        return None
 
     def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
         heads = getattr(model.get_text_config(decoder=True), "num_key_value_heads", None)
         return scheme == SERVED and heads is not None
 
     def config(
-        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
         groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
         for name, scheme in schemes.items():
@@ -126,16 +185,16 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        zeros = any(not scheme.symmetric and scheme.activations is None for scheme in schemes.values())
+        zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 shapes packed zero points wrongly, and leaves 4-bit floats in bfloat16 whatever the
             # model's dtype is, unless it multiplies the weights out while loading (which it does for one scheme only).
             found["run_compressed"] = False
         return found
 
-    def _group(self, scheme: Scheme) -> dict[str, Any]:
+    def _group(self, scheme: LayerScheme) -> dict[str, Any]:
         layout = self._layout(scheme)
-        inputs = None if scheme.activations is None else input_arguments(scheme)
+        inputs = None if scheme.rounding is None else input_arguments(scheme)
         weights = layout.weight_arguments(scheme)
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
 
@@ -150,25 +209,36 @@ class CompressedTensors(Format):
         grid = INPUTS[record["type"]]
         return CacheScheme(grid, grid, "static")
 
-    def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
-        found: dict[str, Scheme] = {}
-        layouts = {layout.name: layout for layout in LAYOUTS}
+    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
+        found: dict[str, LayerScheme] = {}
         for group in config["config_groups"].values():
-            weights, inputs = group["weights"], group.get("input_activations")
-            name = group.get("format") or config["format"]
-            if name not in layouts:
-                known = ", ".join(layouts)
-                raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
-            layout = layouts[name]
-            scheme = Scheme(
-                layout.grid_of(weights),
-                weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"],
-                weights["symmetric"],
-                activations=None if inputs is None else INPUTS[inputs["type"]],
-                activation_scale="token" if inputs is None or inputs["dynamic"] else "static",
-            )
+            codes, transforms = _components(group, config)
             everywhere = "Linear" in group["targets"]
-            targets = set(group["targets"])
-            ignored = set(config.get("ignore", []))
-            found |= {name: scheme for name in names if name in targets or (everywhere and name not in ignored)}
+            targets, ignored = set(group["targets"]), set(config.get("ignore", []))
+            chosen = [name for name in shapes if name in targets or (everywhere and name not in ignored)]
+            found |= {name: LayerScheme(shapes[name], (codes,), transforms) for name in chosen}
         return found
+
+
+def _components(
+    group: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:  # fmt: skip
+    """What a config group says of its layers. Raises ModelError for a layout that is not known."""
+    weights, inputs = group["weights"], group.get("input_activations")
+    layouts = {layout.name: layout for layout in LAYOUTS}
+    name = group.get("format") or config["format"]
+    if name not in layouts:
+        known = ", ".join(layouts)
+        raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+    size = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"]
+    codes = CodesScheme(layouts[name].grid_of(weights), size, weights["symmetric"])
+    if inputs is None:
+        return codes, ()
+    return codes, (RoundingScheme(INPUTS[inputs["type"]], "token" if inputs["dynamic"] else "static"),)
+
+
+def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:
+    """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
+    codes = [codes_of(scheme) for scheme in schemes]
+    plain = all(one.symmetric and not one.indexed for one in codes) and all(s.rounding is None for s in schemes)
+    return kinds == 1 and plain and all(isinstance(one.grid, IntGrid) for one in codes)

@@ -7,14 +7,14 @@ Holds every grid; nothing is smaller than before, which is what this format is f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from compress.formats.base import CacheScheme, Format, Scheme
-from compress.numerics.quant.grids import Grid
-from compress.numerics.quant.packed import PackedCodes
+from compress.formats.base import CacheScheme, Format
+from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.layer import LayerScheme
 
 
 class Dense(Format):
@@ -22,24 +22,31 @@ class Dense(Format):
 
     name = "dense"
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        if scheme.activations is not None:
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        if scheme.rounding is not None:
             return "format dense cannot say that activations are rounded; use format: compressed-tensors"
         return None
 
-    def adapt(self, packed: PackedCodes) -> PackedCodes | None:
+    def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
         return None
 
-    def encode(self, packed: PackedCodes, activations: Grid | None) -> dict[str, Tensor]:
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         raise AssertionError("layers are multiplied out before they reach this format")
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
+    def encode(
+        self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
+    ) -> dict[str, Tensor]:
+        raise AssertionError("layers are multiplied out before they reach this format")
+
+    def decode(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         raise AssertionError("this format holds no codes")
 
     def config(
-        self, schemes: Mapping[str, Scheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
         return None
 
-    def schemes(self, config: Mapping[str, Any], names: list[str]) -> dict[str, Scheme]:
+    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
         return {}

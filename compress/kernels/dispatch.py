@@ -1,40 +1,89 @@
-"""Which kernel computes a layer that is held packed or sparse: the first registered one that supports the call.
+"""Which kernel computes a part of a layer: the first that supports the call; plain torch computes the others.
 
-The reference computes what none of them supports.
+A kernel is a file of this folder that defines `KERNEL`; it is found by its file. It is given the rounding of the inputs
+together with the weights, so that an integer kernel sees integers and not the values that these stand for.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.kernels import reference
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import SparseWeight
+from compress import kernels
+
+
+class RoundingLike(Protocol):
+    """How the inputs are rounded (`weights.transforms.rounding`)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The values that the rounded inputs stand for, in the dtype of x."""
+        ...
+
+
+class Part(Protocol):
+    """A part of a weight (`weights.base.WeightPart`), as kernels see it."""
+
+    kind: Any
+    scheme: Any
+    shape: tuple[int, int]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        ...
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias in plain torch."""
+        ...
+
+    def prepared(self, kernel: Kernel) -> Any:
+        """What `kernel.prepare` made of it, once."""
+        ...
 
 
 class Kernel(Protocol):
-    """A faster way to compute x W^T + bias from packed codes of all weights (`kept` is None)."""
+    """A faster way to compute x W^T + bias for some kinds of parts."""
 
-    def supports(self, x: Tensor, packed: PackedCodes) -> bool:
-        """Whether this kernel can compute this call (device, dtype, bits, group size)."""
+    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+        """Whether this kernel can compute this call (kind, device, dtype, bits, group size, rounding)."""
         ...
 
-    def linear(self, x: Tensor, packed: PackedCodes, bias: Tensor | None) -> Tensor:
-        """x W^T + bias, equal to the reference up to float rounding."""
+    def prepare(self, part: Part) -> Any:
+        """Bring the weights into the layout that the kernel streams; called once per part."""
+        ...
+
+    def product(
+        self, x: Tensor, part: Part, prepared: Any, rounding: RoundingLike | None, bias: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """rounding(x) W^T + bias, equal to the reference up to float rounding."""
         ...
 
 
-KERNELS: list[Kernel] = []
-"""Registered kernels, fastest first; empty until a backend adds its own."""
+def find_kernels() -> list[Kernel]:
+    """Import the kernels of this folder, in the order of their file names."""
+    modules = [importlib.import_module(f"{kernels.__name__}.{f.name}") for f in pkgutil.iter_modules(kernels.__path__)
+               if f.name not in ("dispatch", "reference")]  # fmt: skip
+    return [module.KERNEL for module in modules]
 
 
-def linear(x: Tensor, weight: PackedCodes | SparseWeight, bias: Tensor | None) -> Tensor:
-    """x W^T + bias by the fastest kernel that supports the call; kept weights alone are the reference's."""
-    if isinstance(weight, SparseWeight) or weight.kept is not None:
-        return reference.linear(x, weight, bias)
-    for kernel in KERNELS:
-        if kernel.supports(x, weight):
-            return kernel.linear(x, weight, bias)
-    return reference.linear(x, weight, bias)
+KERNELS: list[Kernel] = find_kernels()
+"""All kernels; the first that supports a call computes it."""
+
+
+def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
+    """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
+    total: Tensor | None = None
+    rounded: Tensor | None = None
+    for part in parts:
+        kernel = next((kernel for kernel in KERNELS if kernel.supports(part, x, rounding)), None)
+        if kernel is not None:
+            y = kernel.product(x, part, part.prepared(kernel), rounding, bias)
+        else:
+            rounded = (x if rounding is None else rounding(x)) if rounded is None else rounded
+            y = part.product(rounded, bias)
+        total, bias = y if total is None else total + y, None  # the bias goes with the first part
+    assert total is not None, "a layer has one part at least"
+    return total

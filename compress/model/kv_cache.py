@@ -27,7 +27,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from compress.formats.base import CacheScheme, Format
 from compress.numerics.quant.fake import straight
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.transforms.rounding import InputRounding
 
 NAMES = ("past_key_values", "past_key_value", "layer_past")
 """What transformers calls a cache among the arguments of an attention."""
@@ -173,7 +173,7 @@ def roundings(module: nn.Module) -> tuple[InputRounding | None, InputRounding | 
         return None, None
     scales = (getattr(module, name) for name in SCALES)
     pairs = zip(scheme.grids, scales, strict=True)
-    of_keys, of_values = (g and InputRounding(g, scale, symmetric=scheme.symmetric) for g, scale in pairs)
+    of_keys, of_values = (g and InputRounding.of(g, scale, symmetric=scheme.symmetric) for g, scale in pairs)
     return of_keys, of_values
 
 

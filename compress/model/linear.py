@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,60 +12,53 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import NumericError
-from compress.formats.base import Scheme
-from compress.kernels import dispatch, reference
+from compress.kernels import dispatch
 from compress.numerics.quant.codes import Codes
-from compress.numerics.quant.grids import Grid
-from compress.numerics.quant.inputs import InputRounding
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import Kept, SparseWeight, Sparsity
+from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.weights.base import InputTransform, WeightPart
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.layer import LayerScheme, layer_tensors
+from compress.weights.sparse import SparsePart
+from compress.weights.transforms.permutation import Permutation
+from compress.weights.transforms.rounding import InputRounding
+from compress.weights.transforms.scale import Scale
 
 LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
-PACKED = ("words", "scale", "zero", "group_index", "shared")
-"""The tensors of packed codes, which a layer holds as buffers of the same names."""
+Weight = Tensor | Codes | WeightPart | Sequence[WeightPart]
+"""What can become the weight of a layer."""
 
 
-INPUT_TENSORS = ("input_permutation", "input_scale", "activation_scale", "outliers")
-"""Tensors that say how inputs are treated, by the names that layers and schemes know them under."""
-
-
-Held = Tensor | PackedCodes | SparseWeight
-"""A weight as a layer holds it: dense, in codes (of all weights or of kept ones), or by its kept weights alone."""
+def parts_of(weight: Weight) -> list[WeightPart]:
+    """The parts of a weight that is given as floats, as codes, or in parts."""
+    if isinstance(weight, Tensor):
+        return [DensePart.of(weight)]
+    if isinstance(weight, Codes):
+        return [CodesPart.of(weight)]
+    return [weight] if isinstance(weight, WeightPart) else list(weight)
 
 
 class CompressedLinear(nn.Module):
-    """y = W q(x[p] / s) + bias: inputs in an order p, divided by scales s, rounded by q; W dense, in codes, or sparse.
+    """y = sum over parts of part.product(t(x)) + bias, with t the transforms of the input in order.
 
     Weights are always seen as [out, in]. `transposed` remembers that the dense original stores [in, out]. `weight` is
-    what x[p] / s is multiplied by: its columns, the scales and all else that is said of inputs have the order p, where
-    there is one. activations: the grid of q, None where inputs are not rounded. A mask says which weights pruning has
-    kept, however the weight is held; it is packed.
+    what t(x) is multiplied by: its columns have the order that a permutation among the transforms gives them. A mask
+    says which weights pruning has kept, however the weight is stored; it is packed.
     """
 
-    kept: Tensor | None
-    dense: Tensor | None
-    values: Tensor | None
-    words: Tensor | None
-    scale: Tensor | None
-    zero: Tensor | None
-    group_index: Tensor | None
-    shared: Tensor | None
-    input_permutation: Tensor | None
-    input_scale: Tensor | None
-    activation_scale: Tensor | None
-    outliers: Tensor | None
+    parts: nn.ModuleList
+    transforms: nn.ModuleList
+    mask_words: Tensor | None
 
-    def __init__(self, weight: Tensor | PackedCodes, bias: Tensor | None, transposed: bool = False) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
         self.transposed = transposed
-        self.activations: Grid | None = None
-        self.outlier_threshold: float | None = None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        for name in ("kept", "dense", "values", *PACKED, *INPUT_TENSORS):
-            self.register_buffer(name, None)
-        self._facts: dict[str, Any] = {}
+        self.register_buffer("mask_words", None)
+        self.sparsity: Sparsity | None = None  # of the mask
+        self.parts, self.transforms = nn.ModuleList(), nn.ModuleList()
         self.put(weight)
 
     @classmethod
@@ -80,45 +72,88 @@ class CompressedLinear(nn.Module):
         bias = None if module.bias is None else module.bias.detach()
         return cls(weight.T if transposed else weight, bias, transposed)
 
-    def put(self, weight: Held | Codes, mask: Bool[Tensor, "out in"] | None = None) -> None:
-        """Replace the weight [out, in]. A mask once set stays unless another is given, or kept weights bring theirs."""
-        held = PackedCodes.of(weight) if isinstance(weight, Codes) else weight
-        own = None if isinstance(held, Tensor) else held.kept
-        kept = own
-        if own is None:
-            kept = self.positions if mask is None else Kept.of(mask)
-        shape = held.shape[0], held.shape[1]
-        assert kept is None or kept.shape == shape, "the mask is that of another weight"
-        self._facts = {"shape": shape, "alone": own is not None, "sparsity": None if kept is None else kept.sparsity}
-        self.kept = None if kept is None else kept.words
-        self.dense = held if isinstance(held, Tensor) else None
-        self.values = held.values if isinstance(held, SparseWeight) else None
-        for name in PACKED:
-            setattr(self, name, getattr(held, name) if isinstance(held, PackedCodes) else None)
-        if isinstance(held, PackedCodes):
-            self._facts |= {"grid": held.grid, "group_size": held.group_size}
+    # The weight
+
+    def put(self, weight: Weight, mask: Bool[Tensor, "out in"] | None = None) -> None:
+        """Replace the weight [out, in]. A mask once set stays unless another is given, or a part brings its own."""
+        parts = parts_of(weight)
+        own = next((part.kept for part in parts if part.kept is not None), None)
+        kept = own or (self.positions if mask is None else Kept.of(mask))
+        assert kept is None or kept.shape == parts[0].shape, "the mask is that of another weight"
+        self.mask_words = None if kept is None or own is not None else kept.words
+        self.sparsity = None if kept is None else kept.sparsity
+        self.parts = nn.ModuleList(parts)
+
+    def change_parts(self, change: Callable[[WeightPart], WeightPart]) -> None:
+        """Replace every part by change(part)."""
+        self.put([change(part) for part in self.all_parts])
 
     @property
-    def held(self) -> Held:
-        """The weight as it is held."""
-        if self.dense is not None:
-            return self.dense
-        kept = self.positions if self._facts["alone"] else None
-        if self.values is not None:
-            assert kept is not None
-            return SparseWeight(self.values, kept)
-        facts = {name: self._facts[name] for name in ("grid", "group_size", "shape")}
-        return PackedCodes(**{name: getattr(self, name) for name in PACKED}, **facts, kept=kept)
+    def all_parts(self) -> list[WeightPart]:
+        """The parts of the weight."""
+        return list(self.parts)  # type: ignore[arg-type]
 
     @property
-    def packed(self) -> PackedCodes | None:
-        """The packed codes, or None while the weight is in floats."""
-        return held if isinstance(held := self.held, PackedCodes) else None
+    def weight(self) -> Float[Tensor, "out in"]:
+        """The weight that the layer multiplies by, dense, in the dtype of the first part."""
+        return self.weight_as(self.all_parts[0].dtype)
+
+    def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        """The weight computed in `dtype`."""
+        first, *others = self.all_parts
+        found = first.dense(dtype)
+        for part in others:
+            found = found + part.dense(dtype)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        return self.all_parts[0].shape
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any part holds codes."""
+        return any(part.scheme.quantized for part in self.all_parts)
+
+    @property
+    def codes(self) -> CodesPart | None:
+        """The codes of a layer whose weight is nothing else; None for others."""
+        only = self.all_parts[0] if len(self.parts) == 1 else None
+        return only if isinstance(only, CodesPart) else None
+
+    @property
+    def scheme(self) -> LayerScheme:
+        """How the layer is stored."""
+        parts = tuple(part.scheme for part in self.all_parts)
+        return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of parts and transforms by their names in format native."""
+        return layer_tensors(self.all_parts, self.all_transforms, self.scheme.prefixes)
+
+    def read(self, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]) -> None:
+        """Become the layer that was stored."""
+        self.put(parts)
+        self.transforms = nn.ModuleList(transforms)
+
+    def sha256(self) -> str:
+        """A digest of parts and transforms with their tensors."""
+        digest = hashlib.sha256()
+        for component in (*self.all_parts, *self.all_transforms):
+            digest.update(component.sha256().encode())
+        return digest.hexdigest()
+
+    # The mask
 
     @property
     def positions(self) -> Kept | None:
-        """The mask as it is held."""
-        return None if self.kept is None else Kept(self.kept, self._facts["sparsity"], self.shape)
+        """The mask, packed."""
+        own = next((part.kept for part in self.all_parts if part.kept is not None), None)
+        if own is not None or self.mask_words is None:
+            return own
+        assert self.sparsity is not None
+        return Kept(self.mask_words, self.sparsity, self.shape)
 
     @property
     def mask(self) -> Bool[Tensor, "out in"] | None:
@@ -126,151 +161,120 @@ class CompressedLinear(nn.Module):
         positions = self.positions
         return None if positions is None else positions.mask()
 
-    def hold_kept(self, sparsity: Sparsity) -> None:
-        """Hold the kept weights alone from now on; sparsity: one of those that the mask has (`sparsities`).
+    def store_kept(self, sparsity: Sparsity) -> None:
+        """Store the kept weights alone from now on; sparsity: one of those that the mask has (`sparsities`).
 
         Raises NumericError when a weight outside of the mask is not zero.
         """
-        mask, held, before = self.mask, self.held, int(self.weight.count_nonzero())
+        mask, (part,), before = self.mask, self.all_parts, int(self.weight.count_nonzero())
         assert mask is not None
-        assert not self._facts["alone"]
-        kept = Kept.of(mask, sparsity.n_of_m)
-        self.put(held.only(kept) if isinstance(held, PackedCodes) else SparseWeight.of(self.weight, kept))
+        assert part.kept is None
+        self.put(SparsePart.of(part, Kept.of(mask, sparsity.n_of_m)))
         if int(self.weight.count_nonzero()) != before:
             raise NumericError("weights that were pruned are no longer zero")
+
+    # The input
+
+    @property
+    def all_transforms(self) -> list[InputTransform]:
+        """The transforms of the input, in the order in which they are applied."""
+        return list(self.transforms)  # type: ignore[arg-type]
+
+    def transform_of(self, kind: type[Any]) -> Any:
+        """The transform of a class, or None."""
+        return next((t for t in self.transforms if isinstance(t, kind)), None)
+
+    def set_transform(self, transform: InputTransform) -> None:
+        """Add a transform, in its place among the others; it replaces one of its own kind."""
+        transform.shape = self.shape
+        others = [t for t in self.all_transforms if t.kind != transform.kind]
+        self.transforms = nn.ModuleList(sorted([*others, transform], key=lambda t: t.rank))
+
+    def drop_transform(self, transform: InputTransform) -> None:
+        """Take a transform away."""
+        self.transforms = nn.ModuleList(t for t in self.all_transforms if t is not transform)
+
+    @property
+    def rounding(self) -> InputRounding | None:
+        """How inputs are rounded."""
+        return self.transform_of(InputRounding)
+
+    def round_inputs(self, rounding: InputRounding | None) -> None:
+        """Round inputs from now on in this way, or not at all."""
+        before = self.rounding
+        if before is not None:
+            self.drop_transform(before)
+        if rounding is not None:
+            self.set_transform(rounding)
+
+    @property
+    def input_permutation(self) -> Int[Tensor, " in"] | None:
+        """The order that inputs are put in; None where they stay."""
+        permutation = self.transform_of(Permutation)
+        return None if permutation is None else permutation.order
 
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
         """Multiply the columns of the dense weight by `scale` and divide the inputs by it: the same function.
 
         For scales that cannot be folded into what writes the input. Kept in float32; factors of several calls multiply.
         """
-        assert self.packed is None, "codes cannot be rescaled; passes that do so come before quantizing ones"
-        weight = self.weight
+        assert not self.quantized, "codes cannot be rescaled; passes that do so come before quantizing ones"
+        weight, before = self.weight, self.transform_of(Scale)
         scale = scale.detach().to(weight.device, torch.float32)
         self.put((weight.float() * scale).to(weight.dtype))
-        self.input_scale = scale if self.input_scale is None else self.input_scale * scale
+        self.set_transform(Scale.of(scale if before is None else before.scale * scale, self.shape))
 
     def permute_input(self, order: Int[Tensor, " in"]) -> None:
         """Put the columns of the dense weight, and inputs, in another order, number order[j] at j: the same function.
 
         For permutations that cannot be folded into what writes the input; those of several calls are combined.
         """
-        assert self.packed is None, "codes cannot be permuted; passes that do so come before quantizing ones"
+        assert not self.quantized, "codes cannot be permuted; passes that do so come before quantizing ones"
         before = self.input_permutation
         self._order_columns(order)
-        self.input_permutation = (order if before is None else before[order]).to(torch.int32)
-
-    def absorb_input_permutation(self) -> None:
-        """Put the columns of the weight back to the order of the inputs; codes become dense, a mask moves along."""
-        if self.input_permutation is not None:
-            self._order_columns(self.input_permutation.argsort())
-            self.input_permutation = None
+        self.set_transform(Permutation.of(order if before is None else before[order], self.shape))
 
     def _order_columns(self, order: Int[Tensor, " in"]) -> None:
-        """Put the columns, and what belongs to each, in another order."""
+        """Put the columns, and what belongs to each, in another order; codes become dense."""
         mask = self.mask
         self.put(self.weight[:, order].contiguous(), None if mask is None else mask[:, order])
-        for name in ("input_scale", "outliers"):
-            tensor = getattr(self, name)
-            setattr(self, name, None if tensor is None else tensor[order])
+        self.transforms = nn.ModuleList(
+            t if isinstance(t, Permutation) else t.permuted(order) for t in self.all_transforms
+        )
 
-    def absorb_input_scale(self) -> None:
+    def absorb_permutation(self) -> None:
+        """Put the columns of the weight back to the order of the inputs; codes become dense, a mask moves along."""
+        permutation = self.transform_of(Permutation)
+        if permutation is not None:
+            self._order_columns(permutation.order.argsort())
+            self.drop_transform(permutation)
+
+    def absorb_scale(self) -> None:
         """Divide the columns of the weight by the scale of the inputs, which is dropped; codes become dense."""
-        if self.input_scale is not None:
-            weight = self.weight
-            self.put((weight.float() / self.input_scale).to(weight.dtype))
-            self.input_scale = None
+        scale = self.transform_of(Scale)
+        if scale is not None:
+            self.put(scale.absorbed(self.weight))
+            self.drop_transform(scale)
 
     def absorb_inputs(self) -> None:
         """Take back all that is done to inputs but their rounding: the same function, its weight dense."""
-        self.absorb_input_permutation()
-        self.absorb_input_scale()
-
-    @property
-    def rounding(self) -> InputRounding | None:
-        """How inputs are rounded."""
-        if self.activations is None:
-            return None
-        return InputRounding(self.activations, self.activation_scale, self.outlier_threshold, self.outliers)
-
-    def round_inputs(self, rounding: InputRounding | None) -> None:
-        """Round inputs from now on in this way, or not at all."""
-        self.activations = None if rounding is None else rounding.grid
-        self.activation_scale = None if rounding is None else rounding.scale
-        self.outlier_threshold = None if rounding is None else rounding.threshold
-        self.outliers = None if rounding is None else rounding.columns
-
-    def input_tensors(self) -> dict[str, Tensor]:
-        """The tensors that say how inputs are treated, those that there are."""
-        return {name: t for name in INPUT_TENSORS if (t := getattr(self, name)) is not None}
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """How the layer is stored, or None while the weight is dense."""
-        held = self.held
-        if isinstance(held, Tensor):
-            return None
-        return replace(
-            Scheme.of(held, self.activations),
-            activation_scale="token" if self.activation_scale is None else "static",
-            outlier_threshold=self.outlier_threshold,
-            outlier_columns=self.outliers is not None,
-            input_scaled=self.input_scale is not None,
-            input_permuted=self.input_permutation is not None,
-        )
-
-    def read(self, weight: PackedCodes | SparseWeight, scheme: Scheme, tensors: Mapping[str, Tensor]) -> None:
-        """Become the layer that was stored; tensors: `input_tensors` of the scheme by name."""
-        self.put(weight)
-        self.activations, self.outlier_threshold = scheme.activations, scheme.outlier_threshold
-        for name in INPUT_TENSORS:
-            setattr(self, name, tensors.get(name))
-
-    def sha256(self) -> str | None:
-        """A digest of the weight (codes, scales, mask) and all that is done to inputs; None while it is dense."""
-        held = self.held
-        if isinstance(held, Tensor):
-            return None
-        digest = hashlib.sha256(f"{held.sha256()} {self.outlier_threshold}".encode())
-        for name, tensor in self.input_tensors().items():
-            digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
-
-    @property
-    def weight(self) -> Float[Tensor, "out in"]:
-        """The weight that the layer multiplies by, dense, in the dtype of the weights or of the scales."""
-        return self.weight_as(self.held.dtype)
-
-    def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        """The weight computed in `dtype`."""
-        held = self.held
-        return held.to(dtype) if isinstance(held, Tensor) else reference.dense_weight(held, dtype)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self._facts["shape"]
+        self.absorb_permutation()
+        for transform in reversed([t for t in self.all_transforms if t.linear]):
+            self.put(transform.absorbed(self.weight))
+            self.drop_transform(transform)
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """The inputs as the weight sees them: in its order, divided by their scale, in their own dtype."""
-        if self.input_permutation is not None:
-            x = x.index_select(-1, self.input_permutation)
-        return x if self.input_scale is None else (x / self.input_scale).to(x.dtype)
+        """The inputs as the weight sees them, not rounded."""
+        for transform in self.transforms:
+            x = x if isinstance(transform, InputRounding) else transform(x)
+        return x
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        x, rounding = self.transform(x), self.rounding
-        if rounding is not None:
-            x = rounding(x)
-        held = self.held
-        if isinstance(held, Tensor):
-            return nn.functional.linear(x, held, self.bias)
-        return dispatch.linear(x, held, self.bias)
+        return dispatch.linear(self.transform(x), self.all_parts, self.rounding, self.bias)
 
     def extra_repr(self) -> str:
         rows, width = self.shape
-        kind = self._facts["grid"].name if "grid" in self._facts else "floats" if self._facts["alone"] else "dense"
-        stored = f", {self._facts['sparsity'].text}" if self._facts["alone"] else ""
-        return f"in={width}, out={rows}, {kind}{stored}" + (", masked" if self.kept is not None else "")
+        return f"in={width}, out={rows}, {self.scheme.text}" + (", masked" if self.positions is not None else "")
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:

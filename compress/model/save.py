@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
 from compress.numerics.dtypes import dtype_name
-from compress.numerics.sparse.positions import SparsePolicy, SparseWeight, Sparsity, choose, sparsities
+from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
 
 OUTSIDE = "outside"
 
 
-def hold_as_stored(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
-    """Let every pruned linear of the block `name` hold its kept weights alone where they will be stored so.
+def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
+    """Let every pruned linear of the block `name` store its kept weights alone where the policy says so.
 
     Raises NumericError when a weight that was pruned is no longer zero.
     """
@@ -33,17 +32,15 @@ def hold_as_stored(name: str, module: nn.Module, storage: torch.dtype, policy: S
         sparsity = stored_sparsity(layer, storage, policy)
         try:
             if sparsity is not None:
-                layer.hold_kept(sparsity)
+                layer.store_kept(sparsity)
         except NumericError as error:
             raise NumericError(f"{name}.{child_name}: {error}") from error
 
 
 def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
-    """How the layer's kept weights will be stored alone; None where they will not be."""
+    """How the layer's kept weights will be stored alone; None where they will not be, or are already."""
     mask = layer.mask if policy != "off" else None
-    if mask is None:
-        return None
-    return choose(sparsities(mask), layer.shape, storage if layer.packed is None else layer.packed.grid.bits, policy)
+    return None if mask is None else layer.scheme.stored_sparsity(sparsities(mask), storage, policy)
 
 
 def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
@@ -63,16 +60,14 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
 
 def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one compressed linear by their names inside the module."""
-    held = layer.held
-    if isinstance(held, Tensor):
-        assert layer.input_permutation is None, "an order of inputs is taken back before a layer is stored dense"
-        found = {"weight": _stored(held.T if layer.transposed else held, storage)}
+    scheme = layer.scheme
+    if format_.adapt(scheme) is None or scheme.plain:
+        assert scheme.maps_inputs is None, "transforms of inputs are taken back before a layer is stored dense"
+        weight = layer.weight
+        found = {"weight": _stored(weight.T if layer.transposed else weight, storage)}
     else:
-        if isinstance(held, SparseWeight):
-            found = format_.encode_floats(replace(held, values=_stored(held.values, storage)))
-        else:
-            found = format_.encode(held.in_storage(storage), layer.activations)
-        found |= {format_.input_names[name]: tensor for name, tensor in layer.input_tensors().items()}
+        parts = [part.in_storage(storage) for part in layer.all_parts]
+        found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
         found["bias"] = _stored(layer.bias, storage)
     return found

@@ -104,7 +104,7 @@ class ChannelPermutation(BlockPass):
         """Put the channels between sources and readers in order; the reason where that could not be done."""
         for name in link.sources:
             source = block.get_submodule(name)
-            if isinstance(source, CompressedLinear) and source.packed is not None:
+            if isinstance(source, CompressedLinear) and source.quantized:
                 return f"{name}, which writes its input, is quantized already"
         runs = link.runs(self.pattern.span)
         if runs is None:

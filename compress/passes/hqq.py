@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.api.observers import Nothing
-from compress.api.passes import Layer, WeightSpec
+from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.quant.codes import Codes, fit, grouped, spread, store
 from compress.numerics.quant.grids import IntGrid
@@ -51,8 +50,8 @@ class HQQ(QuantizingPass):
             raise ValueError("zero_point: float has no meaning without zero points; add symmetric: false")
 
     @property
-    def spec(self) -> WeightSpec:
-        return replace(super().spec, float_zeros=self.zero_point == "float")
+    def float_zeros(self) -> bool:
+        return self.zero_point == "float"
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         return 12 * 4 * shape[0] * shape[1]  # weight, mask, codes, error and target, with parts of each

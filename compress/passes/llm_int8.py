@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.api.observers import Observer, OutlierFrequency
-from compress.api.passes import Layer, WeightSpec
+from compress.api.passes import Layer
 from compress.errors import NumericError
 from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
 from compress.numerics.quant.codes import Codes, quantize
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 THRESHOLD = 6.0  # section 3.2: magnitudes from which a feature is an outlier; all of those of a 6.7B model are above
 
@@ -55,12 +55,10 @@ class LLMInt8(QuantizingPass):
             raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
 
     @property
-    def spec(self) -> WeightSpec:
-        threshold = self.threshold if self.outliers == "runtime" else None
-        return WeightSpec(
-            self.grid, self.group_size, self.symmetric, False, self.input_grid, "token", threshold,
-            self.outliers == "calibrated",
-        )  # fmt: skip
+    def rounding_scheme(self) -> RoundingScheme | None:
+        assert self.input_grid is not None
+        calibrated = self.outliers == "calibrated"
+        return RoundingScheme(self.input_grid, "token", None if calibrated else self.threshold, calibrated)
 
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
         return partial(OutlierFrequency, threshold=self.threshold) if self.outliers == "calibrated" else None
@@ -68,12 +66,12 @@ class LLMInt8(QuantizingPass):
     def rounding(self, layer: Layer) -> InputRounding:
         assert self.input_grid is not None
         if self.outliers == "runtime":
-            return InputRounding(self.input_grid, threshold=self.threshold)
+            return InputRounding.of(self.input_grid, threshold=self.threshold)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
         columns = layer.inputs.frequency > self.token_share
         layer.log("note", "input columns that are multiplied unrounded", columns=int(columns.sum()))
-        return InputRounding(self.input_grid, columns=columns)
+        return InputRounding.of(self.input_grid, columns=columns)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
         return quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, dtype=layer.storage)

@@ -14,12 +14,12 @@ from compress.api.options import OF_THE_WHOLE
 from compress.families.quantizing import Quantizing
 from compress.families.training import TrainingPass
 from compress.model.linear import CompressedLinear
-from compress.numerics.quant.inputs import InputRounding
 from compress.numerics.quant.rounding import GridOptions
 from compress.stream.install import adapt
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student, trainable
+from compress.weights.transforms.rounding import InputRounding
 
 
 class QAT(Quantizing, TrainingPass):
@@ -72,7 +72,7 @@ class QAT(Quantizing, TrainingPass):
     def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
         """How the weight of a layer is trained; own: the options that it has."""
         if own.input_grid is not None:
-            layer.round_inputs(InputRounding(own.input_grid))
+            layer.round_inputs(InputRounding.of(own.input_grid))
         rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage)
         if own.grid.scaling.free and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())

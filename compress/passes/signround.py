@@ -19,9 +19,9 @@ from compress.families.reconstruction import ErrorName, block_error
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import quantize
-from compress.numerics.quant.inputs import InputRounding
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
+from compress.weights.transforms.rounding import InputRounding
 
 RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
 
@@ -82,7 +82,8 @@ class SignRound(Quantizing, BlockPass):
             log("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
-            inputs.put(name, Solution(item, activations=roundings[name]))
+            rounding = roundings[name]
+            inputs.put(name, Solution(item, transforms=() if rounding is None else (rounding,)))
 
     def _target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
         return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)

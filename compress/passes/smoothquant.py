@@ -18,7 +18,7 @@ from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.transforms.rounding import InputRounding
 
 SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
 Equalize = Callable[[Tensor], Tensor]
@@ -137,7 +137,7 @@ def rounded_error(
 ) -> float:
     """||Q(X / s) Q(W s)^T - X W^T||^2 / ||X W^T||^2 with int8 per token and per row (W8A8)."""
     grid = GRIDS["int8"]
-    found = InputRounding(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
+    found = InputRounding.of(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
     return float((found - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
 
 

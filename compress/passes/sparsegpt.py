@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.api.facts import Fact
 from compress.api.observers import Gram, Observer
-from compress.api.passes import Layer, LayerPass, Solution, WeightSpec, Zeros
+from compress.api.passes import Layer, LayerPass, Solution, Zeros
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
 from compress.numerics.linalg import DAMPING
@@ -21,6 +21,8 @@ from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.sparsifying import Sparsifying, order_by
+from compress.weights.codes import CodesScheme
+from compress.weights.layer import LayerScheme
 
 PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
 GROUP_SIZE = 64  # as the quantizing passes
@@ -93,11 +95,10 @@ class SparseGPT(PruningPass):
             return self.group_size
         return (GRIDS[self.weights].group_size if self.weights is not None else None) or GROUP_SIZE
 
-    @property
-    def spec(self) -> WeightSpec | None:
-        return (
-            None if self.weights is None else WeightSpec(GRIDS[self.weights], self.groups, self.symmetric, False, None)
-        )
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        if self.weights is None:
+            return before
+        return before.with_parts(CodesScheme(GRIDS[self.weights], self.groups, self.symmetric))
 
     def facts(self) -> frozenset[Fact]:
         rounded: frozenset[Fact] = frozenset({"quantized"})

@@ -16,7 +16,6 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Sample
 from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step
 from compress.data.ids import extent
-from compress.formats.base import Scheme
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
@@ -26,14 +25,15 @@ from compress.numerics.quant.codes import groups_in
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
 from compress.stream.sweep import needs_data
+from compress.weights.layer import LayerScheme
 
 # Tensors of a forward pass through a block, as transformers' blocks have them: of the hidden width a shortcut, what a
 # norm made of it, and what is next (queries, keys and values together, where those are wider than the widest input);
 # and of the widest input of a linear what it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
 
-Before = Callable[[int, str], Scheme | None]
-"""(number of a step, full name of a linear) -> how the steps before it leave the linear; None: dense."""
+Before = Callable[[int, str], LayerScheme]
+"""(number of a step, full name of a linear) -> how the steps before it leave the linear."""
 
 
 @dataclass
@@ -113,10 +113,7 @@ class Footprint:
         """Bytes of what the first `count` steps make of a linear."""
         rows, width = self.shapes[name]
         scheme = self.before(count, name)
-        if scheme is None or scheme.grid is None:
-            return rows * width * self.itemsize
-        scales = 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)
-        return rows * width * scheme.grid.bits // 8 + scales * self.itemsize * (1 if scheme.symmetric else 2)
+        return scheme.size_bytes(self.opened.dtype) if scheme.quantized else rows * width * self.itemsize
 
     def _finished(self) -> int:
         """While the checkpoint is evaluated: logits of one text."""
@@ -180,11 +177,12 @@ class Footprint:
         for name in names:
             rows, width = self.shapes[name]
             scheme = self.before(index, name)
-            if scheme is None or scheme.grid is None:
+            if not scheme.quantized:
                 weights += rows * width
-            else:
-                packed += rows * width
-                scales += 1 if scheme.group_size == "tensor" else rows * groups_in(width, scheme.group_size)
+                continue
+            packed += rows * width
+            for size in (part.scale_groups for part in scheme.parts):
+                scales += 0 if size is None else 1 if size == "tensor" else rows * groups_in(width, size)
         within = {n: shape for n, shape in self.shapes.items() if block is None or self._inside(block, n)}
         sizes = [rows * width for rows, width in within.values()]
         around = self.outside if block is None else self._tensors(block)

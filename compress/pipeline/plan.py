@@ -10,17 +10,16 @@ from torch import Tensor
 
 from compress.api.context import device_of
 from compress.api.passes import Pass, Step
-from compress.families.pruning import Pruning
 from compress.formats import FORMATS
-from compress.formats.base import Format, Scheme
+from compress.formats.base import Format
 from compress.model.kv_cache import holding
 from compress.model.open.opening import OpenModel, open_model
 from compress.model.save import outside_state
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import LARGEST_M, SparsePolicy, SparseWeight, Sparsity, choose
+from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.resolve import _own, _scheme, layer_shapes, resolve, storage_dtype
+from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype
 from compress.recipe.schema import Recipe
+from compress.weights.layer import LayerScheme
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class LayerPlan:
     name: str
     shape: tuple[int, int]
     passes: tuple[str, ...]
-    scheme: Scheme | None
+    scheme: LayerScheme
     size_bytes: int
 
 
@@ -50,31 +49,14 @@ class Plan:
 
 def planned_scheme(
     steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
-) -> Scheme | None:
-    """How the layer ends, as far as can be said before anything is computed; None: dense. policy: of sparse layers."""
-    own = [_own(step, name) for _, step in steps]
-    specs = [spec for step in own if (spec := step.spec) is not None]
-    scheme = _scheme(specs[-1], shape[1]) if specs else None
-    pruning = [step for step in own if isinstance(step, Pruning)]
-    if not pruning:
-        return scheme
-    value = storage if scheme is None or scheme.grid is None else scheme.grid.bits
-    sparsity = choose(_sparsities(pruning[-1], shape), shape, value, policy)
-    if sparsity is None:
-        return scheme
-    return replace(scheme or Scheme(None, "channel", True, width=shape[1]), sparsity=sparsity)
-
-
-def _sparsities(step: Pruning, shape: tuple[int, int]) -> list[Sparsity]:
-    """As `sparsities` of the mask that a pruning pass will make, if no other pass prunes the layer too."""
-    rows, width = shape
-    if step.pattern.n_of_m is not None:
-        n, m = step.pattern.n_of_m
-        regular = Sparsity.regular(shape, n, m)
-        return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
-    kept = rows * width - round(step.zeros(shape, step.target_sparsity).due * rows * width)
-    one_group = step.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
-    return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
+) -> LayerScheme:
+    """How the layer ends, as far as can be said before anything is computed. policy: of sparse layers."""
+    scheme, found = LayerScheme(shape), []
+    for _, step in steps:
+        own = own_options(step, name)
+        scheme = own.becomes(scheme)
+        found = own.sparsities(shape) or found
+    return scheme.sparse(found, storage, policy)
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -93,7 +75,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         dense = sum(_bytes(t, storage_dtype(recipe, opened)) for t in _stored_once(opened).values())
     shapes = layer_shapes(form) | layer_shapes(opened)
 
-    def before(count: int, name: str) -> Scheme | None:
+    def before(count: int, name: str) -> LayerScheme:
         mine = [(where, step) for where, step, names in steps[:count] if name in names]
         return planned_scheme(mine, name, shapes[name], opened.dtype, "off")
 
@@ -110,7 +92,8 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         mine = [(where, step) for where, step, names in chosen if name in names]
         policy = recipe.save.sparse if format_.sparse else "off"
         scheme = planned_scheme(mine, name, shape, storage, policy)
-        size = layer_bytes(scheme, shape, format_, storage)
+        stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
+        size = format_.size_bytes(stored, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
     inside = {f"{name}.weight" for name in shapes}
@@ -130,43 +113,18 @@ def _stored_once(opened: OpenModel) -> dict[str, Tensor]:
     return found
 
 
-def update_plan(planned: Plan, schemes: Mapping[str, Scheme], format_: Format, storage: torch.dtype) -> Plan:
+def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Format, storage: torch.dtype) -> Plan:
     """The plan with the schemes that layers really ended with: some are known only when calibration data was seen."""
     layers = []
     for layer in planned.layers:
         scheme = schemes.get(layer.name)
-        if scheme is None and layer.scheme is not None and layer.scheme.grid is None:  # not sparse after all
-            size = layer_bytes(None, layer.shape, format_, storage)
-            layer = replace(layer, scheme=None, size_bytes=size)
-        if scheme is not None:  # a width is known, and groups are as they are stored, whatever was asked for
-            size = layer_bytes(replace(scheme, width=layer.shape[1]), layer.shape, format_, storage)
-            layer = replace(layer, scheme=scheme, size_bytes=size)
+        if scheme is None and not layer.scheme.quantized:  # stored dense after all
+            scheme = LayerScheme(layer.shape)
+        if scheme is not None:
+            layer = replace(layer, scheme=scheme, size_bytes=format_.size_bytes(scheme, storage))
         layers.append(layer)
     change = sum(new.size_bytes - old.size_bytes for new, old in zip(layers, planned.layers, strict=True))
     return replace(planned, layers=tuple(layers), checkpoint_bytes=planned.checkpoint_bytes + change)
-
-
-def layer_bytes(scheme: Scheme | None, shape: tuple[int, int], format_: Format, storage: torch.dtype) -> int:
-    """Bytes of all tensors of one linear (its bias apart) as the format stores them."""
-    rows, width = shape
-    if scheme is None:
-        return rows * width * storage.itemsize
-    beside = sum(length * (dtype or storage).itemsize for length, dtype in scheme.input_tensors.values())
-    if scheme.grid is None:
-        assert scheme.sparsity is not None
-        return beside + _all_bytes(format_.encode_floats(SparseWeight.empty(scheme.sparsity, shape, storage)))
-    packed = PackedCodes.empty(
-        scheme.grid, scheme.group_size, shape, scheme.symmetric, scheme.indexed, storage, scheme.sparsity,
-        scheme.float_zeros,
-    )  # fmt: skip
-    adapted = format_.adapt(packed)
-    if adapted is None:
-        return rows * width * storage.itemsize
-    return beside + _all_bytes(format_.encode(adapted, scheme.activations))
-
-
-def _all_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _bytes(tensor: Tensor, storage: torch.dtype) -> int:

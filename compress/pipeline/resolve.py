@@ -14,14 +14,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact
 from compress.api.options import taken
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step, WeightSpec
+from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step
 from compress.data.ids import model_ids, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
 from compress.families.pruning import Pruning
 from compress.families.quantizing import Quantizing
 from compress.families.reshaping import ReshapingPass
-from compress.formats.base import Format, Scheme
+from compress.formats.base import Format
 from compress.model.kv_cache import holding, rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
@@ -33,6 +33,7 @@ from compress.model.structure.select import select
 from compress.numerics.dtypes import DTYPES
 from compress.pipeline.footprint import is_sweep
 from compress.recipe.schema import Recipe, in_words, label
+from compress.weights.layer import LayerScheme
 
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
@@ -48,7 +49,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     Raises TargetError: a pattern that matches nothing, a layer that an earlier pass has made unfit for a later one, a
     group size that a layer or the format cannot have, a shape that the model cannot be given.
     """
-    names, facts = opened.linear_names(), _facts(opened)
+    names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
@@ -62,13 +63,13 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         _check_facts(step, names if reshapes else chosen, facts, where)
         _check_original(step, chosen, swept, where)
         swept = swept | set(chosen) if is_sweep(step) else set()
-        _check_shapes(step, chosen, opened, format_, where)
+        _check_shapes(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
         if reshapes:
             opened = in_form(opened, step.outcome(opened.model, where))
-            names, facts = opened.linear_names(), _facts(opened)
+            names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
         for name in () if reshapes else chosen:
-            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
+            facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
     return steps, opened
 
 
@@ -96,8 +97,8 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
         if isinstance(layer, CompressedLinear):
             true: dict[Fact, bool] = {
                 "masked": layer.mask is not None,
-                "quantized": layer.packed is not None,
-                "activations_quantized": layer.activations is not None,
+                "quantized": layer.quantized,
+                "activations_quantized": layer.rounding is not None,
             }
             found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
     rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
@@ -105,6 +106,15 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
         if name.startswith(rounded):
             found[name]["cache_quantized"] = "earlier passes"
     return found
+
+
+def _schemes(opened: OpenModel) -> dict[str, LayerScheme]:
+    """How every linear of the model is stored as it came."""
+    return {
+        f"{block.name}.{name}": CompressedLinear.of(module).scheme
+        for block in opened.blocks
+        for name, module in linears(block.module).items()
+    }
 
 
 def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], where: str) -> None:
@@ -116,10 +126,10 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
                     f"leave it out with ignore, or put {step.key()} first"
                 )
     for name in names:
-        spec = _own(step, name).spec
-        if spec is not None and "masked" in facts[name] and not spec.grid.has_zero:
+        grids = own_options(step, name).becomes(LayerScheme((1, 1))).grids if "masked" in facts[name] else ()
+        if without := [grid.name for grid in grids if not grid.has_zero]:
             raise TargetError(
-                f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {spec.grid.name} have no zero; "
+                f"{where}: {name} is pruned by {facts[name]['masked']}, but weights {without[0]} have no zero; "
                 "use ternary, or another grid that has one"
             )
     for fact in sorted(step.after):
@@ -157,36 +167,31 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
     return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 
 
-def _own(step: Pass, name: str) -> Pass:
+def own_options(step: Pass, name: str) -> Pass:
     """The pass with the options that it has for one of its layers."""
     own = step.for_layer(name) if isinstance(step, LayerPass | Quantizing) else step
     return step if own is None else own
 
 
-def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
-    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes."""
-    shapes = layer_shapes(opened)
+def _check_shapes(
+    step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, where: str
+) -> None:  # fmt: skip
+    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes.
+
+    schemes: how layers are stored before the step; afterwards, after it.
+    """
     for name in names:
-        own, width = _own(step, name), shapes[name][1]
-        spec, reason = own.spec, None
-        if isinstance(own, Pruning):
-            reason = own.pattern.refuses(shapes[name], own.density)
-        if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
-            raise TargetError(
-                f"{where}: group_size {spec.group_size} is larger than the {width} inputs of {name}; "
-                "use a smaller one, or channel"
-            )
-        if reason is None and spec is not None:
-            reason = format_.refuses(_scheme(spec, width), shapes[name])
+        own, before = own_options(step, name), schemes[name]
+        after = schemes[name] = own.becomes(before)
+        reason = own.pattern.refuses(before.shape, own.density) if isinstance(own, Pruning) else None
+        for part in after.parts if after != before else ():
+            refused = part.refuses(after.shape)
+            if refused is not None:
+                raise TargetError(f"{where}: {name}: {refused}")
+        if reason is None and after != before:
+            reason = format_.refuses(after)
         if reason is not None:
             raise TargetError(f"{where}: {name}: {reason}")
-
-
-def _scheme(spec: WeightSpec, width: int) -> Scheme:
-    return Scheme(
-        spec.grid, spec.group_size, spec.symmetric, spec.indexed, spec.activations, width,
-        spec.activation_scale, spec.outlier_threshold, spec.outlier_columns, float_zeros=spec.float_zeros,
-    )  # fmt: skip
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 
-from compress.formats.base import CacheScheme, Format, Scheme
+from compress.formats.base import CacheScheme, Format
 from compress.formats.containers.files import file_sha256
 from compress.model.kv_cache import SCALES
-from compress.model.linear import INPUT_TENSORS, CompressedLinear, linears, replace_linear
+from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open.load import fill, fill_caches
 from compress.model.open.opening import Mapped, assign, stored_in
 from compress.model.structure.blocks import Block
 from compress.pipeline.checkpoint import ShardEntry
+from compress.weights.layer import LayerScheme
 
 
 def restore(
@@ -29,7 +30,7 @@ def restore(
     for name in linears(block.module):
         if f"{block.name}.{name}" in targets:
             replace_linear(block.module, name)
-    schemes = {name: Scheme.from_json(values) for name, values in entry.schemes.items()}
+    schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
     fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
     caches = {name: CacheScheme.from_json(record["scheme"]) for name, record in entry.caches.items()}
     scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
@@ -38,7 +39,7 @@ def restore(
     return True
 
 
-def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, Scheme]) -> None:
+def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
     """Tensors that are stored as they are computed with."""
     tensors = mapped.read(list(mapped.files))
     for name, layer in linears(block.module).items():
@@ -47,6 +48,4 @@ def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, Scheme]) -
             weight = tensors.pop(f"{full}.weight")
             layer.put(weight.T if layer.transposed else weight)
     held = {f"{block.name}.{name}" for name in block.module.state_dict()}
-    packed = {f"{name}.{tensor}" for name in schemes for tensor in ("scale", *INPUT_TENSORS)}
-    held -= packed  # they are in place, and a format may know other tensors by these names
     assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})

@@ -24,7 +24,6 @@ from compress.errors import CalibrationError, ShortageError
 from compress.evaluate.kv_cache import cache_report
 from compress.evaluate.perplexity import Perplexity, perplexities, record
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.formats.containers.files import write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.formats.native import Native
@@ -34,7 +33,7 @@ from compress.model.objective import objective_of
 from compress.model.open.experts import open_experts
 from compress.model.open.opening import InMemory, OpenModel, open_model
 from compress.model.open.vocabulary import check_teacher
-from compress.model.save import block_tensors, dense_linear_names, hold_as_stored, outside_tensors, write_description
+from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, fingerprint, open_folder
 from compress.pipeline.engine import ended, segments, work_on_whole
@@ -50,6 +49,7 @@ from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 from compress.train.options import TrainingOptions
 from compress.version import __version__
+from compress.weights.layer import LayerScheme
 
 PROBE_FILE = "probe.safetensors"
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -276,16 +276,15 @@ class Job:
         results = self._earlier.pop(block.name, []) + results
         with self.context.phase("save"):
             if self.context.format.sparse:
-                hold_as_stored(block.name, block.module, self.context.storage, self.context.sparse)
+                store_as_planned(block.name, block.module, self.context.storage, self.context.sparse)
             tensors = block_tensors(block.name, block.module, self.context.format, self.context.storage)
             path = self.manifest.folder / shard_name(block.index + 2, self.shards)
             entry = _entry(path, tensors)
             for name, layer in linears(block.module).items():
-                scheme = layer.scheme if isinstance(layer, CompressedLinear) else None
-                if isinstance(layer, CompressedLinear) and scheme is not None:
+                if isinstance(layer, CompressedLinear) and not layer.scheme.plain:
                     full = f"{block.name}.{name}"
-                    entry.digests[full] = str(layer.sha256())
-                    entry.schemes[full] = scheme.to_json()
+                    entry.digests[full] = layer.sha256()
+                    entry.schemes[full] = layer.scheme.to_json()
             entry.caches = cache_records(block.name, block.module)
             entry.results = [asdict(result) for result in results]
             entry.journal = [asdict(e) for e in self.context.journal.entries[self._noted :]]
@@ -328,10 +327,10 @@ class Job:
             self.manifest.write()
             shutil.rmtree(folder / WORK / "passes", ignore_errors=True)
 
-    def schemes(self) -> dict[str, Scheme]:
+    def schemes(self) -> dict[str, LayerScheme]:
         """How every compressed layer is stored, in the order of the model."""
         found = {n: v for entry in self.manifest.shards.values() for n, v in entry.schemes.items()}
-        return {n: Scheme.from_json(found[n]) for n in self.opened.linear_names() if n in found}
+        return {n: LayerScheme.from_json(found[n]) for n in self.opened.linear_names() if n in found}
 
     def finish(self) -> Result:
         """Read the checkpoint back, compare it with what was computed, evaluate it, and write the report.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,12 @@ from compress.api.context import Run
 from compress.api.memory import available_bytes
 from compress.errors import VerificationError
 from compress.formats import FORMATS
+from compress.formats.base import Format, StoredLayer
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import Experts, open_experts
 from compress.model.open.load import load
 from compress.numerics.dtypes import dtype_name
-from compress.numerics.quant.grids import IntGrid
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import SparseWeight
 from compress.recipe.schema import Recipe
 
 TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
@@ -77,13 +74,14 @@ def verify(
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
-    rounded = any(_reads_in(layer.packed, dtype) != dtype for layer in _packed_layers(model))
+    format_ = FORMATS[recipe.save.format]
+    rounded = any(format_.reads_in(layer.scheme, dtype) != dtype for layer in _compressed_layers(model))
     if rounded:
         run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
     _round_as_well(model, other, run)
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
-    theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance)
+    theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
     del other
     gc.collect()  # their model is full of cycles
     return Verified(len(digests), own, theirs, None), model
@@ -97,6 +95,7 @@ def _compare_with_transformers(
     folder: Path,
     reference: Mapping[str, Tensor],
     tolerance: float,
+    format_: Format,
 ) -> float:
     """The largest difference of logits of `other`, as transformers read it; its weights must be those of `model`."""
     _multiply_out_as_needed(other)
@@ -105,7 +104,7 @@ def _compare_with_transformers(
     for name in names:
         layer = other.get_submodule(name)
         with _multiplied_out(layer):
-            _same_weight(name, model.get_submodule(name), layer, dtype, folder)
+            _same_weight(name, model.get_submodule(name), layer, dtype, folder, format_)
     return difference
 
 
@@ -166,54 +165,25 @@ def _multiplied_out(layer: nn.Module) -> Iterator[None]:
         layer._parameters, layer._buffers, layer.quantization_status = packed
 
 
-def _packed_layers(model: nn.Module) -> list[CompressedLinear]:
-    return [m for m in model.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
-
-
-def _sparse_layers(model: nn.Module) -> list[CompressedLinear]:
-    """Layers in floats whose kept weights alone are stored."""
-    return [m for m in model.modules() if isinstance(m, CompressedLinear) and isinstance(m.held, SparseWeight)]
-
-
-def _reads_in(packed: PackedCodes | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that transformers rounds a weight to; scales in a byte (4-bit floats) are read in bfloat16."""
-    return dtype if packed is None or packed.scale.is_floating_point() else torch.bfloat16
+def _compressed_layers(model: nn.Module) -> list[CompressedLinear]:
+    """Layers that are stored in another form than a dense weight."""
+    return [m for m in model.modules() if isinstance(m, CompressedLinear) and not m.scheme.plain]
 
 
 def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
     """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
-    packed, sparse = _packed_layers(model), _sparse_layers(model)
     if recipe.save.verify == "own":
         return "the recipe says verify: own"
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
         return "transformers has no names for this model's experts one by one"
-    stated = stated_scheme(model, rounded_caches(model), FORMATS[recipe.save.format]) is not None
-    if not packed and not sparse and not stated:
+    format_ = FORMATS[recipe.save.format]
+    stated = stated_scheme(model, rounded_caches(model), format_) is not None
+    if not _compressed_layers(model) and not stated:
         return None
-    if recipe.save.format == "native":
-        return "format native is read by compress.load alone"
-    if any(layer.transposed for layer in packed):
-        return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
-    if not all(isinstance(m, CompressedLinear) and m.packed for e in experts for m in linears(e).values()):
-        return "transformers does not read experts that are dense where anything else is quantized"
-    schemes = {(layer.packed.grid, layer.packed.group_size) for layer in packed if layer.packed is not None}
-    inside = [m for e in experts for m in e.modules() if isinstance(m, CompressedLinear) and m.packed is not None]
-    if inside and not _readable_experts(inside, len(schemes)):
-        return "transformers reads experts only when packed, all in one way, without zero points or rounded inputs"
-    if len(schemes) > 1 and any(layer.zero is not None for layer in packed):
-        return "transformers cannot load zero points where layers differ in bits or group size"
-    if len(schemes) > 1 and any(_reads_in(layer.packed, dtype) != dtype for layer in packed):
-        return "transformers runs 4-bit floats beside other schemes in bfloat16 only"
-    if importlib.util.find_spec("compressed_tensors") is None:
-        return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
-    return None
-
-
-def _readable_experts(layers: Sequence[CompressedLinear], schemes: int) -> bool:
-    """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
-    plain = all(layer.zero is None and layer.group_index is None and layer.activations is None for layer in layers)
-    return schemes == 1 and plain and all(isinstance(p.grid, IntGrid) for layer in layers if (p := layer.packed))
+    inside = {id(module) for expert in experts for module in linears(expert).values()}
+    layers = [(id(module) in inside, CompressedLinear.of(module)) for module in linears(model).values()]
+    return format_.unreadable([StoredLayer(m.scheme, m.transposed, expert) for expert, m in layers], dtype)
 
 
 def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
@@ -268,10 +238,11 @@ def _compare(
     return difference
 
 
-def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Bit for bit the same dense weight; readers multiply out in the dtype they load in, or in the stored one."""
-    assert isinstance(ours, CompressedLinear) and ours.packed is not None
-    weight = theirs.weight
-    kinds = (_reads_in(ours.packed, dtype), ours.packed.dtype)
-    if not any(torch.equal(weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
+def _same_weight(
+    name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path, format_: Format
+) -> None:  # fmt: skip
+    """Bit for bit the same dense weight; readers dequantize in the dtype they load in, or in the stored one."""
+    assert isinstance(ours, CompressedLinear)
+    kinds = (format_.reads_in(ours.scheme, dtype), ours.all_parts[0].dtype)
+    if not any(torch.equal(theirs.weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
         raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

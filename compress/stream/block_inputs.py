@@ -70,7 +70,7 @@ class Inputs:
         """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
         for name in [name for group in self.groups for name in group.linears if name not in self.names]:
             module = self.context.block.module.get_submodule(name)
-            packed = isinstance(module, CompressedLinear) and module.packed is not None
+            packed = isinstance(module, CompressedLinear) and module.quantized
             if packed and "quantized" in step.never_after:
                 raise TargetError(
                     f"{self.context.label}: {self.context.full(name)} is quantized already and reads the same input "

@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from compress.api.context import Run
 from compress.api.passes import Solution, Zeros
 from compress.errors import NumericError, TargetError, VerificationError
-from compress.model.linear import CompressedLinear
+from compress.model.linear import CompressedLinear, parts_of
 from compress.numerics.metrics import relative_error
-from compress.numerics.quant.codes import Codes, vanished
 from compress.stream.context import BlockContext
-
-TRANSFORM = ("input_permutation", "input_scale")
-"""What a layer does to its inputs before it rounds them."""
+from compress.weights.base import InputTransform, WeightPart
 
 UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
 
@@ -58,11 +55,12 @@ def install(
         solution = solve(weight)
     except NumericError as error:
         raise NumericError(f"{context.label} {full}: {str(error).removeprefix(full + ': ')}") from error
-    if isinstance(solution.weight, Codes) and (gone := vanished(weight, solution.weight)):
+    parts = None if solution.weight is None else parts_of(solution.weight)
+    if gone := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero: the scales they need are too small to store"
         context.logger(full)("fallback", message, groups=gone)
     before_mask = layer.mask
-    _put(context, layer, solution, full)
+    _put(context, layer, solution, parts, full)
     if solution.zeros is not None:
         _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, context.run)
@@ -84,44 +82,50 @@ def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zero
         raise VerificationError(f"{where}: {message}")
 
 
-def _put(context: BlockContext, layer: CompressedLinear, solution: Solution, full: str) -> None:
-    """The solution in the form that it will be stored in."""
-    run, solved = context.run, solution.weight
-    if solution.activations is not None:
-        layer.round_inputs(solution.activations)
-    layer.put(solved.to(context.dtype) if isinstance(solved, Tensor) else solved, solution.mask)
-    adapt(layer, run, context.dtype, f"{context.label}: {full}")
+def _put(
+    context: BlockContext, layer: CompressedLinear, solution: Solution, parts: list[WeightPart] | None, full: str
+) -> None:  # fmt: skip
+    """Put the solution in place, in the form that it will be stored in; parts: those of its weight."""
+    for transform in solution.transforms:
+        layer.set_transform(transform)
+    if parts is not None:
+        layer.put([part if part.scheme.quantized else part.in_storage(context.dtype) for part in parts], solution.mask)
+    elif solution.mask is not None:
+        layer.put(layer.all_parts, solution.mask)
+    if solution.added:
+        layer.put([*layer.all_parts, *solution.added])
+    adapt(layer, context.run, context.dtype, f"{context.label}: {full}")
 
 
 def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
-    """Bring codes into the form that the format can hold; multiplied out, in `dtype`, where it has none.
+    """Bring parts into the form that the format can hold; dequantized, in `dtype`, where it has none.
 
     Raises TargetError.
     """
-    packed, scheme = layer.packed, layer.scheme
-    if packed is None or scheme is None:
+    scheme = layer.scheme
+    if not scheme.quantized:
         return
-    adapted = run.format.adapt(packed.in_storage(run.storage))
-    if adapted is None:
+    if run.format.adapt(scheme) is None:
+        layer.change_parts(lambda part: part.in_storage(run.storage))
         layer.put(layer.weight_as(dtype))
         if layer.input_permutation is not None:
             run.journal.add("note", where, UNDONE)
         layer.absorb_inputs()
         return
-    reason = run.format.refuses(scheme, layer.shape)
+    reason = run.format.refuses(scheme)
     if reason is not None:
         raise TargetError(f"{where}: {reason}")
-    layer.put(adapted)
+    layer.change_parts(lambda part: run.format.adapt_part(part.in_storage(run.storage)))
 
 
 def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Linears that read the same tensor, apart where they put it in other orders or divide it by other scales."""
-    parts: list[tuple[list[Tensor | None], list[str]]] = []
+    """Group linears that read the same tensor by what their transforms make of it, rounding not counted."""
+    parts: list[tuple[list[InputTransform], list[str]]] = []
     for name in names:
         module = block.get_submodule(name)
-        own = [getattr(module, tensor, None) for tensor in TRANSFORM]
+        own = [t for t in module.all_transforms if t.linear] if isinstance(module, CompressedLinear) else []
         for others, members in parts:
-            if all(_same(one, other) for one, other in zip(own, others, strict=True)):
+            if len(own) == len(others) and all(_same(one, other) for one, other in zip(own, others, strict=True)):
                 members.append(name)
                 break
         else:
@@ -129,15 +133,17 @@ def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
     return [members for _, members in parts]
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
+def _same(one: InputTransform, other: InputTransform) -> bool:
+    """Whether two transforms do the same."""
+    mine, theirs = one.tensors(), other.tensors()
+    return one.scheme == other.scheme and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
     """Round dense floating tensors to the dtype they will be stored in; scales are born in it."""
-    for tensor in (
-        *module.parameters(),
-        *(b for n, b in module.named_buffers() if n.rpartition(".")[2] == "dense"),
-    ):
+    for tensor in module.parameters():
         if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
             tensor.data = tensor.data.to(run.storage).to(tensor.dtype)
+    for part in module.modules():
+        if isinstance(part, WeightPart):
+            part.round_to(run.storage)

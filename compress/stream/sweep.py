@@ -29,6 +29,7 @@ from compress.stream.layers import LayerWork
 from compress.stream.reference import twin
 from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import Asked, look_over
+from compress.weights.transforms.scale import Scale
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
 
@@ -164,17 +165,17 @@ class Sweep:
         The order of inputs stays where kept weights will be stored alone.
         """
         layers = {name: m for name, m in linears(block.module).items() if isinstance(m, CompressedLinear)}
-        dense = {name: layer for name, layer in layers.items() if layer.packed is None}
+        dense = {name: layer for name, layer in layers.items() if not layer.quantized}
         policy = self.run.sparse if self.run.format.sparse else "off"
         ordered = {name for name, layer in dense.items() if layer.input_permutation is not None}
         back = {name for name in ordered if stored_sparsity(dense[name], self.run.storage, policy) is None}
         if back:
             self.run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(back))}: {UNDONE}")
-        changed = [layer for name, layer in dense.items() if name in back or layer.input_scale is not None]
+        changed = [layer for name, layer in dense.items() if name in back or layer.transform_of(Scale) is not None]
         for layer in changed:
-            layer.absorb_input_scale()
+            layer.absorb_scale()
         for name in back:
-            dense[name].absorb_input_permutation()
+            dense[name].absorb_permutation()
         for layer in changed:
             round_to_storage(layer, self.run)
         return bool(changed)

@@ -2,90 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compress.kernels import reference
 from compress.model.linear import CompressedLinear
-from compress.numerics.quant.codes import GroupSize, grouped, spread
-from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.quant.scales import positive
 from compress.train.parametrization import Parametrization, Shares, masked
 from compress.train.sharded import put_together
+from compress.weights.base import WeightPart
 
 SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
 
 
-def sum_groups(
-    values: Float[Tensor, "out in"], group_size: GroupSize, groups: int, index: Tensor | None
-) -> Float[Tensor, "out groups"]:
-    """The sum over every group of columns ([1, 1] per tensor): the gradient of `spread`."""
-    if index is not None:
-        return values.new_zeros(values.shape[0], groups).index_add_(1, index.long(), values)
-    return grouped(values, group_size).sum(-1)
+class _ScaledProduct(torch.autograd.Function):
+    """x W^T with W the weight of a part, a factor for each of its scales; W is computed where it is used, and not kept.
 
+    plain: W with factors of 1 where that is kept, so that codes need not be unpacked.
 
-class _PackedProduct(torch.autograd.Function):
-    """x W^T with W = (code - zero) * scale * factor, a factor per scale; W is computed where it is used, and not kept.
-
-    plain: (code - zero) * scale where that is kept, so that codes need not be unpacked.
-
-    dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * (code - zero) * scale.
+    dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * W at factors of 1.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, factor: Tensor | None, packed: PackedCodes, plain: Tensor | None
+        ctx: Any, x: Tensor, factor: Tensor | None, part: WeightPart, plain: Tensor | None
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor, plain)
-        ctx.packed, ctx.shape = packed, x.shape
-        return x @ _scaled(packed, factor, plain).to(x.dtype).T
+        ctx.part, ctx.shape = part, x.shape
+        return x @ _scaled(part, factor, plain).to(x.dtype).T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (gradient,) = gradients
         x, factor, plain = ctx.saved_tensors
-        packed: PackedCodes = ctx.packed
+        part: WeightPart = ctx.part
         to_x = to_factor = None
-        plain = reference.dense_weight(packed, torch.float32) if plain is None else plain
+        plain = part.dense(torch.float32) if plain is None else plain
         if ctx.needs_input_grad[1]:
             to_weight = gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-            product = to_weight.float().mul_(plain)
-            to_factor = sum_groups(product, packed.group_size, packed.scale.shape[1], packed.group_index)
+            to_factor = part.sum_groups(to_weight.float().mul_(plain))
         if ctx.needs_input_grad[0]:
-            to_x = (gradient @ _scaled(packed, factor, plain).to(gradient.dtype)).reshape(ctx.shape)
+            to_x = (gradient @ _scaled(part, factor, plain).to(gradient.dtype)).reshape(ctx.shape)
         return to_x, to_factor, None, None
 
 
-def _scaled(packed: PackedCodes, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
+def _scaled(part: WeightPart, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
     """The weight in float32 with its scales times their factors."""
-    if plain is None:
-        packed = packed if factor is None else replace(packed, scale=packed.scale.float() * factor)
-        return reference.dense_weight(packed, torch.float32)
-    return plain if factor is None else plain * spread(factor, packed.shape[1], packed.group_size, packed.group_index)
+    if plain is not None:
+        return plain if factor is None else plain * part.spread(factor)
+    if factor is not None:
+        assert part.free_scale is not None
+        part = part.with_scale(part.free_scale.float() * factor)
+    return part.dense(torch.float32)
 
 
-def packed_product(
-    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, packed: PackedCodes,
+def scaled_product(
+    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, part: WeightPart,
     plain: Float[Tensor, "out in"] | None = None,
 ) -> Float[Tensor, "*batch out"]:  # fmt: skip
     """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product.
 
-    plain: W with factors of 1, for whoever has kept it.
+    plain: W with factors of 1, for callers that have kept it.
     """
-    return _PackedProduct.apply(x, factor, packed, plain)  # type: ignore[return-value]
+    return _ScaledProduct.apply(x, factor, part, plain)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
     """In place of a linear while it is trained: y = W q(x / s) + bias as in CompressedLinear.
 
-    `factor` [out, groups] multiplies the scales of packed codes, where those are trained; codes never change. `weight`
+    `factor` [out, groups] multiplies the scales of a part, where those are trained; codes never change. `weight`
     [out, in] is the dense weight, where that is trained, and `parametrization` makes of it what is multiplied by.
-    Rounding of inputs is passed straight through in the backward pass. unpacked: keep what packed codes stand for in
+    Rounding of inputs is passed straight through in the backward pass. unpacked: keep dequantized weights in
     floats meanwhile, which is faster.
     """
 
@@ -96,17 +85,22 @@ class TrainedLinear(nn.Module):
     def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
         super().__init__()
         self.layer = layer
-        packed = layer.packed
-        self.plain = reference.dense_weight(packed, torch.float32) if unpacked and packed is not None else None
+        keep = unpacked and layer.quantized
+        self.plain = [part.dense(torch.float32) if keep else None for part in layer.all_parts]
         self.register_parameter("factor", None)
         self.register_parameter("weight", None)
         self.parametrization = None
 
+    @property
+    def scaled(self) -> WeightPart | None:
+        """The part whose scales can be trained: the first that has any."""
+        return next((part for part in self.layer.all_parts if part.free_scale is not None), None)
+
     def train_scales(self) -> nn.Parameter:
         """Train a factor, 1 at first, on every scale."""
-        packed = self.layer.packed
-        assert packed is not None and packed.grid.scaling.free
-        self.factor = nn.Parameter(torch.ones_like(packed.scale, dtype=torch.float32))
+        part = self.scaled
+        assert part is not None and part.free_scale is not None
+        self.factor = nn.Parameter(torch.ones_like(part.free_scale, dtype=torch.float32))
         return self.factor
 
     def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
@@ -139,10 +133,12 @@ class TrainedLinear(nn.Module):
     @torch.no_grad()
     def finalize(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
         """The layer with what was learned; scales and weights rounded to `storage`, dense weights held in `dtype`."""
-        packed = self.layer.packed
-        if packed is not None and self.factor is not None:
-            scale = positive(packed.scale.float() * self.factor, storage).to(packed.scale.dtype)
-            self.layer.put(replace(packed, scale=torch.where(self.factor == 1, packed.scale, scale)))
+        part = self.scaled
+        if self.factor is not None and part is not None and part.free_scale is not None:
+            before = part.free_scale
+            scale = positive(before.float() * self.factor, storage).to(before.dtype)
+            new = part.with_scale(torch.where(self.factor == 1, before, scale))
+            self.layer.change_parts(lambda other: new if other is part else other)
         if self.weight is not None and self.parametrization is not None:
             weight, mask = self.parametrization.finalize(self.weight.detach(), storage)
             self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
@@ -157,10 +153,12 @@ class TrainedLinear(nn.Module):
             x = x + change
         if self.weight is not None and self.parametrization is not None:
             return nn.functional.linear(x, self.parametrization(self.weight), layer.bias)
-        packed = layer.packed
-        if packed is None:
+        if not layer.quantized:
             return nn.functional.linear(x, layer.weight_as(x.dtype), layer.bias)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = packed_product(x, self.factor, packed, self.plain)
+        first = self.scaled
+        factors = [self.factor if part is first else None for part in layer.all_parts]
+        products = [scaled_product(x, *of) for of in zip(factors, layer.all_parts, self.plain, strict=True)]
+        y = sum(products[1:], products[0])
         return y if layer.bias is None else y + layer.bias.to(y.dtype)

@@ -149,7 +149,7 @@ def _choose(
     shared = {id(parameter) for module in every.values() for parameter in module.parameters()}  # a head's bias, say
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
-        packed = isinstance(module, CompressedLinear) and module.packed is not None
+        packed = isinstance(module, CompressedLinear) and module.quantized
         some = "weights" in train or ("biases" in train and module.bias is not None)
         if packed or (chosen and some):
             trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
@@ -166,16 +166,16 @@ def _choose(
 def _choose_of(
     student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind], parametrize: Parametrize
 ) -> None:
-    packed, bias = trained.layer.packed, trained.layer.bias
-    if packed is None and "weights" in train:
+    packed, bias = trained.layer.quantized, trained.layer.bias
+    if not packed and "weights" in train:
         how = parametrize(name, trained.layer)
         weight = trained.train_weight(how)
         if how.trains_weight:
             student.parameters["weights"][f"{name}.weight"] = weight
         for own, parameter in how.named_parameters():
             student.parameters[how.own][f"{name}.{own}"] = parameter
-    elif packed is not None and "scales" in train:
-        if packed.grid.scaling.free:
+    elif packed and "scales" in train:
+        if trained.scaled is not None:
             student.parameters["scales"][f"{name}.factor"] = trained.train_scales()
         else:
             student.kept.append(name)
@@ -212,8 +212,8 @@ def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], dense: torch.dtype) 
         if name in dtypes:
             parameter.data = parameter.data.to(dtypes[name])
     for layer in model.modules():
-        if isinstance(layer, CompressedLinear) and layer.dense is not None:
-            layer.dense = layer.dense.to(dense)
+        if isinstance(layer, CompressedLinear) and not layer.quantized:
+            layer.change_parts(lambda part: part.in_storage(dense))
 
 
 @torch.no_grad()

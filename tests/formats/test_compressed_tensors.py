@@ -9,9 +9,10 @@ from transformers import LlamaConfig, OPTConfig
 
 from compress.errors import ModelError
 from compress.formats import FORMATS
-from compress.formats.base import CacheScheme, Scheme
+from compress.formats.base import CacheScheme
 from compress.formats.layouts.pack_quantized import PackQuantized
 from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import Scheme
 
 FORMAT = FORMATS["compressed-tensors"]
 INT8 = GRIDS["int8"]

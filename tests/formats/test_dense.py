@@ -3,8 +3,8 @@
 import pytest
 
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import Scheme
 
 FORMAT = FORMATS["dense"]
 

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.formats.base import Scheme
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.fp4_pack import as_bytes, as_words
 from compress.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.kernels.reference import dense_weight
+from compress.weights.base import Scheme
 
 FLOAT8 = FloatQuantized()
 FP4 = {"mxfp4": (MXFP4PackQuantized(), 32), "nvfp4": (NVFP4PackQuantized(), 16)}

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.formats.base import Scheme
 from compress.formats.layouts.int_quantized import IntQuantized
 from compress.kernels.reference import dense_weight
 from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import Scheme
 
 INT8 = GRIDS["int8"]
 LAYOUT = IntQuantized()

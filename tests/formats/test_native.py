@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.weights.base import Scheme
 
 FORMAT = FORMATS["native"]
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from masks import WITH_ZERO, random_mask, regular_mask
 
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.sparse.positions import Kept, SparseWeight, sparsities
 from compress.pipeline.plan import layer_bytes
+from compress.weights.base import Scheme
 
 FORMAT = FORMATS["native"]
 

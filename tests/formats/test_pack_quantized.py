@@ -8,10 +8,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from compress.formats.base import Scheme
 from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments, sizes_that_work, stored_group_size
 from compress.kernels.reference import dense_weight
 from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import Scheme
 
 LAYOUT = PackQuantized()
 INTEGERS = [name for name in GRIDS if name.startswith("int")]

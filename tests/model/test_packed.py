@@ -8,8 +8,8 @@ from transformers.pytorch_utils import Conv1D
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
 from compress.numerics.quant.packed import PackedCodes
+from compress.weights.transforms.rounding import InputRounding
 
 
 def conv1d() -> Conv1D:

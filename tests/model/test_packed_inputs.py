@@ -10,7 +10,7 @@ from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.transforms.rounding import InputRounding
 
 INT8 = GRIDS["int8"]
 WIDTH = 12

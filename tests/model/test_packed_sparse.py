@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from compress.errors import NumericError
 from compress.formats import FORMATS
-from compress.formats.base import Scheme
 from compress.model.linear import CompressedLinear
 from compress.model.save import hold_as_stored, layer_tensors
 from compress.model.structure.rewrite import remember, rewrite_weight
@@ -19,6 +18,7 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.sparse.positions import SparseWeight, Sparsity
+from compress.weights.base import Scheme
 
 
 def masked(mask, dtype=torch.float32, seed=0):

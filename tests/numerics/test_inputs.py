@@ -6,7 +6,7 @@ from draws import random
 
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
+from compress.weights.transforms.rounding import InputRounding
 
 INT8 = GRIDS["int8"]
 

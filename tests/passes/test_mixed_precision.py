@@ -11,8 +11,8 @@ import compress
 from compress.errors import NumericError
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
 from compress.passes.mixed_precision import MixedPrecision, signal_to_noise
+from compress.weights.transforms.rounding import InputRounding
 
 INT8 = GRIDS["int8"]
 W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}

@@ -9,9 +9,9 @@ from torch import nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.inputs import InputRounding
 from compress.numerics.quant.packed import PackedCodes
 from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, packed_product
+from compress.weights.transforms.rounding import InputRounding
 
 INT4 = GRIDS["int4"]
 

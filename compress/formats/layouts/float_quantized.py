@@ -17,11 +17,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.formats.base import Scheme
-from compress.formats.layouts.layout import Layout
+from compress.formats.layouts.layout import Layout, codes_of
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import GRIDS, SymmetricGrid
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.base import TensorSpec
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 GRID = GRIDS["fp8_e4m3"]
 
@@ -32,23 +33,29 @@ class FloatQuantized(Layout):
     name = "float-quantized"
     grid = GRID
 
-    def suits(self, scheme: Scheme) -> bool:
-        return isinstance(scheme.grid, SymmetricGrid) and scheme.grid.bits == 8
+    def suits(self, scheme: LayerScheme) -> bool:
+        codes = scheme.codes
+        return codes is not None and isinstance(codes.grid, SymmetricGrid) and codes.grid.bits == 8
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        if scheme.grid is not GRID:
-            return f"weights {scheme.coded.name} have no reader; use {GRID.name}, or format: native"
-        if isinstance(scheme.group_size, int):
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        codes, rounding = codes_of(scheme), scheme.rounding
+        if codes.grid is not GRID:
+            return f"weights {codes.grid.name} have no reader; use {GRID.name}, or format: native"
+        if isinstance(codes.group_size, int):
             return f"{GRID.name} has no layout for groups; use group_size: channel or tensor, or format: native"
-        if scheme.activations not in (None, GRID):
+        if rounding is not None and rounding.grid is not GRID:
             return f"{GRID.name} weights go with activations none or {GRID.name}, or format: native"
         return None
 
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
-        return {"weight": packed.codes().codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        scales = (1,) if codes_of(scheme).group_size == "tensor" else (scheme.shape[0], 1)
+        return {"weight": TensorSpec(scheme.shape, torch.float8_e4m3fn), "weight_scale": TensorSpec(scales)}
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        scale = tensors["weight_scale"]
-        scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
-        return PackedCodes.of(Codes(tensors["weight"].view(torch.uint8), scale, None, GRID, scheme.group_size))
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        scale = part.scale.reshape(1) if part.group_size == "tensor" else part.scale
+        return {"weight": part.codes().codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        scale, size = tensors["weight_scale"], codes_of(scheme).group_size
+        scale = scale.reshape(1, 1) if size == "tensor" else scale
+        return CodesPart.of(Codes(tensors["weight"].view(torch.uint8), scale, None, GRID, size))

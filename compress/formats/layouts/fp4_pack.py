@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.formats.base import Scheme
-from compress.formats.layouts.layout import Layout
+from compress.formats.layouts.layout import Layout, codes_of
+from compress.weights.base import TensorSpec
+from compress.weights.layer import LayerScheme
 
 
 def as_bytes(words: Int[Tensor, "out words"]) -> Int[Tensor, "out bytes"]:
@@ -36,19 +37,26 @@ class Float4Layout(Layout):
     strategy: ClassVar[str]
     scale_dtype: ClassVar[str]
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        name, size = scheme.coded.name, scheme.coded.group_size
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        codes, width = codes_of(scheme), scheme.shape[1]
+        name, size = codes.grid.name, codes.grid.group_size
         assert size is not None
-        if scheme.activations is not None:
+        if scheme.rounding is not None:
             return f"{name} weights are read with activations none only; leave activations out, or use format: native"
-        if scheme.indexed:
+        if codes.indexed:
             return f"act_order: group has no reader for {name}; use act_order: static, or format: native"
-        if shape[1] % size:
+        if width % size:
             return (
-                f"{name} has groups of {size} columns, which do not divide the {shape[1]} inputs; "
+                f"{name} has groups of {size} columns, which do not divide the {width} inputs; "
                 "use another grid for this layer, or format: native"
             )
         return None
 
-    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        (rows, width), size = scheme.shape, codes_of(scheme).grid.group_size
+        assert size is not None
+        scales = TensorSpec((rows, width // size), getattr(torch, self.scale_dtype.removeprefix("torch.")))
+        return {"weight_packed": TensorSpec((rows, width // 2), torch.uint8), "weight_scale": scales}
+
+    def weight_arguments(self, scheme: LayerScheme) -> dict[str, Any]:
         return super().weight_arguments(scheme) | {"strategy": self.strategy, "scale_dtype": self.scale_dtype}

@@ -15,11 +15,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.formats.base import Scheme
-from compress.formats.layouts.layout import Layout
+from compress.formats.layouts.layout import Layout, codes_of
 from compress.formats.layouts.pack_quantized import refuses_integers
 from compress.numerics.quant.codes import Codes
-from compress.numerics.quant.packed import PackedCodes
+from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import TensorSpec
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
+
+INT8 = GRIDS["int8"]
 
 
 class IntQuantized(Layout):
@@ -27,28 +31,32 @@ class IntQuantized(Layout):
 
     name = "int-quantized"
 
-    def suits(self, scheme: Scheme) -> bool:
+    def suits(self, scheme: LayerScheme) -> bool:
         """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
-        integers = scheme.coded.name == "int8" and scheme.activations is not None and scheme.activations.name == "int8"
-        return integers and scheme.group_size in ("channel", "tensor") and not scheme.indexed
+        codes, rounding = scheme.codes, scheme.rounding
+        if codes is None or codes.grid is not INT8 or rounding is None or rounding.grid is not INT8:
+            return False
+        return codes.group_size in ("channel", "tensor") and not codes.indexed
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        return refuses_integers(scheme, shape)
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        return refuses_integers(scheme)
 
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        flat = packed.group_size == "tensor"
-        found = {
-            "weight": packed.codes().codes,
-            "weight_scale": packed.scale.reshape(1) if flat else packed.scale,
-        }
-        if packed.zero is not None:
-            found["weight_zero_point"] = packed.zero.reshape(1) if flat else packed.zero
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        codes = codes_of(scheme)
+        scales = (1,) if codes.group_size == "tensor" else (scheme.shape[0], 1)
+        found = {"weight": TensorSpec(scheme.shape, torch.int8), "weight_scale": TensorSpec(scales)}
+        return found if codes.symmetric else found | {"weight_zero_point": TensorSpec(scales, torch.int8)}
+
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        flat = part.group_size == "tensor"
+        found = {"weight": part.codes().codes, "weight_scale": part.scale.reshape(1) if flat else part.scale}
+        if part.zero is not None:
+            found["weight_zero_point"] = part.zero.reshape(1) if flat else part.zero
         return found
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        flat = scheme.group_size == "tensor"
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        codes = codes_of(scheme)
         scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
-        if flat:
+        if codes.group_size == "tensor":
             scale, zero = scale.reshape(1, 1), None if zero is None else zero.reshape(1, 1)
-        codes = tensors["weight"].to(torch.int8)
-        return PackedCodes.of(Codes(codes, scale, zero, scheme.coded, scheme.group_size))
+        return CodesPart.of(Codes(tensors["weight"], scale, zero, codes.grid, codes.group_size))

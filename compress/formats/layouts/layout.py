@@ -8,13 +8,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from compress.formats.base import Scheme
 from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.base import TensorSpec
+from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.layer import LayerScheme
+
+
+def codes_of(scheme: LayerScheme) -> CodesScheme:
+    """The codes of a layer that a layout suits."""
+    assert scheme.codes is not None, "suits was not asked"
+    return scheme.codes
 
 
 class Layout(ABC):
-    """How the tensors of a layer are named and shaped.
+    """How the tensors of a layer of codes are named and shaped.
 
     name: its own in the config. grid: of the weights; None: integers of any width.
     """
@@ -22,33 +29,43 @@ class Layout(ABC):
     name: ClassVar[str]
     grid: ClassVar[Grid | None] = None
 
-    def suits(self, scheme: Scheme) -> bool:
+    def suits(self, scheme: LayerScheme) -> bool:
         """Whether the layout is meant for layers of this scheme; the first that is, is taken."""
-        return isinstance(scheme.grid, IntGrid) if self.grid is None else scheme.grid is self.grid
+        codes = scheme.codes
+        return codes is not None and (isinstance(codes.grid, IntGrid) if self.grid is None else codes.grid is self.grid)
 
     @abstractmethod
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+    def refuses(self, scheme: LayerScheme) -> str | None:
         """As Format.refuses, for schemes that it suits."""
 
-    def adapt(self, packed: PackedCodes) -> PackedCodes:
-        """The same weight as the layout can hold it."""
-        return packed
+    def adapt(self, codes: CodesScheme, width: int) -> CodesScheme:
+        """The scheme of the same codes as the layout can hold them."""
+        return codes
+
+    def adapt_part(self, part: CodesPart) -> CodesPart:
+        """The same codes as the layout can hold them."""
+        return part
 
     @abstractmethod
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        """The layer's tensors."""
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        """The tensors of the weight by name."""
 
     @abstractmethod
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        """The inverse of encode."""
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        """The tensors of the weight."""
 
-    def weight_arguments(self, scheme: Scheme) -> dict[str, Any]:
+    @abstractmethod
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        """The inverse of encode; `tensors` have the shapes and dtypes of the method of that name."""
+
+    def weight_arguments(self, scheme: LayerScheme) -> dict[str, Any]:
         """The `weights` part of a config group (QuantizationArgs)."""
-        size = scheme.group_size
+        codes = codes_of(scheme)
+        size = codes.group_size
         return {
-            "num_bits": scheme.coded.bits,
-            "type": "int" if isinstance(scheme.grid, IntGrid) else "float",
-            "symmetric": scheme.symmetric,
+            "num_bits": codes.grid.bits,
+            "type": "int" if isinstance(codes.grid, IntGrid) else "float",
+            "symmetric": codes.symmetric,
             "group_size": size if isinstance(size, int) else None,
             "strategy": "group" if isinstance(size, int) else size,
             "dynamic": False,

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from compress.formats.base import Scheme
 from compress.formats.layouts.fp4_pack import Float4Layout, as_bytes, as_words
+from compress.formats.layouts.layout import codes_of
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 
 class MXFP4PackQuantized(Float4Layout):
@@ -26,10 +27,9 @@ class MXFP4PackQuantized(Float4Layout):
     strategy = "group"
     scale_dtype = "torch.uint8"
 
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        return {"weight_packed": as_bytes(packed.words), "weight_scale": packed.scale}
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        return {"weight_packed": as_bytes(part.words), "weight_scale": part.scale}
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        rows, half = tensors["weight_packed"].shape
-        words = as_words(tensors["weight_packed"])
-        return PackedCodes(words, tensors["weight_scale"], None, scheme.coded, scheme.group_size, (rows, 2 * half))
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        held = {"words": as_words(tensors["weight_packed"]), "scale": tensors["weight_scale"]}
+        return CodesPart(codes_of(scheme), scheme.shape, held)

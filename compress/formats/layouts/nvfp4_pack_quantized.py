@@ -15,10 +15,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compress.formats.base import Scheme
 from compress.formats.layouts.fp4_pack import Float4Layout, as_bytes, as_words
+from compress.formats.layouts.layout import codes_of
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.base import TensorSpec
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 
 class NVFP4PackQuantized(Float4Layout):
@@ -29,16 +31,21 @@ class NVFP4PackQuantized(Float4Layout):
     strategy = "tensor_group"
     scale_dtype = "torch.float8_e4m3fn"
 
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        assert packed.shared is not None
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        return super().tensors(scheme) | {"weight_global_scale": TensorSpec((1,), torch.float32)}
+
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        assert part.shared is not None
         return {
-            "weight_packed": as_bytes(packed.words),
-            "weight_scale": packed.scale.view(torch.float8_e4m3fn),
-            "weight_global_scale": packed.shared,
+            "weight_packed": as_bytes(part.words),
+            "weight_scale": part.scale.view(torch.float8_e4m3fn),
+            "weight_global_scale": part.shared,
         }
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        rows, half = tensors["weight_packed"].shape
-        words, scale = as_words(tensors["weight_packed"]), tensors["weight_scale"].view(torch.uint8)
-        shared = tensors["weight_global_scale"]
-        return PackedCodes(words, scale, None, scheme.coded, scheme.group_size, (rows, 2 * half), shared=shared)
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        held = {
+            "words": as_words(tensors["weight_packed"]),
+            "scale": tensors["weight_scale"].view(torch.uint8),
+            "shared": tensors["weight_global_scale"],
+        }
+        return CodesPart(codes_of(scheme), scheme.shape, held)

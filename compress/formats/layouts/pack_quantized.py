@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats.base import Scheme
-from compress.formats.layouts.layout import Layout
-from compress.numerics.quant.bits import pack, unpack
+from compress.formats.layouts.layout import Layout, codes_of
+from compress.numerics.quant.bits import pack, packed_width, unpack
+from compress.numerics.quant.codes import groups_in
 from compress.numerics.quant.grids import GRIDS, IntGrid
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.base import TensorSpec
+from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.layer import LayerScheme
 
 SMALLEST_GROUP = 16  # a finer split of a short last group would cost more in scales than it saves
 
@@ -34,24 +36,21 @@ def stored_group_size(width: int, group_size: int) -> int:
     return math.gcd(width, group_size)
 
 
-def refuses_integers(scheme: Scheme, shape: tuple[int, int]) -> str | None:
-    """Why integers of this scheme and shape have no reader, and what can be written instead; None if they have."""
-    width = shape[1]
-    if scheme.activations not in (None, GRIDS["int8"]):
-        assert scheme.activations is not None
-        name = scheme.activations.name
-        return f"activations {name} cannot be combined with integer weights; use int8, or format: native"
-    if scheme.indexed:
+def refuses_integers(scheme: LayerScheme) -> str | None:
+    """Why integers of this scheme have no reader, and what can be written instead; None if they have."""
+    codes, rounding, width = codes_of(scheme), scheme.rounding, scheme.shape[1]
+    if rounding is not None and rounding.grid is not GRIDS["int8"]:
+        return f"activations {rounding.grid.name} cannot be combined with integer weights; use int8, or format: native"
+    if codes.indexed:
         return (
             "act_order: group has no reader any more (compressed-tensors dropped it); "
             "use act_order: static, or format: native"
         )
-    if not scheme.symmetric and scheme.group_size == "tensor":
+    size = codes.group_size
+    if not codes.symmetric and size == "tensor":
         return "zero points per tensor cannot be packed; use group_size: channel, or symmetric: true"
-    if isinstance(scheme.group_size, int) and stored_group_size(width, scheme.group_size) < min(
-        SMALLEST_GROUP, scheme.group_size
-    ):
-        return f"group_size {scheme.group_size} does not divide the {width} inputs; {sizes_that_work(width)}"
+    if isinstance(size, int) and stored_group_size(width, size) < min(SMALLEST_GROUP, size):
+        return f"group_size {size} does not divide the {width} inputs; {sizes_that_work(width)}"
     return None
 
 
@@ -61,13 +60,15 @@ def sizes_that_work(width: int) -> str:
     return f"use {', '.join([*sizes, 'channel'])}, or format: native"
 
 
-def input_arguments(scheme: Scheme) -> dict[str, Any]:
+def input_arguments(scheme: LayerScheme) -> dict[str, Any]:
     """The `input_activations` part: one scale per token, found at run time, or a stored one for all."""
-    grid, static = scheme.activations, scheme.activation_scale == "static"
-    assert grid is not None
-    kind = "int" if isinstance(grid, IntGrid) else "float"
+    rounding = scheme.rounding
+    assert rounding is not None
+    static = rounding.scale == "static"
+    kind = "int" if isinstance(rounding.grid, IntGrid) else "float"
     strategy = "tensor" if static else "token"
-    return {"num_bits": grid.bits, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": not static}
+    return {"num_bits": rounding.grid.bits, "type": kind, "symmetric": True, "strategy": strategy,
+            "dynamic": not static}  # fmt: skip
 
 
 class PackQuantized(Layout):
@@ -75,36 +76,52 @@ class PackQuantized(Layout):
 
     name = "pack-quantized"
 
-    def refuses(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        return refuses_integers(scheme, shape)
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        return refuses_integers(scheme)
 
-    def adapt(self, packed: PackedCodes) -> PackedCodes:
+    def adapt(self, codes: CodesScheme, width: int) -> CodesScheme:
+        """The scheme of the same codes in groups that the layout can hold."""
+        size = codes.group_size
+        return codes if not isinstance(size, int) else replace(codes, group_size=stored_group_size(width, size))
+
+    def adapt_part(self, part: CodesPart) -> CodesPart:
         """The same weight in groups that the layout can hold."""
-        width, size = packed.shape[1], packed.group_size
+        width, size = part.shape[1], part.group_size
         if not isinstance(size, int) or width % size == 0:
-            return packed
+            return part
         stored = stored_group_size(width, size)
-        group = torch.arange(width // stored, device=packed.scale.device) * stored // size
-        zero = None if packed.zero is None else packed.zero[:, group]
-        return replace(packed, scale=packed.scale[:, group], zero=zero, group_size=stored)
+        group = torch.arange(width // stored, device=part.scale.device) * stored // size
+        zero = None if part.zero is None else part.zero[:, group]
+        return part.changed(replace(part.scheme, group_size=stored), scale=part.scale[:, group], zero=zero)
 
-    def encode(self, packed: PackedCodes) -> dict[str, Tensor]:
-        scale = packed.scale.reshape(1) if packed.group_size == "tensor" else packed.scale
-        shape = torch.tensor(packed.shape, dtype=torch.int64)
-        found = {"weight_packed": packed.words, "weight_scale": scale, "weight_shape": shape}
-        if packed.zero is not None:
-            assert isinstance(packed.grid, IntGrid)
-            unsigned = packed.zero.to(torch.int16) - packed.grid.lowest
-            found["weight_zero_point"] = pack(unsigned.T, packed.grid.bits).T
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        codes, (rows, width) = codes_of(scheme), scheme.shape
+        bits, groups = codes.grid.bits, groups_in(width, codes.group_size)
+        found = {
+            "weight_packed": TensorSpec((rows, packed_width(width, bits)), torch.int32),
+            "weight_scale": TensorSpec((1,) if codes.group_size == "tensor" else (rows, groups)),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }
+        if codes.symmetric:
+            return found
+        return found | {"weight_zero_point": TensorSpec((packed_width(rows, bits), groups), torch.int32)}
+
+    def encode(self, part: CodesPart) -> dict[str, Tensor]:
+        scale = part.scale.reshape(1) if part.group_size == "tensor" else part.scale
+        shape = torch.tensor(part.shape, dtype=torch.int64)
+        found = {"weight_packed": part.words, "weight_scale": scale, "weight_shape": shape}
+        if part.zero is not None:
+            unsigned = part.zero.to(torch.int16) - part.grid.lowest_stored
+            found["weight_zero_point"] = pack(unsigned.T, part.grid.bits).T
         return found
 
-    def decode(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> PackedCodes:
-        rows, width = tensors["weight_packed"].shape[0], int(tensors["weight_shape"][1])
-        scale = tensors["weight_scale"]
-        scale = scale.reshape(1, 1) if scheme.group_size == "tensor" else scale
-        zero = None
+    def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
+        codes, rows = codes_of(scheme), scheme.shape[0]
+        if tuple(tensors["weight_shape"].tolist()) != scheme.shape:
+            raise ValueError(f"weight_shape is {tensors['weight_shape'].tolist()}, but it must be {list(scheme.shape)}")
+        scale, zero = tensors["weight_scale"], None
+        scale = scale.reshape(1, 1) if codes.group_size == "tensor" else scale
         if "weight_zero_point" in tensors:
-            assert isinstance(scheme.grid, IntGrid)
-            unsigned = unpack(tensors["weight_zero_point"].T, scheme.grid.bits, rows).T
-            zero = (unsigned.to(torch.int16) + scheme.grid.lowest).to(torch.int8).contiguous()
-        return PackedCodes(tensors["weight_packed"], scale, zero, scheme.coded, scheme.group_size, (rows, width))
+            unsigned = unpack(tensors["weight_zero_point"].T, codes.grid.bits, rows).T
+            zero = (unsigned.to(torch.int16) + codes.grid.lowest_stored).to(torch.int8).contiguous()
+        return CodesPart(codes, scheme.shape, {"words": tensors["weight_packed"], "scale": scale, "zero": zero})

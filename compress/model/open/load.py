@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import ModelError
 from compress.formats import FORMATS
-from compress.formats.base import CacheScheme, Format, Scheme
+from compress.formats.base import CacheScheme, Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES, caching, round_cache
-from compress.model.linear import linears, replace_linear
+from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import SparseWeight
+from compress.weights.layer import LayerScheme
 
 METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
 """quant_method of a config -> our format."""
@@ -50,7 +48,8 @@ def load(
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
     stored = opening.stored_tensors(folder)
-    schemes = {} if format_ is None else format_.schemes(described, list(linears(model)))
+    shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
+    schemes = {} if format_ is None else _schemes(format_, described, shapes)
     files = opening.match(model, stored, present=set(schemes))
     if files is None:
         if schemes:
@@ -80,6 +79,16 @@ def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[
     if method not in METHODS:
         raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
     return FORMATS[METHODS[method]], described
+
+
+def _schemes(
+    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, LayerScheme]:  # fmt: skip
+    """How the linears of a checkpoint are stored, by name. Raises ModelError where its config cannot be read."""
+    try:
+        return format_.schemes(described, shapes)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"model: quantization_config of its config.json cannot be read ({error!r})") from error
 
 
 def _caches(
@@ -128,7 +137,7 @@ def fill(
     root: nn.Module,
     prefix: str,
     tensors: Mapping[str, Tensor],
-    schemes: Mapping[str, Scheme],
+    schemes: Mapping[str, LayerScheme],
     format_: Format,
     dtype: torch.dtype,
 ) -> None:
@@ -144,31 +153,13 @@ def fill(
         start = full + "."
         inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
         layer = replace_linear(root, full.removeprefix(prefix))
+        if scheme.shape != layer.shape:
+            here, there = list(layer.shape), list(scheme.shape)
+            raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
         try:
-            weight = _decoded(inside, scheme, format_, dtype)
-            beside = {here: inside[format_.input_names[here]] for here in scheme.input_tensors}
-            _check_permutation(beside.get("input_permutation"), weight.shape[1])
+            parts, transforms = format_.decode(inside, scheme)
         except KeyError as error:
             raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
         except ValueError as error:
             raise ModelError(f"model: {start}{error}; write the checkpoint again") from error
-        if weight.shape != layer.shape:
-            here, there = list(layer.shape), list(weight.shape)
-            raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")
-        layer.read(weight, scheme, beside)
-
-
-def _check_permutation(found: Tensor | None, width: int) -> None:
-    """Raise ValueError when the order of a layer's inputs does not hold each of them once."""
-    if found is not None and not torch.equal(found.long().sort().values, torch.arange(width, device=found.device)):
-        raise ValueError(f"input_permutation does not hold each number below {width} once")
-
-
-def _decoded(
-    tensors: Mapping[str, Tensor], scheme: Scheme, format_: Format, dtype: torch.dtype
-) -> PackedCodes | SparseWeight:
-    """The weight of a layer, its kept floats in `dtype`."""
-    if scheme.grid is not None:
-        return format_.decode(tensors, scheme)
-    found = format_.decode_floats(tensors, scheme)
-    return replace(found, values=found.values.to(dtype))
+        layer.read([part if part.scheme.quantized else part.in_storage(dtype) for part in parts], transforms)

@@ -87,7 +87,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     inside = tuple(f"{name}." for name in layers)
     found = {name: t.detach() for name, t in model.state_dict().items() if not name.startswith(inside or ("\0",))}
     for name, layer in layers.items():
-        assert layer.scheme is None and not layer.input_tensors(), "a model changes its shape before it is compressed"
+        assert layer.scheme.plain, "a model changes its shape before it is compressed"
         found[f"{name}.weight"] = layer.weight.T if layer.transposed else layer.weight
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()

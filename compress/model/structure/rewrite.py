@@ -14,15 +14,16 @@ Rewrite = Callable[[Tensor], Tensor]
 
 def remember(*modules: nn.Module) -> Callable[[], None]:
     """A function that puts weights, masks and biases of these modules back as they are now; nothing is copied."""
-    held = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
-    facts = [(m, m._facts) for m in modules if isinstance(m, CompressedLinear)]
+    held = [(m, dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    facts = [(m, m.sparsity) for m in modules if isinstance(m, CompressedLinear)]
 
     def undo() -> None:
-        for module, parameters, buffers in held:
+        for module, parameters, buffers, children in held:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        for module, known in facts:
-            module._facts = known
+            module._modules.update(children)
+        for module, sparsity in facts:
+            module.sparsity = sparsity
 
     return undo
 

@@ -49,6 +49,11 @@ class Grid(ABC):
     def span(self) -> float:
         """What the scale of a symmetric group is its largest magnitude divided by."""
 
+    @property
+    def lowest_stored(self) -> int:
+        """The smallest code that is stored: integers are signed, table indexes and bit patterns are not."""
+        return 0
+
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """What weights wanted in `dtype` are computed in: float32, rounded once, unless scales are plain floats."""
         return dtype if self.scaling.stored is None else torch.float32
@@ -79,6 +84,10 @@ class IntGrid(Grid):
     @property
     def symmetric_only(self) -> bool:
         return False
+
+    @property
+    def lowest_stored(self) -> int:
+        return self.lowest
 
     @property
     def lowest(self) -> int:

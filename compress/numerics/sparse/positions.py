@@ -5,7 +5,6 @@ A mask is a fact of its own, not the pattern of zeros: a kept weight may be zero
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -205,44 +204,3 @@ def _check_indexes(words: Tensor, n: int, m: int, width: int, name: str) -> None
     columns = unpack(words, index_bits(m), width // m * n).reshape(-1, n).int()
     if bool((columns >= m).any()) or bool((columns.diff(dim=1) <= 0).any()):
         raise ValueError(f"{name} holds indexes that are not {n} different ones below {m}, ascending")
-
-
-@dataclass(frozen=True, eq=False)
-class SparseWeight:
-    """A pruned weight in floats. values: the kept ones, in the shape of `Sparsity.values`."""
-
-    values: Shaped[Tensor, "*values"]
-    kept: Kept
-
-    @classmethod
-    def of(cls, weight: Shaped[Tensor, "out in"], kept: Kept) -> SparseWeight:
-        """Leave out what is not kept, which must be zero (the caller knows)."""
-        return cls(kept.gather(weight), kept)
-
-    @classmethod
-    def empty(cls, sparsity: Sparsity, shape: tuple[int, int], dtype: torch.dtype) -> SparseWeight:
-        """Tensors of the right shapes and dtypes without values, for counting bytes."""
-        values = torch.empty(sparsity.values(shape), dtype=dtype, device="meta")
-        return cls(values, Kept.empty(sparsity, shape))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.kept.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the kept weights."""
-        return self.values.dtype
-
-    def dense(self, dtype: torch.dtype | None = None) -> Shaped[Tensor, "out in"]:
-        """The whole weight, zero where nothing is kept."""
-        zeros = torch.zeros(self.shape, dtype=dtype or self.dtype, device=self.values.device)
-        return self.kept.expand(self.values, zeros)
-
-    def sha256(self) -> str:
-        """A digest of values (as numbers, whatever their dtype) and positions."""
-        digest = hashlib.sha256(f"{self.kept.sparsity.text} {self.shape}".encode())
-        for tensor in (self.values.float(), self.kept.words):
-            digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()

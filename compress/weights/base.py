@@ -1,0 +1,337 @@
+"""The contract of the components of a layer: parts of its weight, and transforms of its input.
+
+A layer computes y = sum over its parts of part.product(t(x)) + bias. Each kind of component is one file with two
+classes: a scheme, which is a frozen description in plain JSON, and a component, which holds the tensors that the scheme
+describes. Plan, formats, loading and reports work with schemes and with this contract; none of them knows a kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from compress.kernels import dispatch
+from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.sparse.positions import Kept, Value
+
+SCHEMES: dict[str, type[Scheme]] = {}
+"""Every kind of scheme by its name; a class registers itself where it is defined."""
+
+COMPONENTS: dict[str, type[Component]] = {}
+"""Every kind of component by the name of its scheme."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a stored tensor; dtype None: the storage dtype of the run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def size_bytes(self, storage: torch.dtype) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * (self.dtype or storage).itemsize
+
+
+def stored_name(prefix: str, name: str) -> str:
+    """Return 'weight_scale' for ('weight', 'scale'), and 'weight' for ('weight', ''); without a prefix the name."""
+    return "_".join(part for part in (prefix, name) if part)
+
+
+def plain(value: Any) -> Any:
+    """Return a field of a scheme as plain JSON: grids by name, schemes as mappings."""
+    if isinstance(value, Scheme):
+        return value.to_json()
+    if isinstance(value, Grid):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value
+
+
+def read_grid(name: Any) -> Grid | None:
+    """Look up a grid by name; None stays None. Raises KeyError for an unknown name."""
+    return None if name is None else GRIDS[name]
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """The description of a component: with its tensors, all that is needed to rebuild it.
+
+    kind: the name of the file that defines it. readers: how fields that are not plain values are read from JSON.
+    """
+
+    kind: ClassVar[str]
+    readers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            SCHEMES[cls.kind] = cls
+
+    @abstractmethod
+    def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        """The tensors of a component of a layer of this shape (out, in), by name."""
+
+    @property
+    def text(self) -> str:
+        """A few words for tables: 'int4, group 64'."""
+        return self.kind
+
+    def size_bytes(self, shape: tuple[int, int], storage: torch.dtype) -> int:
+        """Bytes of all tensors; storage: the dtype of those that are stored in the run's own."""
+        return sum(spec.size_bytes(storage) for spec in self.tensors(shape).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; fields that have their default are left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        usual = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        kept = {name: plain(v) for name, v in values.items() if name not in usual or v != usual[name]}
+        return {"kind": self.kind, **kept}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of to_json. Raises KeyError or TypeError for values that are not those of a scheme."""
+        given = {name: value for name, value in values.items() if name != "kind"}
+        return cls(**{name: cls.readers.get(name, _same)(value) for name, value in given.items()})
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def read_scheme(values: Mapping[str, Any]) -> Any:
+    """Read a scheme of any kind. Raises KeyError for a kind that is not known."""
+    return SCHEMES[values["kind"]].from_json(values)
+
+
+@dataclass(frozen=True)
+class PartScheme(Scheme):
+    """The description of a part of a weight."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights of the part are codes of a grid."""
+        return False
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids of its codes."""
+        return ()
+
+    def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        """As of every scheme. lattice: the shape of the weights that are stored, where these are kept ones alone."""
+        raise NotImplementedError
+
+    @property
+    def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
+        """Columns that share a scale; None for a part without scales."""
+        return None
+
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        """Why a layer of this shape cannot have the part, with what to do instead; None if it can."""
+        return None
+
+    def value(self, storage: torch.dtype) -> Value | None:
+        """What one weight is stored as, where kept weights can be stored alone; None where they cannot."""
+        return None
+
+
+@dataclass(frozen=True)
+class TransformScheme(Scheme):
+    """The description of a transform of the input.
+
+    effect, instead: what it does to inputs and what a user can do about it, for the errors of formats without it.
+    """
+
+    effect: ClassVar[str] = "its inputs have a transform"
+    instead: ClassVar[str] = ""
+
+
+class Component(nn.Module, ABC):
+    """Tensors and their description; a value: whoever changes it makes a new one.
+
+    kind: that of its scheme. names: the name in a checkpoint of every buffer. shape: (out, in) of the layer.
+    """
+
+    kind: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = {}
+
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            COMPONENTS[cls.kind] = cls
+
+    def __init__(self, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+        super().__init__()
+        self.scheme, self.shape = scheme, shape
+        for buffer in self.names:
+            self.register_buffer(buffer, tensors.get(buffer))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in a checkpoint."""
+        found = {name: getattr(self, buffer) for buffer, name in self.names.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def read(cls, scheme: Any, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
+        """Rebuild the component from the tensors of its layer, named `stored_name(prefix, name)`; exact.
+
+        Raises KeyError for a missing tensor, ValueError for one that cannot be right.
+        """
+        known = checked(scheme.tensors(shape), tensors, prefix)
+        found = cls(scheme, shape, {buffer: known.get(name) for buffer, name in cls.names.items()})
+        found.validate(prefix)
+        return found
+
+    def validate(self, prefix: str) -> None:
+        """Raise ValueError where values contradict one another or the scheme; shapes and dtypes are right already."""
+
+    def sha256(self) -> str:
+        """A digest of scheme and tensors: two components are bit-identical exactly if it is equal."""
+        digest = hashlib.sha256(f"{self.scheme.to_json()} {self.shape}".encode())
+        for name, tensor in self.tensors().items():
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def checked(
+    specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str
+) -> dict[str, Tensor]:  # fmt: skip
+    """The tensors of a layer that are those of a scheme, by their names in it.
+
+    Raises KeyError for a missing tensor, ValueError for another shape or dtype than the scheme's.
+    """
+    found: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        full = stored_name(prefix, name)
+        tensor = tensors[full]
+        if spec.dtype is None and not tensor.is_floating_point():
+            raise ValueError(f"{full} holds {tensor.dtype}, not floats")
+        wanted = spec.dtype or tensor.dtype
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != wanted:
+            here = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{full} is {here}, but it must be {wanted} {list(spec.shape)}")
+        found[name] = tensor
+    return found
+
+
+class WeightPart(Component):
+    """One summand of a layer's weight. lattice: the shape of what is stored: (out, in), or that of kept weights."""
+
+    scheme: PartScheme
+
+    def __init__(self, scheme: PartScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+        super().__init__(scheme, shape, tensors)
+        self.lattice: tuple[int, ...] = shape
+        self._prepared: dict[int, Any] = {}
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, or of their scales as numbers."""
+
+    @abstractmethod
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        """The weight of the part, computed in `dtype`."""
+
+    def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
+        """x W^T + bias in plain torch: the oracle of every kernel."""
+        return nn.functional.linear(x, self.dense(x.dtype), bias)
+
+    def prepared(self, kernel: dispatch.Kernel) -> Any:
+        """What a kernel has made of the part, once; made anew when the tensors have moved."""
+        key = id(kernel)
+        if key not in self._prepared:
+            self._prepared[key] = kernel.prepare(self)
+        return self._prepared[key]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        self._prepared = {}
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies prepare for their kernels themselves."""
+        return {**self.__dict__, "_prepared": {}}
+
+    def in_storage(self, dtype: torch.dtype) -> WeightPart:
+        """The part with the floats of its codes (scales, zero points) in the storage dtype; exact if fitted for it."""
+        return self
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round weights that are floats to what `dtype` can hold, in place; they keep their own dtype."""
+
+    def vanished(self, weight: Float[Tensor, "out in"]) -> int:
+        """How many groups of `weight`, which the part stores, became zero because no scale is small enough."""
+        return 0
+
+    # Kept weights
+
+    @property
+    def kept(self) -> Kept | None:
+        """Where the kept weights stand, if the part stores them alone."""
+        return None
+
+    def gathered(self, kept: Kept) -> WeightPart:
+        """A part of the same kind that holds kept weights alone; only where the scheme has a `value`."""
+        raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
+
+    def kept_rows(
+        self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
+    ) -> Float[Tensor, "rows in"]:
+        """Rows of the weight of a `gathered` part; mask: theirs. where: places of their kept weights among all."""
+        raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
+
+    # Training
+
+    @property
+    def free_scale(self) -> Float[Tensor, "out groups"] | None:
+        """The scales that gradients may move; None where there are none."""
+        return None
+
+    def with_scale(self, scale: Float[Tensor, "out groups"]) -> WeightPart:
+        """The part with other scales; only where `free_scale` is not None."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+    def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
+        """A value per scale, for every weight (or left to broadcast)."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
+        """The sum over the weights of every scale: the gradient of `spread`."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+
+class InputTransform(Component):
+    """What a layer does to its input before it multiplies.
+
+    rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can undo.
+    """
+
+    rank: ClassVar[int]
+    linear: ClassVar[bool] = True
+
+    scheme: TransformScheme
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        """The transformed input, in the dtype of x."""
+
+    def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """The weight W' with W' x = W t(x); only for linear transforms."""
+        raise AssertionError(f"a transform of kind {self.kind} is not linear")
+
+    def permuted(self, order: Int[Tensor, " in"]) -> InputTransform:
+        """The same transform for inputs of which number order[j] stands at j."""
+        return self

@@ -1,0 +1,171 @@
+"""LayerScheme: the one description of a layer that passes state, plans count, formats store and loading rebuilds."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from compress import weights
+from compress.numerics.quant.grids import Grid
+from compress.numerics.sparse.positions import SparsePolicy, Sparsity, choose
+from compress.weights import transforms
+from compress.weights.base import (
+    COMPONENTS,
+    InputTransform,
+    PartScheme,
+    TensorSpec,
+    TransformScheme,
+    WeightPart,
+    read_scheme,
+    stored_name,
+)
+from compress.weights.codes import CodesScheme
+from compress.weights.dense import DenseScheme
+from compress.weights.sparse import SparseScheme
+from compress.weights.transforms.rounding import RoundingScheme
+
+INPUT, WEIGHT = "input", "weight"
+"""What the names of stored tensors begin with: of transforms, and of the first part; further parts use their kind."""
+
+for _package in (weights, transforms):  # a kind is known by its file
+    for _found in pkgutil.iter_modules(_package.__path__):
+        if f"{_package.__name__}.{_found.name}" != __name__:
+            importlib.import_module(f"{_package.__name__}.{_found.name}")
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """How a layer of `shape` (out, in) is stored: its parts, and the transforms of its input in order."""
+
+    shape: tuple[int, int]
+    parts: tuple[PartScheme, ...] = (DenseScheme(),)
+    transforms: tuple[TransformScheme, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is an ordinary linear layer: one dense weight, inputs as they are."""
+        return self.parts == (DenseScheme(),) and not self.transforms
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any of its weights are codes."""
+        return any(part.quantized for part in self.parts)
+
+    @property
+    def codes(self) -> CodesScheme | None:
+        """The codes of a layer that is nothing else: what formats of other programs can hold; None for others."""
+        only = self.parts[0] if len(self.parts) == 1 else None
+        return only if isinstance(only, CodesScheme) else None
+
+    @property
+    def rounding(self) -> RoundingScheme | None:
+        """How inputs are rounded; None: they are not."""
+        return next((t for t in self.transforms if isinstance(t, RoundingScheme)), None)
+
+    @property
+    def maps_inputs(self) -> TransformScheme | None:
+        """The first transform other than rounding; None where there is none."""
+        return next((t for t in self.transforms if not isinstance(t, RoundingScheme)), None)
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids of all parts."""
+        return tuple(grid for part in self.parts for grid in part.grids)
+
+    @property
+    def text(self) -> str:
+        """'int4, group 64, 2:4' or 'dense', for tables."""
+        return " + ".join(part.text for part in self.parts)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """What the names of the tensors of each part begin with."""
+        found: list[str] = []
+        for i, part in enumerate(self.parts):
+            same = sum(other.kind == part.kind for other in self.parts[1:i])
+            found.append(WEIGHT if i == 0 else part.kind if same == 0 else f"{part.kind}_{same + 1}")
+        return tuple(found)
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """All tensors by their names inside the layer."""
+        owners = [*zip(self.prefixes, self.parts, strict=True), *((INPUT, t) for t in self.transforms)]
+        return {stored_name(p, name): spec for p, own in owners for name, spec in own.tensors(self.shape).items()}
+
+    def size_bytes(self, storage: torch.dtype) -> int:
+        """Bytes of all tensors, the bias not counted."""
+        return sum(spec.size_bytes(storage) for spec in self.tensors().values())
+
+    def with_parts(self, *parts: PartScheme) -> LayerScheme:
+        """The layer with other parts."""
+        return replace(self, parts=parts)
+
+    def with_transform(self, transform: TransformScheme) -> LayerScheme:
+        """The layer with a transform, which replaces one of its own kind."""
+        others = [t for t in self.transforms if t.kind != transform.kind]
+        return replace(self, transforms=tuple(sorted([*others, transform], key=lambda t: rank_of(t.kind))))
+
+    def without(self, kind: str) -> LayerScheme:
+        """The layer without a transform of this kind."""
+        return replace(self, transforms=tuple(t for t in self.transforms if t.kind != kind))
+
+    def sparse(self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy) -> LayerScheme:
+        """The layer with its kept weights stored alone where the policy says so.
+
+        found: the ways to store its mask. A layer whose weight is not one part, or cannot leave weights out, stays.
+        """
+        sparsity = self.stored_sparsity(found, storage, policy)
+        return self if sparsity is None else self.with_parts(SparseScheme(sparsity, self.parts[0]))
+
+    def stored_sparsity(
+        self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy
+    ) -> Sparsity | None:  # fmt: skip
+        """How kept weights are stored alone; None where they are not. Arguments as of `sparse`."""
+        value = self.parts[0].value(storage) if len(self.parts) == 1 else None
+        return None if value is None or not found or policy == "off" else choose(found, self.shape, value, policy)
+
+    def read(self, tensors: Mapping[str, Tensor]) -> tuple[list[WeightPart], list[InputTransform]]:
+        """Rebuild parts and transforms from the tensors of a layer by name; exact.
+
+        Raises KeyError for a missing tensor, ValueError for one that cannot be right.
+        """
+        parts: list[Any] = [
+            COMPONENTS[part.kind].read(part, self.shape, tensors, prefix)
+            for prefix, part in zip(self.prefixes, self.parts, strict=True)
+        ]
+        mapped: list[Any] = [COMPONENTS[t.kind].read(t, self.shape, tensors, INPUT) for t in self.transforms]
+        return parts, mapped
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        transforms = [t.to_json() for t in self.transforms]
+        found = {"shape": list(self.shape), "parts": [part.to_json() for part in self.parts]}
+        return found | ({"transforms": transforms} if transforms else {})
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of to_json. Raises KeyError or TypeError for values that are not those of a scheme."""
+        rows, width = values["shape"]
+        parts = tuple(read_scheme(part) for part in values["parts"])
+        return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())))
+
+
+def rank_of(kind: str) -> int:
+    """The place of a kind of transform among all that a layer may have."""
+    component = COMPONENTS[kind]
+    assert issubclass(component, InputTransform)
+    return component.rank
+
+
+def layer_tensors(
+    parts: Sequence[WeightPart], mapped: Sequence[InputTransform], prefixes: Sequence[str]
+) -> dict[str, Tensor]:  # fmt: skip
+    """All tensors of a layer by their names inside it."""
+    owners = [*zip(prefixes, parts, strict=True), *((INPUT, t) for t in mapped)]
+    return {stored_name(p, name): tensor for p, own in owners for name, tensor in own.tensors().items()}

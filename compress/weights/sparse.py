@@ -1,0 +1,165 @@
+"""Kept weights alone, and where they stand: N of every M columns, or a bitmask.
+
+With K = floor(I/M) whole groups in every row; the I - K*M columns after these are all kept:
+
+              N:M                        bitmask
+    kept      int32 [O, ceil(K*N*i/32)]  int32 [O, ceil(I/32)]    N:M: the column in its group of every kept weight of
+                                                                  the groups, ascending, in i = ceil(log2 M) bits (M up
+                                                                  to 256). bitmask: a bit per column, 1 for kept. Bit
+                                                                  streams row by row, least significant bit first
+    values    float [O, K*N + I - K*M]   float [kept]             weights in floats
+    packed    int32 [O, ceil(that*b/32)] int32 [ceil(kept*b/32)]  or their codes; scales, zero points and group indexes
+                                                                  are those of the whole matrix (`weights.codes`)
+
+The mask is a fact of its own, not the pattern of zeros: a kept weight that is zero is stored like any other, and all
+others are exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.numerics.quant.grids import Grid
+from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.weights.base import COMPONENTS, PartScheme, TensorSpec, WeightPart, checked, read_scheme, stored_name
+
+VALUES = "values"
+"""The name of kept weights that are floats."""
+
+
+@dataclass(frozen=True)
+class SparseScheme(PartScheme):
+    """Kept weights alone. values: how they are stored, such as floats or codes."""
+
+    kind: ClassVar[str] = "sparse"
+
+    sparsity: Sparsity
+    values: PartScheme
+
+    @property
+    def quantized(self) -> bool:
+        return self.values.quantized
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return self.values.grids
+
+    @property
+    def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
+        return self.values.scale_groups
+
+    @property
+    def text(self) -> str:
+        return f"{self.values.text}, {self.sparsity.text}" if self.quantized else self.sparsity.text
+
+    def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        positions = TensorSpec((shape[0], self.sparsity.words(shape[1])), torch.int32)
+        inner = self.values.tensors(shape, self.sparsity.values(shape))
+        return {"kept": positions, **{name or VALUES: spec for name, spec in inner.items()}}
+
+    def to_json(self) -> dict[str, Any]:
+        positions = {"pattern": self.sparsity.text, "kept": self.sparsity.kept}
+        return {"kind": self.kind, **positions, "values": self.values.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        return cls(Sparsity.named(values["pattern"], values["kept"]), read_scheme(values["values"]))
+
+
+class SparsePart(WeightPart):
+    """Kept weights alone. positions: packed positions (`Kept.words`). values: a part that holds the kept weights."""
+
+    kind: ClassVar[str] = "sparse"
+    names: ClassVar[Mapping[str, str]] = {"positions": "kept"}
+
+    scheme: SparseScheme
+    positions: Int[Tensor, "out words"]
+
+    def __init__(
+        self, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None], values: WeightPart
+    ) -> None:
+        super().__init__(scheme, shape, tensors)
+        self.values = values
+
+    @classmethod
+    def of(cls, part: WeightPart, kept: Kept) -> Self:
+        """Leave out the weights of a part that are not kept; these must be zero."""
+        scheme = SparseScheme(kept.sparsity, part.scheme)
+        return cls(scheme, part.shape, {"positions": kept.words}, part.gathered(kept))
+
+    @classmethod
+    def read(cls, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
+        kept = _positions(scheme.sparsity, shape, tensors, prefix)
+        known = checked(scheme.tensors(shape), tensors, prefix)
+        inner = COMPONENTS[scheme.values.kind]
+        lattice = scheme.sparsity.values(shape)
+        held = {buffer: known.get(name or VALUES) for buffer, name in inner.names.items()}
+        values = inner(scheme.values, shape, held)
+        assert isinstance(values, WeightPart)
+        values.lattice = lattice
+        return cls(scheme, shape, {"positions": kept.words}, values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"kept": self.positions, **{name or VALUES: tensor for name, tensor in self.values.tensors().items()}}
+
+    def with_values(self, values: WeightPart) -> SparsePart:
+        """The same positions with other values."""
+        return SparsePart(self.scheme, self.shape, {"positions": self.positions}, values)
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.positions, self.scheme.sparsity, self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        found = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
+        for rows, mask, where in self.kept.parts():  # some rows at a time: little is held in addition to the weight
+            found[rows] = self.values.kept_rows(rows, mask, where, dtype)
+        return found
+
+    def in_storage(self, dtype: torch.dtype) -> SparsePart:
+        return self.with_values(self.values.in_storage(dtype))
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        self.values.round_to(dtype)
+
+    @property
+    def free_scale(self) -> Float[Tensor, "out groups"] | None:
+        return self.values.free_scale
+
+    def with_scale(self, scale: Float[Tensor, "out groups"]) -> SparsePart:
+        return self.with_values(self.values.with_scale(scale))
+
+    def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
+        return self.values.spread(per_group)
+
+    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
+        return self.values.sum_groups(values)
+
+
+def _positions(
+    sparsity: Sparsity, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
+) -> Kept:  # fmt: skip
+    """The positions of kept weights. Raises KeyError, and ValueError where they contradict themselves or the config."""
+    name = stored_name(prefix, "kept")
+    rows, width = shape
+    spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}
+    words = checked(spec, tensors, prefix)["kept"]
+    if sparsity.n_of_m is not None and sparsity != (regular := Sparsity.regular(shape, *sparsity.n_of_m)):
+        raise ValueError(
+            f"{name} holds {rows} rows of {width} columns, of which {sparsity.text} keeps {regular.kept} weights; "
+            f"the config says {sparsity.kept}"
+        )
+    kept = Kept(words, sparsity, shape)
+    kept.check(name)
+    return kept

@@ -1,0 +1,1 @@
+"""Transforms of a layer's input, one file per kind."""

@@ -1,0 +1,93 @@
+"""Inputs rounded to a grid, per token or with a static scale; columns with outliers are left as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.numerics.quant.grids import Grid
+from compress.numerics.quant.inputs import outlier_columns, round_inputs
+from compress.weights.base import InputTransform, TensorSpec, TransformScheme, read_grid
+
+
+@dataclass(frozen=True)
+class RoundingScheme(TransformScheme):
+    """How inputs are rounded.
+
+    scale: 'token': one per token, found when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'static': one for all,
+    stored. threshold: columns in which any magnitude of the call reaches it are not rounded; columns: some columns,
+    which are stored, are never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
+    """
+
+    kind: ClassVar[str] = "rounding"
+    readers: ClassVar[Mapping[str, Any]] = {"grid": read_grid}
+
+    grid: Grid
+    scale: Literal["token", "static"] = "token"
+    threshold: float | None = None
+    columns: bool = False
+    symmetric: bool = True
+
+    @property
+    def text(self) -> str:
+        return f"inputs {self.grid.name}"
+
+    @property
+    def outliers(self) -> bool:
+        """Whether some columns are left as they are."""
+        return self.threshold is not None or self.columns
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        found = {"scale": TensorSpec((1,))} if self.scale == "static" else {}
+        return found | ({"outliers": TensorSpec((shape[1],), torch.bool)} if self.columns else {})
+
+
+class InputRounding(InputTransform):
+    """Rounding of inputs; what it returns are the values that codes stand for, in the dtype of the inputs.
+
+    With outlier columns, x W^T is the sum of a product in integers and one in floats over those columns.
+    scale: [1], static, or None. columns: [in], True for columns that are never rounded, or None.
+    """
+
+    kind: ClassVar[str] = "rounding"
+    names: ClassVar[Mapping[str, str]] = {"scale": "scale", "columns": "outliers"}
+    rank: ClassVar[int] = 100  # after all others: integer kernels take it over
+    linear: ClassVar[bool] = False
+
+    scheme: RoundingScheme
+    scale: Float[Tensor, " 1"] | None
+    columns: Bool[Tensor, " in"] | None
+
+    @classmethod
+    def of(
+        cls, grid: Grid, scale: Float[Tensor, " 1"] | None = None, threshold: float | None = None,
+        columns: Bool[Tensor, " in"] | None = None, symmetric: bool = True, shape: tuple[int, int] = (0, 0),
+    ) -> Self:  # fmt: skip
+        """Rounding to a grid; fields as of the scheme."""
+        kind = "token" if scale is None else "static"
+        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric)
+        return cls(scheme, shape, {"scale": scale, "columns": columns})
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the inputs."""
+        return self.scheme.grid
+
+    @property
+    def threshold(self) -> float | None:
+        """The magnitude from which a column is left as it is."""
+        return self.scheme.threshold
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        spared = outlier_columns(x, self.threshold, self.columns)
+        return round_inputs(x, self.grid, self.scale, spared, self.scheme.symmetric)
+
+    def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
+        columns = None if self.columns is None else self.columns[order]
+        return InputRounding(self.scheme, self.shape, {"scale": self.scale, "columns": columns})

@@ -96,9 +96,10 @@ class Layer:
     """What a solver may know of the layer besides its weight and inputs.
 
     name: full module name. mask: True where weights are kept, or None. storage: the dtype that scales are stored in.
-    note: note(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None. peak: the
-    largest magnitude among the weights that read the same input, this one included; servers fuse such layers, so what
-    scales have in common is found from it.
+    log: log(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None. shared_absmax:
+    the largest magnitude among the weights that read the same input, this one included; servers fuse such layers, so
+    what scales have in common is found from it. allocated: what the pass's survey gave to the layer. unquantized: its
+    weight before a pass of the same sweep quantized it, for passes with `needs_unquantized`.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Layer:
     inputs: Any = None
     shared_absmax: float | None = None
     allocated: Any = None
+    unquantized: Float[Tensor, "out in"] | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,11 @@ class LayerPass(Pass):
     def needs_reference(self) -> bool:
         """Whether the observer compares inputs with those in the uncompressed model, which then runs alongside."""
         return issubclass(self.observer, CrossGram)
+
+    @property
+    def needs_unquantized(self) -> bool:
+        """Whether the weight of a layer before it was quantized, in the same sweep, is looked at."""
+        return False
 
     def memory_bytes(self, shape: tuple[int, int]) -> int:
         """About what `solve` holds at its peak for a weight [out, in], what was observed apart."""

@@ -144,6 +144,11 @@ def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: st
             f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
             f"works on its {len(names)} linears; put it right behind the passes that compress them"
         )
+    if isinstance(step, LayerPass) and step.needs_unquantized and (late := [n for n in names if n not in swept]):
+        raise TargetError(
+            f"{where}: it compares {late[0]} with what it was before it was quantized, but no pass of the same sweep "
+            "quantizes it; put it right after that pass, or leave the layer out (ignore)"
+        )
 
 
 def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:

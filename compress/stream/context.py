@@ -23,6 +23,7 @@ from compress.stream.store import ActivationStore
 class SweepState:
     """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
 
+    unquantized: weights of the block before they were quantized, by full name, only where a pass needs them.
     reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch. links,
     permutations: those found last, by `make` of the block.
     """
@@ -35,6 +36,7 @@ class SweepState:
     probe_calls: list[Call]
     links: dict[Hashable, list[Link]] = field(default_factory=dict)
     permutations: dict[Hashable, list[Permutation]] = field(default_factory=dict)
+    unquantized: dict[str, Tensor] | None = None
 
 
 def captured(

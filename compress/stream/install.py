@@ -59,8 +59,11 @@ def install(
     if gone := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero: the scales they need are too small to store"
         context.logger(full)("fallback", message, groups=gone)
-    before_mask = layer.mask
+    before_mask, was_quantized = layer.mask, layer.quantized
     _put(context, layer, solution, parts, full)
+    kept = context.state.unquantized
+    if kept is not None and layer.quantized and not was_quantized:
+        kept[full] = weight
     if solution.zeros is not None:
         _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, context.run)

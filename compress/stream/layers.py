@@ -124,7 +124,8 @@ class LayerWork:
         facts = Layer(
             full, layer.mask, self.context.run.storage, self.context.logger(full), self.inputs.get(name), shared_absmax
         )
-        facts = replace(facts, allocated=self.allocated.get(full))
+        unquantized = (self.context.state.unquantized or {}).get(full)
+        facts = replace(facts, allocated=self.allocated.get(full), unquantized=unquantized)
         step, seen = self.steps[name], self.seen[name]
         rows = self.samples[name].rows
         self.results.append(install(self.context, name, layer, rows, lambda weight: step.solve(weight, seen, facts)))

@@ -70,6 +70,8 @@ class Sweep:
                 compared = any(step.needs_reference for _, step, _ in self.steps)
                 work = self.run.work
                 state = captured(self.shell, self.probe, self.batches, self.store_bytes, work, compared)
+            if any(isinstance(step, LayerPass) and step.needs_unquantized for _, step, _ in self.steps):
+                state.unquantized = {}
             self._survey(state)
             for block in self.opened.blocks:
                 original = None if state.reference is None else twin(self._bring(block))
@@ -133,6 +135,8 @@ class Sweep:
                     results += work(is_last)
                     current = is_last
                     behind = work.behind if behind is None else behind
+        if state.unquantized:
+            state.unquantized.clear()
         current &= not self._absorb(block)
         context = self._context(block, state, "propagate", shown=False)
         if state.reference is not None:

@@ -11,35 +11,44 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from typing_extensions import Self
 
+from compress.numerics.dtypes import DTYPES
 from compress.numerics.sparse.positions import Kept, Value
 from compress.weights.base import PartScheme, TensorSpec, WeightPart
 
 
 @dataclass(frozen=True)
 class DenseScheme(PartScheme):
-    """A matrix of floats in the storage dtype."""
+    """A matrix of floats. dtype: their own, by name ('float16'); None: the storage dtype."""
 
     kind: ClassVar[str] = "dense"
 
+    dtype: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.dtype or self.kind
+
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
-        return {"": TensorSpec(lattice or shape)}
+        return {"": TensorSpec(lattice or shape, None if self.dtype is None else DTYPES[self.dtype])}
 
     def value(self, storage: torch.dtype) -> Value:
-        return storage
+        return storage if self.dtype is None else DTYPES[self.dtype]
 
 
 class DensePart(WeightPart):
     """A matrix of floats, or the kept ones of a matrix."""
 
     kind: ClassVar[str] = "dense"
+    scheme: DenseScheme
     names: ClassVar[Mapping[str, str]] = {"weight": ""}
 
     weight: Tensor
 
     @classmethod
-    def of(cls, weight: Float[Tensor, "out in"]) -> Self:
-        """Hold a weight; it is shared, not copied."""
-        return cls(DenseScheme(), (weight.shape[0], weight.shape[1]), {"weight": weight})
+    def of(cls, weight: Float[Tensor, "out in"], dtype: str | None = None) -> Self:
+        """Hold a weight, in a dtype of its own or as it is; then it is shared, not copied."""
+        held = weight if dtype is None else weight.to(DTYPES[dtype])
+        return cls(DenseScheme(dtype), (weight.shape[0], weight.shape[1]), {"weight": held})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,13 +58,15 @@ class DensePart(WeightPart):
         return self.weight.to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        return torch.nn.functional.linear(x, self.weight, bias)
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
     def round_to(self, dtype: torch.dtype) -> None:
         if torch.finfo(dtype).bits < torch.finfo(self.weight.dtype).bits:
             self.weight.data = self.weight.data.to(dtype).to(self.weight.dtype)
 
     def in_storage(self, dtype: torch.dtype) -> DensePart:
+        if self.scheme.dtype is not None:
+            return self
         return DensePart(self.scheme, self.shape, {"weight": self.weight.to(dtype)})
 
     def gathered(self, kept: Kept) -> WeightPart:

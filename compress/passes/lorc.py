@@ -1,0 +1,98 @@
+"""LoRC: a product of low rank is added to a quantized weight and makes up for its error (Yao 2023)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.api.facts import Fact
+from compress.api.observers import Gram, Nothing, Observer
+from compress.api.passes import Layer, LayerPass, Solution
+from compress.errors import NumericError
+from compress.families.quantizing import GridName
+from compress.numerics.dtypes import DTYPES
+from compress.numerics.linalg import DAMPING
+from compress.numerics.low_rank import covariance_root, refitted, truncated_svd, weighted_svd
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.weights.base import PartScheme, WeightPart
+from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.dense import DensePart, DenseScheme
+from compress.weights.layer import LayerScheme
+from compress.weights.low_rank import LowRankPart, LowRankScheme
+
+RANK = 16
+
+
+class LoRC(LayerPass):
+    """Add B A of a given rank to a quantized weight Q, nearest to what rounding took away, E = W - Q; codes stay.
+
+    error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4); 'activation' minimizes ||(E - B A) X||^2 on
+    the calibration inputs X, as EoRA and LQER do. The matrices are floats, or codes with a scale per row: then A is
+    rounded first and B fitted to the rounded A. It follows the pass that quantizes, in one sweep with it.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2303.08302"
+    after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"masked"})
+    observes: ClassVar[type[Observer]] = Gram
+
+    rank: int = Field(
+        default=RANK, ge=1, description="rank of the product: it stores rank * (inputs + outputs) numbers"
+    )
+    factors: GridName | Literal["float16", "bfloat16", "float32"] = Field(
+        default="int8",
+        description="how both matrices are stored: a number grid, with a scale per row, or a float dtype",
+    )
+    error: Literal["weight", "activation"] = Field(
+        default="activation", description="what is made small: the error of the weight, or of the layer's output"
+    )
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the covariance, relative to its mean"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.error == "weight" and self.damping != DAMPING:
+            raise ValueError("damping has no effect with error: weight; leave it out, or use error: activation")
+
+    @property
+    def observer(self) -> type[Observer]:
+        return Gram if self.error == "activation" else Nothing
+
+    @property
+    def needs_unquantized(self) -> bool:
+        return True
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        return before.with_parts(*before.parts, LowRankScheme(self.rank, self._stored, self._stored))
+
+    @property
+    def _stored(self) -> PartScheme:
+        if self.factors in DTYPES:
+            return DenseScheme(self.factors)
+        return CodesScheme(GRIDS[self.factors], GRIDS[self.factors].group_size or "channel")
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        return super().memory_bytes(shape) + 8 * (3 * shape[0] * shape[1] + 3 * shape[1] ** 2)  # in float64
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+        if layer.unquantized is None:
+            raise NumericError(f"{layer.name}: its weight before rounding is not known; quantize it in the same sweep")
+        error = layer.unquantized - weight
+        root = covariance_root(seen.hessian, self.damping) if self.error == "activation" else None
+        b, a = truncated_svd(error, self.rank) if root is None else weighted_svd(error, root, self.rank)
+        down = self._part(a, layer)
+        if down.scheme.quantized:
+            b = refitted(error, down.dense(a.dtype), root)
+        return Solution(added=(LowRankPart.of(down, self._part(b, layer)),))
+
+    def _part(self, matrix: Float[Tensor, "rows columns"], layer: Layer) -> WeightPart:
+        """One of the matrices as it is stored."""
+        scheme = self._stored
+        if isinstance(scheme, CodesScheme):
+            return CodesPart.of(quantize(matrix, scheme.grid, scheme.group_size, dtype=layer.storage))
+        return DensePart.of(matrix, self.factors)

@@ -1,0 +1,131 @@
+"""OWQ: the few input columns that rounding harms most stay in 16 bits, GPTQ rounds the rest (Lee 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor
+
+from compress.api.observers import Gram, Observer
+from compress.api.passes import Layer, Solution
+from compress.families.quantizing import QuantizingPass, ScaleOption
+from compress.numerics.column_sweep import sweep
+from compress.numerics.linalg import DAMPING
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
+from compress.weights.outliers import OutliersPart, OutliersScheme
+
+VALUE_BITS, INDEX_BITS = 16, 32  # what an outlier column stores: a 16-bit float per row, and its number
+BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
+
+
+class OWQ(QuantizingPass):
+    """Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
+
+    The columns that stay are the last of the sweep, so that they make up for the errors of all others, and no scale
+    has to cover them (sections 3.2 and 3.3 of the paper). Their codes are those of zero.
+    """
+
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.02272"
+    observes: ClassVar[type[Observer]] = Gram
+
+    budget: float = Field(
+        default=BUDGET,
+        gt=0,
+        lt=16,
+        description="bits per weight for the columns, in addition to the codes; one column at least",
+    )
+    outlier_dtype: Literal["float16", "bfloat16"] = Field(default="float16", description="dtype of the columns")
+    order: Literal["natural", "static"] = Field(
+        default="static", description="order of the other columns in the sweep; 'static': columns of large input first"
+    )
+    scale: ScaleOption = Field(default="mse", description="how scales are found, as for gptq; 'mse' clips as the paper")
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
+
+    def columns_of(self, shape: tuple[int, int]) -> int:
+        """How many columns of a layer (out, in) the budget pays for, one at least."""
+        rows, width = shape
+        return max(1, int(self.budget * rows * width / (VALUE_BITS * rows + INDEX_BITS)))
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        rounded = super().becomes(before)
+        outliers = OutliersScheme(self.columns_of(before.shape), "column", self.outlier_dtype)
+        return rounded.with_parts(*rounded.parts, outliers)
+
+    def memory_bytes(self, shape: tuple[int, int]) -> int:
+        return super().memory_bytes(shape) + rounding_bytes(*shape)
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
+        weight = weight.float()
+        chosen = self.weak_columns(weight, seen, layer)
+        rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+        rest[chosen] = False
+        order = self._order(seen, rest, chosen)
+        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        mask = rest.expand(weight.shape) if layer.mask is None else layer.mask & rest
+        rule = _KeepLast(Rounding(weight, self._options(layer), mask, order), weight.shape[1] - len(chosen))
+        sweep(weight[:, order], factor, rule)
+        values = torch.stack(rule.kept, dim=1)
+        values = values if layer.mask is None else values * layer.mask[:, chosen]
+        outliers = OutliersPart.of_columns(chosen, values, weight.shape[1], self.outlier_dtype)
+        rounding = self.rounding(layer)
+        transforms = () if rounding is None else (rounding,)
+        return Solution([CodesPart.of(rule.inner.codes), outliers], transforms=transforms)
+
+    def weak_columns(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Int[Tensor, " n"]:
+        """The columns of the largest sensitivity, ascending."""
+        rounded = quantize(
+            weight,
+            self.grid,
+            self.group_size,
+            self.symmetric,
+            self.scale,
+            layer.mask,
+            layer.storage,
+            layer.shared_absmax,
+        ).dense()
+        # lambda_j = H_jj ||w_j - Q(w_j)||^2  (equation 4)
+        sensitivity = seen.diagonal * (weight - rounded).square().sum(0)
+        return sensitivity.topk(self.columns_of((weight.shape[0], weight.shape[1]))).indices.sort().values
+
+    def _order(self, seen: Gram, rest: Tensor, chosen: Int[Tensor, " n"]) -> Int[Tensor, " in"]:
+        """The columns that are rounded, then those that stay."""
+        columns = rest.nonzero()[:, 0]
+        if self.order == "static":
+            columns = columns[seen.diagonal[columns].argsort(descending=True, stable=True)]
+        return torch.cat([columns, chosen])
+
+    def _options(self, layer: Layer) -> GridOptions:
+        return GridOptions(
+            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
+        )  # fmt: skip
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
+        raise AssertionError("solve gives the codes together with the columns that stay")
+
+
+class _KeepLast:
+    """The column rule that hands the first `count` columns to an inner rule and keeps the others as they are."""
+
+    def __init__(self, inner: Rounding, count: int) -> None:
+        self.inner, self.count = inner, count
+        self.kept: list[Tensor] = []
+
+    def starts(self, width: int) -> Sequence[int]:
+        return self.inner.starts(width)
+
+    def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
+        self.inner.open(column, rest)
+
+    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        rounded = self.inner.compress(column, values)  # zeros, by the mask, of columns that stay
+        if column < self.count:
+            return rounded
+        self.kept.append(values.clone())
+        return values

@@ -59,6 +59,17 @@ ROWS: dict[str, list[dict]] = {
     "gptaq-mse": [
         {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "error": "asymmetric"}}
     ],
+    "gptq-int3": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}],
+    "gptq-int3-g48": [{"gptq": {"weights": "int3", "group_size": 48, **BEST}}],
+    "gptq-int3-g32": [{"gptq": {"weights": "int3", "group_size": 32, **BEST}}],
+    "lorc-int3-rank5": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}, {"lorc": {"rank": 5}}],
+    "lorc-int3-rank19": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}, {"lorc": {"rank": 19}}],
+    "lorc-int3-rank19-weight": [
+        {"gptq": {"weights": "int3", **GROUPS, **BEST}},
+        {"lorc": {"rank": 19, "error": "weight"}},
+    ],
+    "owq-int3-0.167": [{"owq": {"weights": "int3", **GROUPS, "budget": 0.167}}],
+    "owq-int3-0.5": [{"owq": {"weights": "int3", **GROUPS, "budget": 0.5}}],
     "signround": [{"signround": {"weights": "int4", **GROUPS}}],
     "kv-int8": [{"kv_cache": {"keys": "int8", "values": "int8"}}],
     "kv-fp8-static": [{"kv_cache": {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}}],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes
 from compress.numerics.sparse.masks import Pattern
-from compress.numerics.sparse.schedules import partly
+from compress.numerics.sparse.schedules import partial_mask
 
 Kind = Literal["scales", "norms", "weights", "biases"]
 """What can be trained, each with a rate of its own."""
@@ -96,7 +96,7 @@ class Shrinking(Masked):
 
     def shrink(self, weight: nn.Parameter, pattern: Pattern, sparsity: float) -> None:
         """Remove the smallest weights until the sparsity is reached; what is gone already counts."""
-        self.mask &= partly(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
+        self.mask &= partial_mask(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         weight.mul_(self.mask)

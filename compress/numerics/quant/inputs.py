@@ -1,4 +1,4 @@
-"""What a layer does to its inputs before it multiplies them: rounding to a grid, with columns that are spared."""
+"""Quantization of a layer's inputs before the matrix product, with outlier columns kept in float."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from compress.numerics.quant.grids import Grid
 
 @dataclass(frozen=True, eq=False)
 class InputRounding:
-    """Rounding of inputs to a grid; what it returns is what the codes stand for, in the dtype of the inputs.
+    """Fake quantization of inputs: round to a grid and dequantize, in the dtype of the inputs.
 
-    scale: [1], found in calibration, for all tokens; None: one per token, found when the layer runs (ZeroQuant, Yao
-    2022, section 3.2). threshold: input columns in which any magnitude of the call reaches it are left as they are;
-    columns: [in], True for columns that are always left as they are (LLM.int8, Dettmers 2022, section 3.2). With
-    either of them, x W^T is the sum of a product in integers and one in floats over the spared columns. symmetric:
-    false finds a zero point with the scale of each token.
+    scale: [1], fitted in calibration, for all tokens; None: one per token, computed in each call (ZeroQuant, Yao 2022,
+    section 3.2). threshold: an input column is not rounded in a call where any of its magnitudes reaches the threshold.
+    columns: [in], True for columns that are never rounded (LLM.int8, Dettmers 2022, section 3.2). With either of them,
+    x W^T is the sum of an integer product and a float product over the columns that are not rounded. symmetric: False
+    computes a zero point with the scale of each token.
     """
 
     grid: Grid
@@ -41,9 +41,9 @@ class InputRounding:
         return rounded if spared is None else torch.where(spared, x, rounded)
 
     def spared(self, x: Float[Tensor, "*batch in"]) -> Bool[Tensor, " in"] | None:
-        """The columns of this call that are not rounded, None where none ever is."""
-        found = self.columns
+        """The columns that are not rounded in this call, or None when the rounding has no such columns."""
+        columns = self.columns
         if self.threshold is not None:
             large = (x.abs() >= self.threshold).reshape(-1, x.shape[-1]).any(0)
-            found = large if found is None else found | large
-        return found
+            columns = large if columns is None else columns | large
+        return columns

@@ -42,7 +42,7 @@ def test_the_list_with_the_most_parameters_is_taken_and_lists_inside_it_are_not(
 
 
 def test_a_model_without_a_list_of_blocks_is_refused():
-    with pytest.raises(ModelError, match=r"Sequential has no list of blocks \(no torch\.nn\.ModuleList\)"):
+    with pytest.raises(ModelError, match=r"Sequential has no list of blocks \(no torch\.nn\.ModuleList with entries\)"):
         find_blocks(nn.Sequential(nn.Linear(2, 2)))
 
 

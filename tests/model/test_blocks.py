@@ -79,7 +79,7 @@ class Named(Layer):
 
 def test_blocks_that_do_not_pass_hidden_states_straight_on_are_refused(in_memory, ids):
     opened = in_memory(Model(between=lambda x: 2 * x))
-    with pytest.raises(ModelError, match=r"layers\.1 does not get the output of the block before it as it is"):
+    with pytest.raises(ModelError, match=r"layers\.1 does not receive the unchanged output of the block before it"):
         ModelShell(opened).capture(ids())
 
 

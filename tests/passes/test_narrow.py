@@ -215,7 +215,11 @@ def test_hidden_widths_that_heads_do_not_divide(recipe):
         ("phi3", {"ffn": 0.25}, "down_proj: what it reads cannot be told apart and trade places .fused"),
         ("phi3", {"heads": 0.5}, "o_proj: what it reads cannot be told apart and trade places .fused"),
         ("opt", {"hidden": 0.25}, "permutation of the hidden channels changes the logits"),  # heads are cut across
-        ("gemma2", {"hidden": 0.25}, "something besides RMS norms depends on their number"),  # embeddings are scaled
+        (
+            "gemma2",
+            {"hidden": 0.25},
+            "a module other than an RMS norm depends on their number",
+        ),  # embeddings are scaled
     ],
 )
 def test_models_that_cannot_be_narrowed_so(tiny, ids, family, options, message):

@@ -38,7 +38,8 @@ def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], 
     found = [name for name in names if chosen(name, targets, ignore)]
     if not found:
         raise TargetError(
-            f"{where}: the targets and ignore patterns select none of the {len(names)} linears; remove an ignore pattern"
+            f"{where}: the targets and ignore patterns select none of the {len(names)} linears; "
+            "remove an ignore pattern"
         )
     return found
 

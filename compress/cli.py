@@ -110,7 +110,7 @@ def plan(recipe: Path, model: str | None) -> None:
 
     planned = make_plan(asked)
     rows = [
-        (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "none",
+        (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "unchanged",
          "dense" if layer.scheme is None else layer.scheme.text,
          f"{layer.size_bytes}")
         for layer in planned.layers

@@ -97,7 +97,7 @@ def test_plan_lists_every_module_and_writes_nothing(spell, tmp_path):
     text = "".join(done.stdout.replace("│", " ").split())
     assert done.exit_code == 0 and sorted(tmp_path.iterdir()) == before
     assert f"checkpoint:{planned.checkpoint_bytes}bytesoftensors({planned.dense_bytes}dense)" in text
-    assert text.count("passes[0]rtn") == 9 and text.count("leftalone") == 12
+    assert text.count("passes[0]rtn") == 9 and text.count("unchanged") == 12
 
 
 def test_eval_agrees_with_the_report(spell, texts, tmp_path):

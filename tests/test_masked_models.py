@@ -13,7 +13,7 @@ import compress
 from compress import RTN, Distill, DropBlocks, Finetune
 from compress.api.journal import Journal
 from compress.cli import main
-from compress.data.ids import around, model_ids
+from compress.data.ids import model_ids, special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.model.forward import mean_loss, skipping
 from compress.model.objective import objective_of
@@ -79,7 +79,7 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     assert plain.tolist() == [text[10 * i : 10 * i + 10] for i in range(3)]
     stored = model_ids(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
     assert torch.equal(stored, model_ids(tiny("llama"), None, texts["tiny"], "test", None, None))
-    assert around(tokenizer()) == ([2], [3])
+    assert special_tokens_around(tokenizer()) == ([2], [3])
     with pytest.raises(CalibrationError, match="test: length 2 leaves no room between the special tokens"):
         model_ids(tiny("bert"), tokenizer(), words, "test", 3, 2)
 

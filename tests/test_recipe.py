@@ -186,7 +186,7 @@ MISTAKES = {
         "3:11",
         r"'re:\(' is not a regular expression: missing \)",
     ),
-    "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; N:M needs quotes.*"2:4"'),
+    "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; quote N:M.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
     "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
     "no search of scales": (

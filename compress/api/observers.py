@@ -74,8 +74,8 @@ class InputNorm(Observer):
 
     @property
     def norm(self) -> Float[Tensor, " in"]:
-        """L2 norm per channel."""
         """The L2 norm per channel."""
+        return self._squares.sqrt().float()
 
 
 class InputAbsMax(Observer):

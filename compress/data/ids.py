@@ -156,7 +156,7 @@ def model_ids(
     """
     needed = None if source.endswith(".npy") else needs_tokenizer(tokenizer, part)
     if needed is not None and length is not None and is_masked(type(model), model.config):
-        before, after = around(needed)
+        before, after = special_tokens_around(needed)
         if length <= len(before + after):
             raise CalibrationError(
                 f"{part}: length {length} leaves no room between the special tokens; use a larger length"
@@ -182,7 +182,7 @@ def model_ids(
     return ids
 
 
-def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """The special tokens that a tokenizer adds before and after a text."""
     bare, whole = (tokenizer("a", add_special_tokens=some).input_ids for some in (False, True))
     start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)

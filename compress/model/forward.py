@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compress.errors import NumericError
 from compress.model.objective import LMObjective, without_cache
 from compress.model.open.opening import is_finite
-from compress.model.structure.blocks import Block, hidden_given, hidden_of
+from compress.model.structure.blocks import Block, hidden_argument, hidden_of
 
 ROWS = 128  # positions per chunk of the loss: the log-softmax of a whole window would double the peak memory
 
@@ -23,7 +23,7 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
     """Skip the blocks with these numbers: they return their input hidden states."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        hidden = hidden_given(args, kwargs)
+        hidden = hidden_argument(args, kwargs)
         return type(output)((hidden, *output[1:])) if isinstance(output, (tuple, list)) else hidden
 
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch le
     found: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(hidden_given(args, kwargs).float())
+        found.append(hidden_argument(args, kwargs).float())
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         found.append(hidden_of(output).float())

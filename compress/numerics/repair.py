@@ -19,12 +19,12 @@ def repaired(
 
     Raises NumericError as `inverse_factor` does.
     """
-    gone = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
-    gone[kept] = False
+    removed = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    removed[kept] = False
     own = gram[kept][:, kept]
     if not bool(own.diagonal().any()):  # no input reached these channels
         return weight[:, kept], damping
     factor, used = inverse_factor(own, damping)
     # inv(H) = U^T U
-    change = weight[:, gone] @ gram[gone][:, kept] @ factor.T @ factor
+    change = weight[:, removed] @ gram[removed][:, kept] @ factor.T @ factor
     return weight[:, kept] + change, used

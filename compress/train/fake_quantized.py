@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from compress.numerics.quant.codes import Codes, grouped, quantize, spread, store
-from compress.numerics.quant.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.quant.fake import gradient_scale, learned_step, levels, straight
 from compress.numerics.quant.rounding import GridOptions
 from compress.numerics.quant.scales import positive
 from compress.train.linear import SMALLEST_FACTOR
@@ -87,7 +87,7 @@ class LearnedSteps(FakeQuantized):
         scale, zero = self.steps()
         parts = grouped(kept, self.rounding.group_size)
         zero = None if zero is None else zero[..., None]
-        found = stepped(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
+        found = learned_step(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
         return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
 
     @torch.no_grad()

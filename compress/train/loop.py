@@ -157,7 +157,7 @@ class _Trainer:
         self.rates = settings.rates(len(self.order)).tolist()
         self.first = round(span.begin * len(self.order))
         self.state = State(step=self.first, best_step=self.first)
-        self.good = self._copy()
+        self.good = self._snapshot()
         self.begun = perf_counter()
 
     @property
@@ -184,8 +184,8 @@ class _Trainer:
             if last or self.state.step % self.settings.checkpoint_every == 0:
                 self._write()
         if self.held:
-            self._put(self.good)
-        self._return()
+            self._restore(self.good)
+        self._copy_back()
         return self._record()
 
     def _begin(self) -> None:
@@ -193,7 +193,7 @@ class _Trainer:
         found = self.student.update(self.state.step, len(self.order))
         if found:
             self.state.curve.append({"step": self.state.step, **found})
-        self.good = self._copy()
+        self.good = self._snapshot()
         self._keep()
         self._evaluate()
 
@@ -268,32 +268,32 @@ class _Trainer:
             return
         if self.state.best is None or found < self.state.best:
             self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
-            self.good = self._copy()
+            self.good = self._snapshot()
         else:
             self.state.waited += 1
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
         """Restore the last good state and raise NumericError."""
-        self._put(self.good)
-        self._return()
+        self._restore(self.good)
+        self._copy_back()
         file = self._file
         saved = f"; the last checkpoint is in {file.parent}" if file is not None and file.exists() else ""
         reason = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         hint = "use a smaller learning_rate, or clip"
         raise NumericError(f"{self.where.label}: {reason} in step {step} of {len(self.order)}; {hint}{saved}")
 
-    def _copy(self) -> dict[str, Tensor]:
+    def _snapshot(self) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     @torch.no_grad()
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             tensor.copy_(tensors[name])
 
-    def _return(self) -> None:
+    def _copy_back(self) -> None:
         """Copy the trained parameters, unsharded, to the given student."""
         if self.student is not self.given:
-            self.given.take(self.student, self.device)
+            self.given.copy_from(self.student, self.device)
             self.span.kept = {name: full(tensor) for name, tensor in self.span.kept.items()}
 
     def _resume(self) -> bool:
@@ -312,7 +312,7 @@ class _Trainer:
 
     def _write(self) -> None:
         if not self.held:
-            self.good = self._copy()
+            self.good = self._snapshot()
         if self._file is not None:
             best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
             main = self.accelerator.is_main_process

@@ -16,7 +16,7 @@ from compress.train.lion import Lion
 from compress.train.parametrization import Kind
 
 EPOCHS = 2  # default if neither steps nor epochs are given
-WEIGHT_RATE = 0.02  # relative to learning_rate: weights are about 0.01, factors of scales and norms about 1
+WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, factors of scales and norms about 1
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 

@@ -73,7 +73,7 @@ class Student:
         return other
 
     @torch.no_grad()
-    def take(self, other: Student, device: torch.device) -> None:
+    def copy_from(self, other: Student, device: torch.device) -> None:
         """Copy the trained state of another student of the same structure, sharded or not; a collective operation."""
         self.model.to(device)
         for own, trained in ((self.named(), other.named()), (self.buffers(), other.buffers())):
@@ -157,7 +157,7 @@ def _choose(
             trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
             _put(model, name, trained)
             if chosen:
-                _choose_of(student, name, trained, train, parametrize)
+                _choose_of_layer(student, name, trained, train, parametrize)
     held = tuple(f"{name}." for name in every)
     free = {n: p for n, p in model.named_parameters() if not n.startswith(held) and id(p) not in shared}
     for name, parameter in free.items():
@@ -165,7 +165,7 @@ def _choose(
             found["norms"][name] = parameter
 
 
-def _choose_of(
+def _choose_of_layer(
     student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind], parametrize: Parametrize
 ) -> None:
     packed, bias = trained.layer.packed, trained.layer.bias

@@ -237,7 +237,7 @@ DAMAGES = {
     "missing shard": (missing_shard, r"model-00002-of-00002\.safetensors is missing, but the index lists it"),
     "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is not an index of weights"),
     "missing tensor": (lose(UP), rf"lacks 1 tensors, the first {UP}; fetch it again"),
-    "wrong shape": (cut(UP), rf"{UP} has shape \[100, 128\] in .*, but \[288, 128\] in the model of its config\.json"),
+    "wrong shape": (cut(UP), rf"{UP} is \[100, 128\] in .*, but \[288, 128\] by its config\.json"),
     "more layers": (
         lambda f: edit(f / "config.json", num_hidden_layers=4),
         r"lacks 9 tensors, the first model\.layers\.3\.",

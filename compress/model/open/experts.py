@@ -72,9 +72,9 @@ class Expert(nn.Module):
 class Experts(nn.Module):
     """Opened experts, by number. The arguments are those of the original: tokens, expert numbers, expert weights.
 
-    everyone: all experts see all tokens, with an equal weight in addition to the router's. Probes and verifications use
-    this to run every expert and to see every change of the routing. named: transformers reads the linears under these
-    names.
+    all_tokens: every expert sees all tokens, with an equal weight in addition to the router's. Probes and verifications
+    use this to run every expert and to see every change of the routing. named: transformers reads the linears under
+    these names.
     """
 
     def __init__(self, experts: Sequence[Expert], named: bool) -> None:
@@ -83,7 +83,7 @@ class Experts(nn.Module):
             self.add_module(str(number), expert)
         self.count = len(experts)
         self.named = named
-        self.everyone = False
+        self.all_tokens = False
 
     def expert(self, number: int) -> Expert:
         """The expert with this number."""
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         x, chosen, weights = _roles((*args, *kwargs.values()))
         output = torch.zeros_like(x)
         for number in range(self.count):
-            if self.everyone:
+            if self.all_tokens:
                 weight = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
                 found = self.expert(number)(x.clone())  # a separate tensor, as the chosen tokens are
                 output += (found * weight).to(output.dtype)
@@ -129,12 +129,12 @@ def exercised(module: nn.Module) -> Iterator[None]:
     """Route every token to every expert below a module in the meantime, so that probes reach all experts."""
     found = [child for child in module.modules() if isinstance(child, Experts)]
     for child in found:
-        child.everyone = True
+        child.all_tokens = True
     try:
         yield
     finally:
         for child in found:
-            child.everyone = False
+            child.all_tokens = False
 
 
 def in_experts(block: nn.Module) -> dict[str, Expert]:

@@ -379,9 +379,7 @@ def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
     if info["mismatched_keys"]:
         name, stored, wanted = min(info["mismatched_keys"])
-        raise ModelError(
-            f"model: {name} has shape {list(stored)} in {folder}, but {list(wanted)} in the model of its config.json"
-        )
+        raise ModelError(f"model: {name} is {list(stored)} in {folder}, but {list(wanted)} by its config.json")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")

@@ -43,6 +43,6 @@ def hidden_of(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def hidden_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states among a block's arguments: the first one, or the keyword `hidden_states`."""
     return args[0] if args else kwargs["hidden_states"]

@@ -16,26 +16,26 @@ from compress.model.structure.probes import Probe
 BASE = 64
 FACTORS = 2.0 ** ((2 * torch.arange(BASE) + 1) / BASE - 1)
 """The digits: factors from 1/2 to 2, 2.2% apart; none is 1, so that an unreached column is distinguishable."""
-STRAIGHT = 2e-3  # tolerance of a ratio over tokens: float32 rounds to 1e-6, neighbouring digits are 2e-2 apart
-HALF = 1.7  # the factor of probes that scale half of the channels
+LINEAR_TOLERANCE = 2e-3  # tolerance of a ratio over tokens: float32 rounds to 1e-6, neighbouring digits are 2e-2 apart
+HALF_FACTOR = 1.7  # the factor of probes that scale half of the channels
 UNKNOWN = -1
 
-Found = dict[str, Int[Tensor, " in"]]
+ChannelMap = dict[str, Int[Tensor, " in"]]
 """Reader -> the source's channel for each of its input columns; only readers for which every column is known."""
 
 
 def ratios(
     before: Float[Tensor, "tokens in"], after: Float[Tensor, "tokens in"]
 ) -> tuple[Float[Tensor, " in"], Bool[Tensor, " in"]]:
-    """(r, straight): the least-squares factor r_j from column j before to column j after, and whether it is exact."""
+    """(r, linear): the least-squares factor r_j from column j before to column j after, and whether it is exact."""
     before, after = before.double(), after.double()
     square = before.square().sum(0)
     ratio = (before * after).sum(0) / square.clamp(min=torch.finfo(torch.float64).tiny)
-    straight = (after - ratio * before).norm(dim=0) <= STRAIGHT * after.norm(dim=0)
-    return ratio, straight & (square > 0)
+    linear = (after - ratio * before).norm(dim=0) <= LINEAR_TOLERANCE * after.norm(dim=0)
+    return ratio, linear & (square > 0)
 
 
-def all_at_once(probe: Probe, source: str, width: int, equal_tokens: bool = False) -> Found:
+def all_at_once(probe: Probe, source: str, width: int, equal_tokens: bool = False) -> ChannelMap:
     """Find columns that are linear in one channel, scaling all channels at once.
 
     equal_tokens: every token gets the output of the first token. Attention then averages equal values and is linear in
@@ -60,7 +60,7 @@ def all_at_once(probe: Probe, source: str, width: int, equal_tokens: bool = Fals
     return _named(digits, number)
 
 
-def by_halves(probe: Probe, source: str, width: int) -> Found:
+def by_halves(probe: Probe, source: str, width: int) -> ChannelMap:
     """Find columns that are linear in one channel but not in another, as after a fused gate and up projection.
 
     For each bit of the channel's number, one run scales the channels with a 1, another run those with a 0. A column
@@ -72,7 +72,7 @@ def by_halves(probe: Probe, source: str, width: int) -> Found:
         ones = (number >> bit) & 1
         states = []
         for half in (ones, 1 - ones):
-            factor = torch.where(half == 1, HALF, 1.0)
+            factor = torch.where(half == 1, HALF_FACTOR, 1.0)
             probe.run({source: lambda y, f=factor: y * f.to(y)})
             states.append({name: _state(*pair) for name, pair in probe.reached().items()})
         read = {n: _bit(states[0][n], states[1][n]) for n in states[0] if n in states[1]}
@@ -95,18 +95,18 @@ def _shuffled(width: int) -> Int[Tensor, " channels"]:
 
 def _digits(before: Tensor, after: Tensor) -> Int[Tensor, " in"]:
     """The digit that each column spells, or UNKNOWN."""
-    ratio, straight = ratios(before, after)
+    ratio, linear = ratios(before, after)
     far = (ratio.cpu()[:, None] / FACTORS.double() - 1).abs()
     best = far.argmin(1)
-    known = straight.cpu() & (far.amin(1) < STRAIGHT)
+    known = linear.cpu() & (far.amin(1) < LINEAR_TOLERANCE)
     return torch.where(known, best, UNKNOWN)
 
 
 def _state(before: Tensor, after: Tensor) -> Int[Tensor, " in"]:
-    """0: the column is unchanged; 1: it is HALF times its value before; 2: neither."""
-    ratio, straight = ratios(before, after)
-    same = straight & ((ratio - 1).abs() < STRAIGHT)
-    scaled = straight & ((ratio / HALF - 1).abs() < STRAIGHT)
+    """0: the column is unchanged; 1: it is HALF_FACTOR times its value before; 2: neither."""
+    ratio, linear = ratios(before, after)
+    same = linear & ((ratio - 1).abs() < LINEAR_TOLERANCE)
+    scaled = linear & ((ratio / HALF_FACTOR - 1).abs() < LINEAR_TOLERANCE)
     return torch.where(same, 0, torch.where(scaled, 1, 2)).cpu()
 
 
@@ -121,7 +121,7 @@ def _bit(with_ones: Tensor, with_zeros: Tensor) -> Int[Tensor, " in"]:
     return torch.where(one, 1, torch.where(zero, 0, UNKNOWN))
 
 
-def _named(numbers: Found, number: Tensor) -> Found:
+def _named(numbers: ChannelMap, number: Tensor) -> ChannelMap:
     """Map channel numbers back to channels; readers with a number that no channel has are dropped."""
     back = number.argsort()
     return {n: back[found] for n, found in numbers.items() if int(found.max()) < len(back)}

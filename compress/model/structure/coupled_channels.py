@@ -19,7 +19,7 @@ from compress.model.structure.permutations import MOVED, Permutation, find_permu
 from compress.model.structure.probes import Forward, Probe, in_float32, width_out
 from compress.numerics.metrics import relative_error
 
-LOUDER = 2.0  # the factor of rows whose effect is probed
+PROBE_FACTOR = 2.0  # the factor of rows whose effect is probed
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor,
     while ranges:
         start, end = ranges.pop()
         factor = torch.ones(len(owners))
-        factor[start:end] = LOUDER
+        factor[start:end] = PROBE_FACTOR
         probe.run({source: lambda y, f=factor: y * f.to(y)})
         before, after = probe.reached([reader])[reader]
         moved = ((after - before).norm(dim=0) > MOVED * before.norm(dim=0)).cpu()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import Expert, exercised, in_experts
-from compress.model.structure.channel_probes import Found, all_at_once, by_halves
+from compress.model.structure.channel_probes import ChannelMap, all_at_once, by_halves
 from compress.model.structure.probes import Change, Forward, Probe, in_float32, norms_of, width_in, width_out
 from compress.model.structure.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
 from compress.numerics.metrics import relative_error
@@ -186,15 +186,15 @@ def _linear_link(probe: Probe, source: str) -> Link | None:
     return None
 
 
-def _plain(probe: Probe, source: str, width: int) -> Found:
+def _plain(probe: Probe, source: str, width: int) -> ChannelMap:
     return all_at_once(probe, source, width)
 
 
-def _fused_attention(probe: Probe, source: str, width: int) -> Found:
+def _fused_attention(probe: Probe, source: str, width: int) -> ChannelMap:
     return all_at_once(probe, source, width, equal_tokens=True)
 
 
-def _best(probe: Probe, source: str, found: Found) -> Link | None:
+def _best(probe: Probe, source: str, found: ChannelMap) -> Link | None:
     """The link to all readers of the same channels, if it holds; readers of different channels cannot share a scale."""
     found = {name: channels for name, channels in found.items() if name != source}
     if not found:

@@ -34,7 +34,7 @@ def gradient_scale(grid: Grid, count: int) -> float:
     return 1 / math.sqrt(count * levels(grid)[1])
 
 
-class _Stepped(torch.autograd.Function):
+class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, gradient_factor: float
@@ -58,7 +58,7 @@ class _Stepped(torch.autograd.Function):
         return gradient * inside, to_scale * ctx.gradient_factor, to_zero, None, None
 
 
-def stepped(
+def learned_step(
     values: Float[Tensor, "rows groups size"],
     scale: Float[Tensor, "rows groups 1"],
     zero: Float[Tensor, "rows groups 1"] | None,
@@ -66,7 +66,7 @@ def stepped(
     gradient_factor: float = 1.0,
 ) -> Float[Tensor, "rows groups size"]:
     """Values rounded to the grid, with LSQ's gradients; gradient_factor scales those of scales and zero points."""
-    return _Stepped.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
+    return _LearnedStep.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
 
 
 def straight(values: Float[Tensor, "*any"], rounded: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

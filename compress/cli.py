@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 
 class _Group(click.Group):
-    """Turns errors into one line and an exit code; --debug, wherever it stands, shows the traceback."""
+    """Print errors as one line and exit with their code; --debug at any position shows the traceback."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
         given = list(sys.argv[1:] if args is None else args)
@@ -41,9 +41,9 @@ class _Group(click.Group):
         except CompressError as error:
             _fail(str(error), error.exit_code, debug)
         except click.exceptions.Abort:
-            _fail("interrupted; the same command continues where it stopped", INTERRUPTED, debug)
+            _fail("interrupted; run the same command again to resume", INTERRUPTED, debug)
         except KeyboardInterrupt:
-            _fail("interrupted; the same command continues where it stopped", INTERRUPTED, debug)
+            _fail("interrupted; run the same command again to resume", INTERRUPTED, debug)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
@@ -53,7 +53,7 @@ class _Group(click.Group):
 
 
 def _fail(message: str, code: int, debug: bool) -> NoReturn:
-    """One line on standard error, or the traceback, which ends with it, and out."""
+    """Print one line, or the traceback with --debug, to standard error and exit."""
     click.echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)
 
@@ -68,11 +68,11 @@ def main(debug: bool) -> None:
 
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-MODEL = click.option("--model", help="Use this model instead of the recipe's: hub id, local folder or .gguf file.")
+MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
 
 
 def _read(recipe: Path, model: str | None) -> Any:
-    from compress.recipe.schema import Recipe  # torch takes seconds to import; --help should not
+    from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
 
     found = Recipe.from_yaml(recipe)
     return found if model is None else found.model_copy(update={"model": model})
@@ -82,11 +82,11 @@ def _read(recipe: Path, model: str | None) -> Any:
 @RECIPE
 @MODEL
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Output folder; out/NAME of the recipe if not given."
+    "-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: out/NAME, with the recipe's name."
 )
-@click.option("--overwrite", is_flag=True, help="Replace another run in the output folder.")
+@click.option("--overwrite", is_flag=True, help="Replace a different run in the output folder.")
 def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> None:
-    """Compress the model of RECIPE, check and evaluate the result. Continues a run that was stopped."""
+    """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run."""
     asked = _read(recipe, model)
     from compress.api.journal import Journal
     from compress.pipeline.run import run as run_recipe
@@ -104,34 +104,37 @@ def run(recipe: Path, model: str | None, out: Path | None, overwrite: bool) -> N
 @RECIPE
 @MODEL
 def plan(recipe: Path, model: str | None) -> None:
-    """Show what RECIPE will do to every module, the bytes it will write and the memory it will need."""
+    """Show the effect of RECIPE on every module, the size of the checkpoint and the peak memory."""
     asked = _read(recipe, model)
     from compress.pipeline.plan import plan as make_plan
 
     planned = make_plan(asked)
     rows = [
-        (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "left alone",
+        (layer.name, f"{layer.shape[0]} x {layer.shape[1]}", ", ".join(layer.passes) or "unchanged",
          layer.scheme.text,
          f"{layer.size_bytes}")
         for layer in planned.layers
     ]  # fmt: skip
-    _print_table("", ("module", "out x in", "passes", "ends as", "bytes"), rows)
-    for log in planned.notes:
-        click.echo(f"note: {log}")
+    _print_table("", ("module", "out x in", "passes", "stored as", "bytes"), rows)
+    for note in planned.notes:
+        click.echo(f"note: {note}")
     click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
-    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, libraries apart")
+    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries")
 
 
 @main.command("eval")
 @click.argument("model")
 @click.option(
-    "--text", multiple=True, default=("embedded",), help="embedded, wikitext, or a .txt, .jsonl or .npy file."
+    "--text",
+    multiple=True,
+    default=("embedded",),
+    help="Text source: embedded, wikitext, or a .txt, .jsonl or .npy file.",
 )
-@click.option("--windows", type=click.IntRange(min=1), default=16, help="Windows per text.")
+@click.option("--windows", type=click.IntRange(min=1), default=16, help="Number of windows per text.")
 @click.option("--length", type=click.IntRange(min=2), default=512, help="Tokens per window.")
-@click.option("--dtype", default="auto", help="What is computed in.")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
 def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
-    """Measure the perplexity of MODEL: a compressed checkpoint, or any model."""
+    """Measure the perplexity of MODEL, a compressed checkpoint or any other model."""
     from compress.evaluate.perplexity import evaluate_texts
 
     found = evaluate_texts(model, text, windows, length, dtype)
@@ -174,9 +177,9 @@ def _print_table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]])
 
 
 class _Interrupt:
-    """An interrupt by the user raises KeyboardInterrupt at once, and again when the run next tells of itself.
+    """Raise KeyboardInterrupt on SIGINT, and again at the run's next journal entry.
 
-    An exception that is raised while a library runs a callback of its own may be lost there; the wish to stop is not.
+    A library may swallow an exception that is raised in its callback. The flag keeps the request to stop.
     """
 
     def __init__(self) -> None:
@@ -199,7 +202,7 @@ class _Interrupt:
 
 
 class _Bar:
-    """A progress bar with block, pass and time left; where there is no terminal, a line now and then."""
+    """A progress bar with block, pass and time left; without a terminal, a line for every tenth."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -229,7 +232,7 @@ class _Bar:
             self._show(entry.message, entry.message + loss, figures["done"], figures["of"])
 
     def _show(self, task: str, text: str, done: int, of: int) -> None:
-        self._bar.start()  # not before: of several processes only the first has anything to show
+        self._bar.start()  # only here: with several processes only rank 0 has progress to show
         if task not in self._tasks:
             self._tasks[task] = self._bar.add_task(text, total=of)
         self._bar.update(self._tasks[task], description=text, completed=done)

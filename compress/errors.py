@@ -1,4 +1,4 @@
-"""The errors a user can meet: one small tree, each with the exit code of the command line."""
+"""The errors of the package: one small tree; each error has the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class CompressError(Exception):
 
 
 class UserError(CompressError):
-    """Something in the input must be changed by the user; exit code 2."""
+    """A mistake in the input that the user must correct; exit code 2."""
 
     exit_code = 2
 
 
 class RecipeError(UserError):
-    """The recipe is not valid; the message carries the line and column of the mistake where known.
+    """The recipe is not valid; the message has the line and column of the mistake if known.
 
     path: the place in the recipe's data, such as ('passes', 1, 'gptq', 'group_size').
     """
@@ -30,7 +30,7 @@ class RecipeError(UserError):
 
 
 class ModelError(UserError):
-    """The model cannot be opened, or its structure or its weights cannot be worked on."""
+    """The model cannot be opened, or its structure or its weights are not supported."""
 
 
 class CalibrationError(UserError):
@@ -38,14 +38,14 @@ class CalibrationError(UserError):
 
 
 class TargetError(UserError):
-    """A pass cannot be applied to the modules it was asked to work on."""
+    """A pass cannot be applied to the modules it targets."""
 
 
 class OutputError(UserError):
-    """The output folder cannot be used: it holds another run, or something that is not a run."""
+    """The output folder cannot be used: it holds another run, or other files."""
 
 
-class Failure(CompressError):  # noqa: N818  the family; each of its members is named an error
+class Failure(CompressError):  # noqa: N818  the base class; its subclasses are named errors
     """The run itself failed; exit code 1."""
 
 
@@ -54,19 +54,19 @@ class NumericError(Failure):
 
 
 class SaveError(Failure):
-    """Writing failed: disk full, no permission. What was complete before is still there."""
+    """Writing failed: disk full, no permission. Complete files are kept."""
 
 
 class ShortageError(Failure):
-    """The memory of the device is too small for what was asked of it at once."""
+    """The memory of the device is too small for one step of the run."""
 
 
 class VerificationError(Failure):
-    """What was written does not read back as what was computed."""
+    """The checkpoint does not read back as it was computed."""
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """A hint: '; did you mean X?', or '; known: A, B, C' when nothing is near."""
+    """A hint: '; did you mean X?', or '; known: A, B, C' when no option is similar."""
     options = sorted(known)
     near = difflib.get_close_matches(wrong, options, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(options)}"

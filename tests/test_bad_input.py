@@ -74,7 +74,7 @@ def test_a_text_that_is_too_short(recipe, file_of, tmp_path):
     (tmp_path / "short.txt").write_text("A few words only.")
     asked = recipe(Wanda(), calibration=compress.Calibration(source=str(tmp_path / "short.txt"), length=512))
     line = one_line(2, "run", file_of(asked), "-o", tmp_path / "out")
-    assert "short.txt text has" in line and "less than one sequence of 512; use a shorter length" in line
+    assert "short.txt text has" in line and "fewer than one sequence of 512; use a shorter length" in line
 
 
 def test_weights_that_are_not_finite(recipe, file_of, damaged, tmp_path):
@@ -99,7 +99,7 @@ def test_a_truncated_model(recipe, file_of, pico, tmp_path):
     folder = Path(shutil.copytree(pico, tmp_path / "model"))
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100_000])
     line = one_line(2, "plan", file_of(recipe(RTN())), "--model", folder)
-    assert "model.safetensors is truncated or no safetensors file" in line
+    assert "model.safetensors is truncated or not a safetensors file" in line
 
 
 def test_a_model_that_cannot_be_fetched(recipe, file_of, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_fetched(recipe, file_of, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     line = one_line(2, "plan", file_of(recipe(RTN())), "--model", "some/one")
-    assert "some/one" in line and "give a local folder, a .gguf file, or a hub id" in line
+    assert "some/one" in line and "use a local folder, a .gguf file, or a hub id" in line
 
 
 def test_a_text_that_cannot_be_fetched(recipe, file_of, monkeypatch, tmp_path):
@@ -120,7 +120,7 @@ def test_a_text_that_cannot_be_fetched(recipe, file_of, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     asked = recipe(Wanda(), calibration=compress.Calibration(source="wikitext"))
     line = one_line(2, "run", file_of(asked), "-o", tmp_path / "out")
-    assert "offline choices: embedded, self, or the path of a .txt, .jsonl or .npy file" in line
+    assert "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -217,7 +217,7 @@ def test_a_full_disk_under_the_activations(monkeypatch, tmp_path):
     store.append(torch.zeros(4))
     with pytest.raises(SaveError, match="activations between blocks cannot be written to .*No space left") as caught:
         store.append(torch.zeros(4))
-    assert str(tmp_path) in str(caught.value) and "make room there, or use fewer" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and "free disk space there, or use fewer" in str(caught.value)
     assert caught.value.exit_code == 1
 
 

@@ -97,7 +97,7 @@ def test_plan_lists_every_module_and_writes_nothing(spell, tmp_path):
     text = "".join(done.stdout.replace("│", " ").split())
     assert done.exit_code == 0 and sorted(tmp_path.iterdir()) == before
     assert f"checkpoint:{planned.checkpoint_bytes}bytesoftensors({planned.dense_bytes}dense)" in text
-    assert text.count("passes[0]rtn") == 9 and text.count("leftalone") == 12
+    assert text.count("passes[0]rtn") == 9 and text.count("unchanged") == 12
 
 
 def test_eval_agrees_with_the_report(spell, texts, tmp_path):
@@ -144,7 +144,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(spell):
         (NumericError("model.layers.1: NaN"), 1, "model.layers.1: NaN"),
         (compress.CompressError("one\n  two"), 1, "error: one two"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left on device"),
-        (KeyboardInterrupt(), 130, "interrupted; the same command continues where it stopped"),
+        (KeyboardInterrupt(), 130, "interrupted; run the same command again to resume"),
     ],
 )
 def test_a_failure_is_one_line_and_its_exit_code(error, code, message, spell, monkeypatch):
@@ -190,7 +190,7 @@ def test_commands_that_are_none(args, message):
         (["--dtype", "float23"], "dtype 'float23' is not known; did you mean 'float32'?"),
         (["--text", "embeded"], "unknown source 'embeded'; did you mean 'embedded'"),
         (["--text", "none.txt"], "cannot read none.txt"),
-        (["--length", "513"], "length 513 is beyond the model's 512 positions"),
+        (["--length", "513"], "length 513 exceeds the model's 512 positions"),
     ],
 )
 def test_what_eval_cannot_do(args, message, pico):
@@ -200,7 +200,7 @@ def test_what_eval_cannot_do(args, message, pico):
 def test_eval_checks_ids_against_the_vocabulary_and_the_tokenizer(tiny_folder, texts):
     narrow = ["--windows", 2, "--length", 24]
     fails(call("eval", tiny_folder("llama"), "--text", texts["test"], *narrow), 2, "the model's vocabulary has 64")
-    fails(call("eval", tiny_folder("llama")), 2, "the model has no tokenizer; give token ids in a .npy file")
+    fails(call("eval", tiny_folder("llama")), 2, "the model has no tokenizer; use token ids in a .npy file")
 
 
 def test_every_dtype_of_a_recipe_can_be_evaluated_in(pico, texts):
@@ -254,7 +254,7 @@ def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, mon
     path = spell()
     monkeypatch.setattr("compress.pipeline.run.run", run)
     result = call("run", path)
-    assert result.exit_code == 130 and "interrupted; the same command continues" in result.stderr
+    assert result.exit_code == 130 and "interrupted; run the same command again" in result.stderr
     assert steps == [0] and signal.getsignal(signal.SIGINT) is before
 
 
@@ -292,7 +292,7 @@ def test_ctrl_c_on_a_terminal_and_the_same_command_again(spell, tmp_path):
     assert process.wait(timeout=30) == 130, shown.decode()
     text = shown.decode()
     assert "━" in text and "\x1b[" in text  # the bar
-    assert "error: interrupted; the same command continues where it stopped" in text and "Traceback" not in text
+    assert "error: interrupted; run the same command again to resume" in text and "Traceback" not in text
     assert not (out / "config.json").exists() and not list(out.glob("*.part"))
     done = {p: p.stat().st_mtime_ns for p in out.glob("*.safetensors")}
     assert 1 <= len(done) < 4

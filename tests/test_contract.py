@@ -23,7 +23,7 @@ from compress.families.quantizing import Quantizing
 from compress.families.reshaping import ReshapingPass
 from compress.model.kv_cache import SCALES, cache_sha256, caching, scheme_of
 from compress.model.linear import CompressedLinear, linears, replace_linear
-from compress.recipe.schema import check_order
+from compress.recipe.order import check_order
 from compress.stream.sweep import needs_data
 
 ROOT = Path(__file__).parents[1]
@@ -314,7 +314,7 @@ def test_patterns_that_match_nothing_are_errors(key, ids, recipe, tmp_path):
 
 @every_pass
 def test_a_wrong_regular_expression_is_an_error_at_once(key):
-    with pytest.raises(ValidationError, match="is no regular expression"):
+    with pytest.raises(ValidationError, match="is not a regular expression"):
         changed(chain_of(key)[-1], targets=["re:("])
 
 

@@ -129,9 +129,9 @@ def test_ids_hash_is_that_of_little_endian_int64():
         (0, 64, "calibration: sequences is 0; use 1 or more"),
         (4, 0, "calibration: length is 0; use 1 or more"),
         (4, None, "calibration: length is missing; embedded text needs one"),
-        (10_000, 1000, r"gives \d+ sequences of 1000 tokens, 10000 were asked; use sequences <= \d+,"),
-        (1, 10_000_000, r"embedded text has \d+ tokens, less than one sequence of 10000000; use a shorter"),
-        (None, 10_000_000, "less than one sequence"),
+        (10_000, 1000, r"has \d+ sequences of 1000 tokens, but sequences is 10000; use sequences <= \d+,"),
+        (1, 10_000_000, r"embedded text has \d+ tokens, fewer than one sequence of 10000000; use a shorter"),
+        (None, 10_000_000, "fewer than one sequence"),
     ],
 )
 def test_impossible_shapes(tokenizer, sequences, length, message):
@@ -149,7 +149,7 @@ def test_impossible_shapes(tokenizer, sequences, length, message):
         ("zzz", "known: c4, embedded, self, ultrachat, wikitext"),
         ("self", "use self_sampled"),
         ("ids.npy", "ids.npy holds ids, not text"),
-        ("missing.txt", "cannot read missing.txt: No such file.*offline choices: embedded"),
+        ("missing.txt", "cannot read missing.txt: No such file.*offline sources: embedded"),
         ("missing.jsonl", "cannot read missing.jsonl"),
     ],
 )
@@ -181,7 +181,7 @@ def test_json_lines(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{text: 1}", r"a.jsonl:3: not JSON \(.* at column 2\); write one object a line"),
+        ("{text: 1}", r"a.jsonl:3: not JSON \(.* at column 2\); write one object per line"),
         ('{"txt": "a"}', "a.jsonl:3: no text; write"),
         ('{"text": 1}', "a.jsonl:3: no text"),
         ('"text"', "a.jsonl:3: no text"),
@@ -237,14 +237,14 @@ def test_an_unreachable_hub_names_the_offline_choices(monkeypatch, source, failu
         raise failure
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    message = f"test: source {source} .*not be loaded from the hub: no route.*; offline choices: embedded"
+    message = f"test: source {source} .*not be loaded from the hub: no route.*; offline sources: embedded"
     with pytest.raises(CalibrationError, match=message):
         sources.texts(source, "test")
 
 
 def test_the_hub_package_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets.exceptions", None)
-    with pytest.raises(CalibrationError, match="source c4 needs the package datasets.*; offline choices"):
+    with pytest.raises(CalibrationError, match="source c4 needs the package datasets.*; offline sources"):
         sources.texts("c4", "test")
 
 
@@ -271,10 +271,13 @@ def test_stored_ids(tmp_path, dtype):
     [
         (np.zeros(4, dtype=int), r"holds int64 of shape \[4\]; write an integer array of shape"),
         (np.zeros((2, 2)), r"holds float64 of shape \[2, 2\]"),
-        (np.zeros((1, 4), dtype=int), "holds 1 sequences of 4 tokens, 2 of 3 were asked; use sequences <= 1"),
-        (np.zeros((4, 2), dtype=int), "holds 4 sequences of 2 tokens, 2 of 3 were asked"),
+        (
+            np.zeros((1, 4), dtype=int),
+            "holds 1 sequences of 4 tokens, but 2 sequences of 3 are requested; use sequences <= 1",
+        ),
+        (np.zeros((4, 2), dtype=int), "holds 4 sequences of 2 tokens, but 2 sequences of 3 are requested"),
         (np.array([[0, 1, 2], [0, 1, -7]]), r"holds -7 at \[1, 2\]; write ids >= 0"),
-        (np.array([[{}]]), "no plain .npy array"),
+        (np.array([[{}]]), "not a plain .npy array"),
     ],
 )
 def test_bad_stored_ids(tmp_path, ids, message):
@@ -286,10 +289,10 @@ def test_stored_ids_that_are_not_there(tmp_path):
     with pytest.raises(CalibrationError, match="cannot read .*none.npy: No such file"):
         ids_of.token_ids(str(tmp_path / "none.npy"), "calibration", None, None, None, seed=0)
     (tmp_path / "text.npy").write_text("not an array")
-    with pytest.raises(CalibrationError, match="text.npy is no plain .npy array"):
+    with pytest.raises(CalibrationError, match="text.npy is not a plain .npy array"):
         ids_of.token_ids(str(tmp_path / "text.npy"), "calibration", None, None, None, seed=0)
     (tmp_path / "zero.npy").write_bytes(b"")
-    with pytest.raises(CalibrationError, match="zero.npy is no plain .npy array"):
+    with pytest.raises(CalibrationError, match="zero.npy is not a plain .npy array"):
         ids_of.token_ids(str(tmp_path / "zero.npy"), "calibration", None, None, None, seed=0)
 
 

@@ -114,7 +114,7 @@ def test_order_is_checked_before_anything_loads():
         ("model: x\npasses:\n  - gtpq\n", "did you mean 'gptq'"),
         ("model: x\npasses:\n  - gptq: {group_sise: 64}\n", "did you mean 'group_size'"),
         ("model: x\npasses:\n  - wanda: {sparsity: 1.5}\n", "less than 1"),
-        ("model: x\npasses:\n  - wanda: {pattern: 2:4}\n", "needs quotes"),
+        ("model: x\npasses:\n  - wanda: {pattern: 2:4}\n", "quote N:M"),
     ],
 )
 def test_mistakes_name_line_and_remedy(text, hint):

@@ -13,7 +13,7 @@ import compress
 from compress import RTN, Distill, DropBlocks, Finetune
 from compress.api.journal import Journal
 from compress.cli import main
-from compress.data.ids import around, model_ids
+from compress.data.ids import model_ids, special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.model.forward import mean_loss, skipping
 from compress.model.objective import objective_of
@@ -79,8 +79,8 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     assert plain.tolist() == [text[10 * i : 10 * i + 10] for i in range(3)]
     stored = model_ids(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
     assert torch.equal(stored, model_ids(tiny("llama"), None, texts["tiny"], "test", None, None))
-    assert around(tokenizer()) == ([2], [3])
-    with pytest.raises(CalibrationError, match="test: length 2 leaves no room between special tokens"):
+    assert special_tokens_around(tokenizer()) == ([2], [3])
+    with pytest.raises(CalibrationError, match="test: length 2 leaves no room between the special tokens"):
         model_ids(tiny("bert"), tokenizer(), words, "test", 3, 2)
 
 
@@ -159,7 +159,7 @@ def test_a_killed_run_ends_with_the_same_bytes(asked, tmp_path, monkeypatch, top
             compress.run(again, tmp_path / "killed")
     journal = Journal()
     assert compress.run(again, tmp_path / "killed", journal=journal).report["checkpoint_sha256"] == wanted
-    assert any(entry.message == "training goes on" for entry in journal.entries)
+    assert any(entry.message == "training resumes" for entry in journal.entries)
 
 
 # Bad input
@@ -167,7 +167,7 @@ def test_a_killed_run_ends_with_the_same_bytes(asked, tmp_path, monkeypatch, top
 
 def test_a_model_that_cannot_write_is_not_asked_for_a_text(asked, tmp_path):
     own = compress.Calibration(source="self", sequences=2, length=8)
-    with pytest.raises(CalibrationError, match=r"cannot write a text of its own \(source self\); use another source"):
+    with pytest.raises(CalibrationError, match=r"cannot generate text \(source self\); use another source"):
         compress.run(asked(RTN(**RTN4), calibration=own), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -187,7 +187,7 @@ def test_without_a_mask_token_all_else_is_done(recipe, tiny_folder, tmp_path, ti
     compress.run(recipe(RTN(**RTN4), model=tiny_folder("bert"), eval=measured), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["quality"] == []
     compress.apply(tiny("bert"), [DropBlocks(count=1), compress.Wanda()], ids())
-    with pytest.raises(ModelError, match=r"give one to compress.apply \(tokenizer=\)"):
+    with pytest.raises(ModelError, match=r"pass one to compress.apply \(tokenizer=\)"):
         compress.apply(tiny("bert"), [Finetune(steps=1)], ids())
 
 
@@ -207,5 +207,5 @@ def test_a_teacher_in_memory_must_predict_the_same(tiny, ids):
 
 
 def test_ids_of_special_tokens_alone_are_told(tiny):
-    with pytest.raises(CalibrationError, match="sequence 0 holds special tokens alone"):
+    with pytest.raises(CalibrationError, match="sequence 0 holds only special tokens"):
         compress.apply(tiny("bert"), [Finetune(steps=1)], torch.zeros(1, 8, dtype=torch.int64), tokenizer=tokenizer())

@@ -54,17 +54,17 @@ def test_a_mapping_and_a_list_are_two_spellings_of_one_value_and_yaml_keeps_it()
             "symmetric: false needs an integer grid; nf4",
         ),
         ("[{weights: int8}]", "{weights", r"overrides\[0\] targets: is missing"),
-        ("{'re:(': {weights: int8}}", "'re:(", "'re:\\(' is no regular expression"),
+        ("{'re:(': {weights: int8}}", "'re:(", "'re:\\(' is not a regular expression"),
         (
             "{'*.a': {weights: none, scale: mse}}",
             "'*.a'",
-            "weights: none leaves the layers alone, so scale would do nothing",
+            "weights: none skips the layers, so scale would have no effect",
         ),
         ("{'*.a': {}}", "'*.a'", "changes nothing"),
         ("{'*.a': int8}", "'*.a'", "must be a mapping of options"),
         ("int8", "overrides", "overrides: must be a list such as"),
-        ("{'*.a': {true_sequential: false}}", "true_seq", "belongs to the whole pass"),
-        ("{'*.a': {targets: b}}", "targets: b", "belongs to the whole pass"),
+        ("{'*.a': {true_sequential: false}}", "true_seq", "applies to the whole pass"),
+        ("{'*.a': {targets: b}}", "targets: b", "applies to the whole pass"),
     ],
 )
 def test_a_mistake_is_told_with_its_place(overrides, at, message):
@@ -104,7 +104,7 @@ def opened(pico):
         ),  # not its layer
         (
             {"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}},
-            "overrides before it have taken; put it before",
+            "earlier overrides match; put this override before",
         ),
         ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
         (

@@ -143,7 +143,7 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
             r"passes\[0\] rtn: targets pattern '\*\.q_porj' matches no.*did you mean 'q_proj'",
         ),
         (RTN(ignore="*.lm_head"), {}, r"ignore pattern '\*\.lm_head' matches no linear inside the blocks"),
-        (RTN(ignore="*"), {}, "the ignore patterns leave none of the 21 linears"),
+        (RTN(ignore="*"), {}, "the targets and ignore patterns select none of the 21 linears"),
         (
             RTN(group_size=256),
             {},

@@ -140,8 +140,8 @@ def test_a_share_of_the_range_is_read_and_written():
 START = "model: x\npasses:\n  - "
 MISTAKES = {
     # name: (text, line:column, message)
-    "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: there is no pass 'gtpq'; did you mean 'gptq'\?"),
-    "pass like no other": (START + "zzzzz", "3:5", r"there is no pass 'zzzzz'; known: awq, channel_permutation, "),
+    "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: pass 'gtpq' is not known; did you mean 'gptq'\?"),
+    "pass like no other": (START + "zzzzz", "3:5", r"pass 'zzzzz' is not known; known: awq, channel_permutation, "),
     "unknown option": (
         START + "gptq: {group_sise: 64}",
         "3:12",
@@ -175,14 +175,18 @@ MISTAKES = {
     "in a list": (START + "rtn: {targets: [a, [b]]}", "3:24", r"passes\[0\] rtn targets\[1\]: .*string"),
     "no mapping": ("model: x\npasses: [rtn]\ncalibration:", "3:1", "calibration: must be a mapping of options"),
     "no options": (START + "rtn: 4", "3:5", "the options of rtn must be a mapping"),
-    "two in one": (START + "rtn: {}\n    gptq: {}", "3:5", r"passes\[0\]: each pass is one name with its options"),
-    "no name": (START + "null", "3:5", "each pass is one name"),
+    "two in one": (START + "rtn: {}\n    gptq: {}", "3:5", r"passes\[0\]: a pass must be one name with its options"),
+    "no name": (START + "null", "3:5", "a pass must be one name"),
     "passes as text": ("model: x\npasses: rtn", "2:1", "passes: must be a list, such as"),
     "no passes": ("model: x\npasses: []", "2:1", "passes: must not be empty"),
     "passes missing": ("model: x", "1:1", "passes: is missing"),
     "model missing": ("passes: [rtn]", "1:1", "model: is missing"),
-    "regular expression": (START + "rtn: {targets: 're:('}", "3:11", r"'re:\(' is no regular expression: missing \)"),
-    "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; N:M needs quotes.*"2:4"'),
+    "regular expression": (
+        START + "rtn: {targets: 're:('}",
+        "3:11",
+        r"'re:\(' is not a regular expression: missing \)",
+    ),
+    "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; quote N:M.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
     "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
     "no search of scales": (
@@ -212,20 +216,20 @@ MISTAKES = {
         r"passes\[2\] smoothquant: the model is quantized by passes\[1\] rtn already; put smoothquant before it",
     ),
     "quantized twice": (START + "rtn\n  - gptq", "4:5", r"quantized by passes\[0\] rtn already; put gptq before it"),
-    "a key twice": (START + "rtn\nmodel: y", "4:1", "the key 'model' stands there twice"),
-    "an option twice": (START + "rtn: {scale: mse, scale: mse}", "3:23", "the key 'scale' stands there twice"),
+    "a key twice": (START + "rtn\nmodel: y", "4:1", "the key 'model' is there twice; remove one"),
+    "an option twice": (START + "rtn: {scale: mse, scale: mse}", "3:23", "the key 'scale' is there twice; remove one"),
     "a number as key": (START + "rtn: {1: 2}", "3:11", "a key must be text"),
     "a list as key": ("model: x\n? [a]\n: b", "2:3", "a key must be text"),
     "no such alias": (START + "rtn: {targets: *a}", "3:20", "this is not YAML: found undefined alias 'a'"),
-    "an alias of itself": ("model: x\npasses: &a\n  - *a", "2:9", "an alias stands inside of what it stands for"),
+    "an alias of itself": ("model: x\npasses: &a\n  - *a", "2:9", "an alias is inside its own anchor"),
     "a date": ("model: 2020-13-01\npasses: [rtn]", "1:8", r"'2020-13-01' has no value \(.*month.*\); put it in quotes"),
     "an object": ("model: !!python/name:os.system x", "1:8", "this is not YAML: could not determine a constructor"),
     "a tab": ("model: x\npasses:\n\t- rtn", "3:1", "this is not YAML: found character"),
     "a colon": ("model: a: b", "1:9", "this is not YAML: mapping values are not allowed here"),
     "a character": ("model: x\npasses: [\x00]", "2:10", "this is not YAML: unacceptable character"),
     "two documents": ("model: x\n---\nmodel: y", "2:1", "this is not YAML: but found another document"),
-    "a list": ("- rtn", "1:1", "a recipe is a mapping with the keys model, passes"),
-    "a word": ("rtn", "1:1", "a recipe is a mapping with the keys model, passes"),
+    "a list": ("- rtn", "1:1", "a recipe must be a mapping with the keys model, passes"),
+    "a word": ("rtn", "1:1", "a recipe must be a mapping with the keys model, passes"),
 }
 
 
@@ -287,7 +291,7 @@ def test_python_raises_the_same_errors(options, message):
 
 
 def test_plain_values_that_are_no_recipe():
-    with pytest.raises(RecipeError, match="a recipe is a mapping"):
+    with pytest.raises(RecipeError, match="a recipe must be a mapping"):
         Recipe.from_data(["rtn"])
     with pytest.raises(RecipeError, match="keys should be strings"):
         Recipe.from_data({"model": "x", "passes": ["rtn"], 1: 2})

@@ -197,7 +197,7 @@ def test_a_format_without_sparse_layers_cannot_keep_every_mask():
     for name in ("dense", "compressed-tensors"):
         with pytest.raises(
             RecipeError,
-            match=f"save sparse: 'always' cannot be had: format {name} stores zeros in place; use format: native",
+            match=f"save sparse: 'always' is not possible: format {name} stores the zeros; use format: native",
         ):
             Recipe(model="x", passes=[Wanda()], save={"format": name, "sparse": "always"}, calibration=Calibration())
     assert Save(format="native", sparse="always").sparse == "always"

@@ -1,1 +1,1 @@
-"""What the author of a pass imports: contract, observers, options, facts, journal, run."""
+"""The interface for authors of passes: contract, observers, options, facts, journal, run."""

@@ -1,4 +1,4 @@
-"""Facts: what can be true of a layer after a pass; and the log function that a solver is given."""
+"""Facts about a layer after a pass, and the type of the log function that a solver receives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 Fact = Literal["masked", "quantized", "activations_quantized", "cache_quantized"]
-"""What can be true of a model after a pass; passes declare order by facts, never by each other's names."""
+"""A property of a model after a pass; passes declare their order by facts, never by names of other passes."""
 
 Log = Callable[..., None]
-"""log(kind, message, **figures): how a solver writes to the journal without knowing it."""
+"""log(kind, message, **figures): writes to the journal."""

@@ -1,7 +1,7 @@
-"""The journal of a run: what was done, every fallback with its reason, and progress for whoever listens.
+"""The journal of a run: notes, fallbacks with their reasons, and progress for listeners.
 
-Nothing below the command line prints. Whatever a user should know is an entry here; the report counts the
-entries, and the command line shows them as they come.
+No module below the command line prints. Everything that a user should know is an entry; the report counts the entries,
+and the command line shows them as they arrive.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 class Entry:
     """One line of the journal.
 
-    kind: 'fallback' (something was done another way than asked), 'note' or 'progress'.
-    where: the pass and module concerned. figures: numbers that belong to the message.
+    kind: 'fallback' (a deviation from the recipe), 'note' or 'progress'. where: the pass and module concerned.
+    figures: the numbers of the message.
     """
 
     kind: str
@@ -27,13 +27,13 @@ class Entry:
 
 @dataclass
 class Journal:
-    """Entries in order, and listeners that see each entry at once (a progress bar, a log)."""
+    """Entries in order, and listeners that receive each entry immediately (a progress bar, a log)."""
 
     entries: list[Entry] = field(default_factory=list)
     listeners: list[Callable[[Entry], None]] = field(default_factory=list)
 
     def add(self, kind: str, where: str, message: str, **figures: Any) -> None:
-        """Record an entry and show it to the listeners; progress is shown but not kept."""
+        """Record an entry and pass it to the listeners; progress is passed on but not recorded."""
         entry = Entry(kind, where, message, figures)
         if kind != "progress":
             self.entries.append(entry)
@@ -41,7 +41,7 @@ class Journal:
             listener(entry)
 
     def counts(self) -> dict[str, int]:
-        """How many entries there are of each kind."""
+        """The number of entries of each kind."""
         found: dict[str, int] = {}
         for entry in self.entries:
             found[entry.kind] = found.get(entry.kind, 0) + 1

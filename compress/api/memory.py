@@ -1,4 +1,4 @@
-"""Peak memory of a stretch of work: of the process on a CPU, of the device where there is an accelerator."""
+"""Measure peak memory: of the process on a CPU, and of the device with an accelerator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ INTERVAL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """How large the model, or the one block, is that a pass works on, in numbers.
+    """The size of the model, or of one block, that a pass works on.
 
-    weights: of its linears that are dense when it comes. scales: of those that are packed. outside: parameters that
-    are in no linear of the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 of a block.
-    length: tokens of an example: of a calibration sequence; of a block, of a batch of them. itemsize: bytes of a number
-    of the dense model. packed: weights of the linears that are packed. inputs: widths of the tensors that the pass's
-    linears read. largest: the most weights that one linear has. forward_bytes: of a block, what a forward pass of an
-    example holds. states_bytes: of a block, its outputs on the whole calibration text.
+    weights: number in dense linears. scales: number in packed linears. outside: parameters that are not in linears of
+    the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 for a block. length: tokens of an
+    example: of a calibration sequence, or, for a block, of a batch. itemsize: bytes per number of the dense model.
+    packed: number of weights in packed linears. inputs: widths of the tensors that the pass's linears read. largest:
+    the number of weights of the largest linear. forward_bytes: for a block, memory of a forward pass of an example.
+    states_bytes: for a block, its outputs on the whole calibration text.
     """
 
     weights: int
@@ -39,10 +39,10 @@ class ProblemSize:
 
 
 class PeakMemory:
-    """A context that watches the resident memory of the process (and the accelerator's) until it ends.
+    """A context manager that measures the resident memory of the process and the accelerator's allocated memory.
 
-    peak_bytes: the largest value seen, with mapped files counted as the system counts them. One watcher thread
-    serves all contexts, so that short stretches cost nothing.
+    peak_bytes: the largest value seen; the system decides how mapped files count. One thread serves all contexts, so
+    that short contexts are cheap.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -68,7 +68,7 @@ class PeakMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken without swapping: the host's, and the device's where that is less."""
+    """Free memory without swapping: the host's, or the device's if that is less."""
     host = psutil.virtual_memory().available
     return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
 
@@ -82,7 +82,7 @@ def _resident() -> int:
 
 
 def _watch() -> None:
-    """Look at the memory while any context is open; end after a second without one."""
+    """Sample the memory while any context is open; end after a second without one."""
     idle = threading.Event()
     empty = 0.0
     while True:

@@ -1,4 +1,4 @@
-"""What a pass gathers from the inputs of a layer. Layers that read the same tensor share one observer."""
+"""Observers: statistics of a layer's inputs. Layers that read the same tensor share one observer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from compress.api.facts import Log
 from compress.errors import NumericError
 from compress.numerics.linalg import inverse_factor
 
-SLAB = 256  # columns of X^T X per matrix product; saves nearly half the work from about four of them on
+SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
 
 
 class Observer(ABC):
-    """Statistics of the rows [tokens, width] that reach a layer, gathered batch by batch in float32.
+    """Statistics of the rows [tokens, width] that reach a layer, accumulated batch by batch in float32.
 
-    tokens: how many rows were seen.
+    tokens: the number of rows seen.
     """
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -27,8 +27,8 @@ class Observer(ABC):
         self.tokens = 0
 
     def update(self, rows: Float[Tensor, "tokens in"]) -> None:
-        """Take in the inputs of one batch."""
-        if rows.shape[0]:  # an expert may be called with no token at all
+        """Add the inputs of one batch."""
+        if rows.shape[0]:  # an expert may be called without any token
             self.tokens += rows.shape[0]
             self.gather(rows.float())
 
@@ -39,11 +39,11 @@ class Observer(ABC):
     @classmethod
     @abstractmethod
     def memory_bytes(cls, width: int) -> int:
-        """What it holds, once it has gathered, of inputs of this width, with what it keeps of its own results."""
+        """Memory of the observer, with its cached results, for inputs of this width."""
 
 
 class Nothing(Observer):
-    """For passes that need no data."""
+    """The observer of passes that need no data."""
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
@@ -54,19 +54,19 @@ class Nothing(Observer):
 
 
 def without_data(seen: Observer) -> None:
-    """Where no token came by, inputs are taken to be alike and uncorrelated: one token along each axis."""
+    """Feed substitute inputs to an observer without tokens: one token along each axis, uncorrelated, of equal size."""
     seen.update(torch.eye(seen.width, device=seen.device))
 
 
 class InputNorm(Observer):
-    """norm: the L2 norm of every input channel over all tokens, [in]."""
+    """The L2 norm of every input channel over all tokens, [in]."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
         self._squares = torch.zeros(width, dtype=torch.float64, device=device)
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        self._squares += rows.square().sum(0)  # one batch in float32, in a third of the time, all of them in float64
+        self._squares += rows.square().sum(0)  # float32 per batch takes a third of the time; the sum is float64
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
@@ -74,12 +74,12 @@ class InputNorm(Observer):
 
     @property
     def norm(self) -> Float[Tensor, " in"]:
-        """L2 norm per channel."""
+        """The L2 norm per channel."""
         return self._squares.sqrt().float()
 
 
 class InputAbsMax(Observer):
-    """absmax: the largest magnitude of every input channel, [in]."""
+    """The largest magnitude of every input channel, [in]."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -93,12 +93,12 @@ class InputAbsMax(Observer):
         return 4 * width
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
-        """The inputs are divided by `scale` from now on, and are taken to have been so before."""
+        """Divide past inputs by `scale`, because the inputs are divided by it from now on."""
         self.absmax = self.absmax / scale
 
 
 class OutlierFrequency(Observer):
-    """share: of all tokens, per input channel, those in which its magnitude reaches `threshold`, [in]."""
+    """The fraction of tokens, per input channel, in which the magnitude reaches `threshold`, [in]."""
 
     def __init__(self, width: int, device: torch.device, threshold: float) -> None:
         super().__init__(width, device)
@@ -110,16 +110,16 @@ class OutlierFrequency(Observer):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return 8 * width  # counts, in int64
+        return 8 * width  # int64 counts
 
     @property
     def frequency(self) -> Float[Tensor, " in"]:
-        """Between 0 and 1 per channel."""
+        """The fraction per channel, from 0 to 1."""
         return self._count / max(self.tokens, 1)
 
 
 class Gram(Observer):
-    """hessian: 2/n X^T X over all n tokens, [in, in] (GPTQ, equation 2, per token so that its size means something)."""
+    """The Hessian 2/n X^T X over all n tokens, [in, in] (GPTQ, equation 2, divided by n to make it comparable)."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -127,18 +127,18 @@ class Gram(Observer):
         self._factors: dict[tuple[float, bytes], tuple[Tensor, float]] = {}
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        for start in range(0, self.width, SLAB):  # the upper triangle alone, the rest is its mirror image
+        for start in range(0, self.width, SLAB):  # the upper triangle only; the matrix is symmetric
             slab = slice(start, start + SLAB)
             self._sum[slab, start:].addmm_(rows[:, slab].T, rows[:, start:])
         self._factors.clear()
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return 2 * 4 * width * width  # the sum, and the factor that is kept
+        return 2 * 4 * width * width  # the sum and the cached factor
 
     @property
     def diagonal(self) -> Float[Tensor, " in"]:
-        """The Hessian's."""
+        """The diagonal of the Hessian."""
         return self._sum.diagonal() * (2 / max(self.tokens, 1))
 
     @property
@@ -151,8 +151,8 @@ class Gram(Observer):
     def factor(self, damping: float, order: Tensor | None = None) -> tuple[Float[Tensor, "in in"], float, int]:
         """(U, damping used, dead channels): `linalg.inverse_factor` with the columns in `order`.
 
-        Channels that were always zero get a 1 on the diagonal, so that they neither give nor take. Kept for the
-        other layers that read the same input.
+        Dead channels (always zero) get a 1 on the diagonal, so that they neither give nor receive compensation. The
+        factor is cached for other layers that read the same input.
         """
         key = (damping, b"" if order is None else order.cpu().numpy().tobytes())
         dead = self.diagonal == 0
@@ -165,9 +165,9 @@ class Gram(Observer):
         return (*self._factors[key], int(dead.sum()))
 
     def factor_of(self, name: str, log: Log, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
-        """U of `factor` for the layer `name`, with a note where the Hessian was not as it should be.
+        """U of `factor` for the layer `name`; journals a raised damping and dead channels.
 
-        Raises NumericError when no token came by, or as `linalg.inverse_factor` does.
+        Raises NumericError when no token reached the layer, or as `linalg.inverse_factor` does.
         """
         if self.tokens == 0:
             raise NumericError(f"{name}: no calibration token reached this layer")
@@ -175,19 +175,19 @@ class Gram(Observer):
         if used != damping:
             log("fallback", "damping raised until the Hessian was positive definite", damping=used)
         if dead:
-            log("note", "input channels were always zero; errors there are not made up for", channels=dead)
+            log("note", "input channels were always zero; their errors are not compensated", channels=dead)
         return factor
 
 
 class UnitGram(Gram):
-    """Gram of the rows at unit length: the relative errors of all tokens count alike, not their squared size."""
+    """Gram of the rows normalized to unit length: the relative errors of all tokens count equally."""
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        super().gather(nn.functional.normalize(rows))  # a row of zeros stays
+        super().gather(nn.functional.normalize(rows))  # a row of zeros stays zero
 
 
 class CrossGram(Gram):
-    """Gram, and cross: 2/n (X~ - X)^T X with X~ the same rows as the uncompressed model has them, [in, in]."""
+    """Gram, and cross: 2/n (X~ - X)^T X, [in, in], where X~ are the same rows in the uncompressed model."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -195,7 +195,7 @@ class CrossGram(Gram):
         self._shift: tuple[float, Tensor] | None = None
 
     def compare(self, rows: Float[Tensor, "tokens in"], reference: Float[Tensor, "tokens in"]) -> None:
-        """Take in the inputs of one batch and those of the uncompressed model, row by row."""
+        """Add the inputs of one batch and those of the uncompressed model, row by row."""
         self.update(rows)
         if rows.shape[0]:
             rows = rows.float()
@@ -204,7 +204,7 @@ class CrossGram(Gram):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return super().memory_bytes(width) + 2 * 4 * width * width  # the sum, and the shift that is kept
+        return super().memory_bytes(width) + 2 * 4 * width * width  # the sum and the cached shift
 
     @property
     def cross(self) -> Float[Tensor, "in in"]:
@@ -212,10 +212,10 @@ class CrossGram(Gram):
         return self._cross * (2 / max(self.tokens, 1))
 
     def shift(self, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
-        """cross inv(H), H damped as by `factor`: W + W shift is the least-squares fit of W X~ from X.
+        """cross inv(H), with H damped as in `factor`: W + W shift is the least-squares fit of W X~ from X.
 
-        order: the one that `factor` will be asked for, so that one factorization does; the result is in the order of
-        the columns. Kept for the other layers that read the same input.
+        order: the order that `factor` will use, so that one factorization suffices. The result is in the original order
+        of the columns. It is cached for other layers that read the same input.
         """
         if self._shift is None or self._shift[0] != damping:
             factor, _, _ = self.factor(damping, order)
@@ -226,7 +226,7 @@ class CrossGram(Gram):
 
 
 class Sample:
-    """A few input rows, evenly spaced, kept to measure what a rewrite does to a layer's output."""
+    """A sample of input rows, evenly spaced, to measure how a rewrite changes a layer's output."""
 
     ROWS_PER_BATCH = 64
     ROWS = 512
@@ -235,28 +235,28 @@ class Sample:
         self._rows: list[Tensor] = []
 
     def update(self, rows: Float[Tensor, "tokens in"]) -> None:
-        """Keep every n-th row, as long as there is room."""
+        """Keep every n-th row, up to the limits."""
         room = min(self.ROWS_PER_BATCH, self.ROWS - sum(r.shape[0] for r in self._rows))
         if room > 0 and rows.shape[0]:
             self._rows.append(rows[:: -(-rows.shape[0] // room)].clone())
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
-        """Divide the columns of the rows kept."""
+        """Divide the columns of the kept rows."""
         self._rows = [rows / scale for rows in self._rows]
 
     @classmethod
     def memory_bytes(cls, width: int, itemsize: int) -> int:
-        """The most that it keeps of inputs of this width, whose numbers have so many bytes."""
+        """The largest memory of the sample for inputs of this width; itemsize: bytes per number."""
         return cls.ROWS * width * itemsize
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:
-        """The rows kept, or None when no token came by."""
+        """The kept rows, or None when no token reached the layer."""
         return torch.cat(self._rows) if self._rows else None
 
 
 class Rows(InputAbsMax):
-    """Beside the largest magnitudes, rows: a `Sample` of the inputs, in float32."""
+    """The largest magnitudes, and rows: a `Sample` of the inputs, in float32."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -276,5 +276,5 @@ class Rows(InputAbsMax):
 
     @property
     def rows(self) -> Float[Tensor, "rows in"] | None:
-        """[up to Sample.ROWS, in], or None when no token came by."""
+        """The kept rows, [up to Sample.ROWS, in], or None when no token reached the layer."""
         return self._sample.rows

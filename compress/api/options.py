@@ -1,4 +1,4 @@
-"""The options of a pass: mistakes in them in words of a recipe, and other options for some of its layers."""
+"""The options of a pass: error messages in terms of the recipe, and overrides for some layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compress.errors import TargetError, did_you_mean
 from compress.model.structure.select import matches, select
 
 Place = tuple[str | int, ...]
-"""Where something stands in a recipe: ('passes', 1, 'gptq', 'group_size')."""
+"""A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
 
 PLAIN_WORDS = {
     "missing": "is missing",
@@ -20,17 +20,17 @@ PLAIN_WORDS = {
     "model_type": "must be a mapping of options",
     "tuple_type": "must be a list",
 }
-"""Messages of pydantic, by type, that speak of Python where YAML was written."""
+"""Replacements of pydantic messages, by type, whose wording is about Python instead of YAML."""
 
 OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides"})
-"""Options that layers of one pass cannot have each for itself; a pass with more of them lists all as `of_the_whole`."""
+"""Options that a pass cannot override per layer; a pass with more of them lists all in `of_the_whole`."""
 
 DENSE = "none"
-"""The grid, in an override, of layers that the pass leaves alone."""
+"""The value of `weights` in an override for layers that the pass skips."""
 
 
 class OptionError(ValueError):
-    """A mistake at a place inside of a pass's options, found while they are validated."""
+    """A mistake at a place inside a pass's options, found during validation."""
 
     def __init__(self, place: Place, message: str) -> None:
         super().__init__(f"{spoken(place)}: {message}")
@@ -38,12 +38,12 @@ class OptionError(ValueError):
 
 
 def spoken(place: Place) -> str:
-    """'overrides[1] group_size'."""
+    """A place in words: 'overrides[1] group_size'."""
     return "".join(f"[{part}]" if isinstance(part, int) else f" {part}" for part in place).strip()
 
 
 def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]:
-    """The first mistake that pydantic found: where it stands, and what is wrong in our words."""
+    """The first mistake that pydantic found: its place, and the message in terms of the recipe."""
     first = error.errors()[0]
     place: Place = tuple(first["loc"])
     inner = first.get("ctx", {}).get("error")
@@ -69,19 +69,19 @@ def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]
 
 
 def patterns(value: Any) -> Any:
-    """One pattern may be written without a list; regular expressions must compile."""
+    """Accept one pattern without a list; check that regular expressions compile."""
     found = (value,) if isinstance(value, str) else value
     for pattern in found if isinstance(found, (list, tuple)) else ():
         if isinstance(pattern, str) and pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     return found
 
 
 class Override(BaseModel):
-    """Options that differ for the layers that match `targets`; the rest are those of the pass."""
+    """Options for the layers that match `targets`; all other options are those of the pass."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -91,23 +91,23 @@ class Override(BaseModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that differ."""
+        """The overridden options."""
         return dict(self.model_extra or {})
 
     @property
     def dense(self) -> bool:
-        """Whether these layers are left alone."""
+        """Whether the pass skips these layers."""
         return self.options.get("weights") == DENSE
 
     def takes(self, name: str) -> bool:
-        """Whether it is about a layer."""
+        """Whether the override matches a layer."""
         return any(matches(name, pattern) for pattern in self.targets)
 
 
 def read_overrides(kind: type[BaseModel], base: Mapping[str, Any], spelled: Any) -> tuple[Override, ...]:
-    """Overrides as they are written: a list of {targets, options...}, or a mapping of patterns to options.
+    """Read overrides: a list of {targets, options...}, or a mapping of patterns to options.
 
-    kind: the pass; base: its own options. Every set of options that comes out is validated as a whole.
+    kind: the pass; base: its own options. The options of every layer are validated together.
 
     Raises OptionError.
     """
@@ -133,13 +133,13 @@ def _override(
     changed = {name: value for name, value in options.items() if start or name != "targets"}
     for name in changed:
         if name not in known:
-            reason = "belongs to the whole pass" if name in of_the_whole else "unknown option"
+            reason = "applies to the whole pass and cannot be overridden" if name in of_the_whole else "unknown option"
             raise OptionError((*place, name), f"{reason}{did_you_mean(name, known)}")
     if not changed:
-        raise OptionError(place, "changes nothing; name an option, or weights: none to leave the layers alone")
+        raise OptionError(place, "changes nothing; add an option, or weights: none to skip the layers")
     if changed.get("weights") == DENSE and len(changed) > 1:
         others = ", ".join(sorted(set(changed) - {"weights"}))
-        raise OptionError(place, f"weights: none leaves the layers alone, so {others} would do nothing")
+        raise OptionError(place, f"weights: none skips the layers, so {others} would have no effect; remove {others}")
     try:
         if changed.get("weights") != DENSE:
             whole = kind.model_validate({**base, **changed}).model_dump()
@@ -151,9 +151,9 @@ def _override(
 
 
 def taken(overrides: Sequence[Override], names: Sequence[str], where: str) -> dict[str, Override]:
-    """Which override each layer takes: the first that matches it.
+    """The override of each layer: the first one that matches it.
 
-    Raises TargetError when a pattern matches none of the pass's layers, or earlier ones have taken all that it matches.
+    Raises TargetError when a pattern matches none of the pass's layers, or only layers that earlier overrides match.
     """
     found: dict[str, Override] = {}
     for override in overrides:
@@ -161,8 +161,8 @@ def taken(overrides: Sequence[Override], names: Sequence[str], where: str) -> di
         new = [name for name in chosen if name not in found]
         if not new:
             raise TargetError(
-                f"{where} overrides: targets {', '.join(override.targets)} match only layers that overrides before it "
-                "have taken; put it before them"
+                f"{where} overrides: targets {', '.join(override.targets)} match only layers that earlier overrides "
+                "match; put this override before them"
             )
         found |= dict.fromkeys(new, override)
     return found

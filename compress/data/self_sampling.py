@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself (LLM-QAT)."""
+"""Sample calibration text from the model itself (LLM-QAT)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from compress.errors import CalibrationError
 from compress.model.objective import is_masked, special_ids
 
-GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: so many top-1 tokens follow the first; the rest is sampled
+GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: range of the number of greedy tokens after the first; the rest is sampled
 
 
 def self_sampled(
@@ -23,19 +23,19 @@ def self_sampled(
     seed: int,
     batch: int = 8,
 ) -> Int[Tensor, "sequences length"]:
-    """Let the model write its own calibration text (LLM-QAT, https://arxiv.org/abs/2305.17888, sec. 3.1).
+    """Sample calibration text from the model itself (LLM-QAT, https://arxiv.org/abs/2305.17888, sec. 3.1).
 
-    Each sequence starts from one token drawn uniformly from the vocabulary without its special tokens; the
-    next 3 to 5 tokens (one number per batch) are the most likely ones, the rest is sampled from the full
-    softmax. The model's end tokens are suppressed, so every sequence has `length` tokens. The result (int64,
-    on the CPU) depends on `seed` and `batch`, and the global random state is left as it was.
+    Each sequence starts with one token drawn uniformly from the vocabulary without its special tokens. The next 3 to 5
+    tokens (one number per batch) are the most likely ones; all later tokens are sampled from the full softmax. The
+    model's end tokens are suppressed, so every sequence has `length` tokens. The result (int64, on the CPU) depends on
+    `seed` and `batch`. The global random state is not changed.
 
-    Raises `CalibrationError` for a count below 1, and for a model that cannot go on with a text.
+    Raises `CalibrationError` for a count below 1, and for a model that cannot generate text.
     """
     if is_masked(type(model), model.config):
         raise CalibrationError(
-            f"calibration: {type(model).__name__} predicts masked tokens and cannot write a text of its own (source "
-            "self); use another source, such as embedded, or a .txt, .jsonl or .npy file"
+            f"calibration: {type(model).__name__} predicts masked tokens and cannot generate text (source self); use "
+            "another source, such as embedded, or a .txt, .jsonl or .npy file"
         )
     for name, count in (("sequences", sequences), ("length", length), ("batch", batch)):
         if count < 1:
@@ -56,7 +56,7 @@ def self_sampled(
 
 
 def _start_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " ids"]:
-    """Return the ids of the vocabulary that are not special."""
+    """The ids of the vocabulary without special tokens."""
     special = set(special_ids(tokenizer))
     size = min(len(tokenizer), model.get_input_embeddings().get_parameter("weight").shape[0])
     return torch.tensor([token for token in range(size) if token not in special])
@@ -69,10 +69,10 @@ def _continue(
     count: int,
     sample: bool,
 ) -> Int[Tensor, "batch longer"]:
-    """Append `count` tokens, sampled from the softmax or the most likely ones, and no end token before."""
+    """Append `count` tokens, sampled from the softmax or greedy, without end tokens before the last."""
     if count == 0:
         return ids
-    # What is left out here is filled from the model's own generation config, such as its end tokens.
+    # omitted values are filled from the model's own generation config, such as its end tokens
     softmax = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {}
     chosen = GenerationConfig(
         do_sample=sample,

@@ -1,8 +1,8 @@
-"""Where texts and calibration ids come from: the standard library, the hub, a local file, or the model.
+"""Sources of texts and calibration ids: the standard library, the hub, local files, or the model.
 
-The `embedded` source needs no network and no file: it is the language reference that every CPython carries
-for `help()` (`pydoc_data.topics`, some 450,000 characters). It differs between CPython versions, so a number
-measured on it is reported together with `text_sha256`.
+The `embedded` source needs no network and no file: it is the language reference that every CPython contains for
+`help()` (`pydoc_data.topics`, about 450,000 characters). It differs between CPython versions, so reports include
+`text_sha256` with every measurement on it.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from compress.errors import CalibrationError, did_you_mean
 
 Part = Literal["calibration", "test"]
 
-OFFLINE = "offline choices: embedded, self, or the path of a .txt, .jsonl or .npy file"
+OFFLINE = "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file"
 TEST_RESIDUES = range(8)  # of 20; their topics hold 22 to 23% of the characters in CPython 3.10 to 3.13
 HUB_DOCUMENTS = 4096  # enough for 512 sequences of 2048 tokens of web text, and seconds to stream
 
 
 class HubSet(NamedTuple):
-    """How one named set is loaded from the hub; `files` and `splits` are keyed by part."""
+    """How a named data set is loaded from the hub; `files` and `splits` are keyed by part."""
 
     path: str
     config: str | None
@@ -51,11 +51,10 @@ HUB_SETS = {
 def texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
     """Return the documents of `source`.
 
-    `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`) or the path of a .txt file (one
-    document) or a .jsonl file (one object a line, with `text` or `messages`). A file has no parts: it is read
-    whole for both.
-    Conversations are written by the tokenizer's chat template if it has one, else as `role: content` lines.
-    c4 and ultrachat give their first `HUB_DOCUMENTS` documents.
+    `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`), the path of a .txt file (one document), or the
+    path of a .jsonl file (one object per line, with `text` or `messages`). A file has no parts: both parts read the
+    whole file. Conversations are formatted by the tokenizer's chat template, or as `role: content` lines if it has
+    none. c4 and ultrachat return their first `HUB_DOCUMENTS` documents.
 
     Raises `CalibrationError` for an unknown source, a missing or malformed file, and an unreachable hub.
     """
@@ -72,10 +71,10 @@ def texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None = N
 
 
 def text_sha256(documents: Sequence[str]) -> str:
-    """Return the hash of the documents (UTF-8, with a zero byte after each), which reports carry.
+    """The hash of the documents (UTF-8, with a zero byte after each) for reports.
 
-    The embedded corpus follows the CPython version that runs, so two perplexities measured on it compare only
-    where this hash is the same.
+    The embedded corpus depends on the CPython version. Two perplexities measured on it are comparable only if this hash
+    is the same.
     """
     digest = hashlib.sha256()
     for document in documents:
@@ -86,8 +85,8 @@ def text_sha256(documents: Sequence[str]) -> str:
 def embedded_text(part: Part) -> list[str]:
     """Return the documents of `pydoc_data.topics` in this part, sorted by the name of their topic.
 
-    The split is by topic and fixed by the hash of its name. Some topics repeat passages of others, so
-    paragraphs that the test part holds are left out of the calibration part (white space does not count).
+    The split is by topic and is fixed by the hash of its name. Some topics repeat passages of others, so paragraphs
+    that occur in the test part are removed from the calibration part (ignoring white space).
     """
     names = sorted(topics)
     test = [topics[name] for name in names if _is_test(name)]
@@ -103,7 +102,7 @@ def embedded_text(part: Part) -> list[str]:
 
 
 def _is_test(topic: str) -> bool:
-    """Return whether a topic of the embedded corpus belongs to the test part."""
+    """Whether a topic of the embedded corpus belongs to the test part."""
     return int(hashlib.sha256(topic.encode()).hexdigest(), 16) % 20 in TEST_RESIDUES
 
 
@@ -113,20 +112,20 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _no_text(source: str) -> str:
-    """Return the message for a source that is no source of text."""
+    """The error message for a source without text."""
     if source == "self":
         return (
-            "calibration: source self is written by the model and has no text of its own; "
+            "calibration: source self is sampled from the model and has no stored text; "
             "use self_sampled, or a source of text such as embedded"
         )
     if Path(source).suffix == ".npy":
         return f"calibration: {source} holds ids, not text; use token_ids, or a .txt or .jsonl file"
     hint = did_you_mean(source, ["embedded", "self", *HUB_SETS])
-    return f"calibration: unknown source {source!r}{hint}; a file is given by its path (.txt, .jsonl, .npy)"
+    return f"calibration: unknown source {source!r}{hint}; for a file write its path (.txt, .jsonl, .npy)"
 
 
 def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Load one of `HUB_SETS`; every failure on the way becomes one `CalibrationError`."""
+    """Load one of `HUB_SETS`; every failure is raised as `CalibrationError`."""
     try:  # imported here, because they take seconds and only the hub sources need them
         from datasets.exceptions import DatasetsError
         from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  its client's
@@ -147,8 +146,8 @@ def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | Non
 
 
 def _hub_rows(source: str, part: Part) -> list[Any]:
-    """Fetch the rows of a hub set: all of wikitext, the first `HUB_DOCUMENTS` of the larger ones."""
-    import datasets  # takes seconds, and only the hub sources need it
+    """Fetch the rows of a hub set: all of wikitext, the first `HUB_DOCUMENTS` of the other sets."""
+    import datasets  # takes seconds to import; only the hub sources need it
 
     hub = HUB_SETS[source]
     split = hub.splits[part]
@@ -170,7 +169,7 @@ def _read(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (`file:line`, value) for each line of a .jsonl file that is not blank."""
+    """Yield (`file:line`, value) for each non-blank line of a .jsonl file."""
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -179,12 +178,12 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         except json.JSONDecodeError as error:
             raise CalibrationError(
                 f"{path}:{number}: not JSON ({error.msg} at column {error.colno}); "
-                f'write one object a line, such as {{"text": "..."}}'
+                f'write one object per line, such as {{"text": "..."}}'
             ) from error
 
 
 def _document(row: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the text of one row with `text` or `messages`."""
+    """The text of one row with `text` or `messages`."""
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return row["text"]
     messages = row.get("messages") if isinstance(row, dict) else None
@@ -198,5 +197,5 @@ def _document(row: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -
 
 
 def _is_message(message: Any) -> bool:
-    """Return whether a value is a message with a role and a content."""
+    """Whether a value is a message with a role and a content."""
     return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))

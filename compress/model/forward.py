@@ -1,4 +1,4 @@
-"""A model run as a whole: its logits and losses, the hidden states between blocks, some of the blocks passed by."""
+"""Run a whole model: its logits and losses, the hidden states between blocks, and passes that skip some blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from compress.errors import NumericError
 from compress.model.objective import LMObjective, without_cache
 from compress.model.open.opening import is_finite
-from compress.model.structure.blocks import Block, hidden_given, hidden_of
+from compress.model.structure.blocks import Block, hidden_argument, hidden_of
 
-ROWS = 128  # positions whose loss is computed at a time: a whole window's log-softmax would double the peak memory
+ROWS = 128  # positions per chunk of the loss: the log-softmax of a whole window would double the peak memory
 
 
 @contextmanager
 def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
-    """The blocks of these numbers pass hidden states on as they are."""
+    """Skip the blocks with these numbers: they return their input hidden states."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        hidden = hidden_given(args, kwargs)
+        hidden = hidden_argument(args, kwargs)
         return type(output)((hidden, *output[1:])) if isinstance(output, (tuple, list)) else hidden
 
     with ExitStack() as stack:
@@ -40,11 +40,11 @@ def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tenso
 
 
 def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:
-    """The input of every block and the output of the last, [batch, length, width] each. Raises NumericError."""
+    """The input of every block and the output of the last one, [batch, length, width] each. Raises NumericError."""
     found: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(hidden_given(args, kwargs).float())
+        found.append(hidden_argument(args, kwargs).float())
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         found.append(hidden_of(output).float())
@@ -61,9 +61,9 @@ def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch le
 
 @torch.no_grad()
 def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMObjective, row: int) -> tuple[float, int]:
-    """The sum of the losses, in nats, of the tokens that are asked for, and their number.
+    """The sum of the losses over all targets, in nats, and the number of targets.
 
-    row: the number of the sequence among all, on which masks depend.
+    row: the number of the sequence; the masks depend on it.
     """
     shown = ids[None].to(next(model.parameters()).device)
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
@@ -73,6 +73,6 @@ def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMOb
 
 
 def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"], lm_objective: LMObjective) -> float:
-    """Mean loss of the tokens that are asked for, in nats, a sequence at a time."""
+    """The mean loss over all targets, in nats; the model runs one sequence at a time."""
     found = [total_loss(model, row, lm_objective, i) for i, row in enumerate(ids)]
     return sum(loss for loss, _ in found) / sum(count for _, count in found)

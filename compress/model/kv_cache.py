@@ -1,14 +1,14 @@
-"""The cache of keys and values as attention meets it: what enters can be watched, or rounded to a grid first.
+"""The KV cache of attention modules: observe the keys and values that enter it, or round them to a grid first.
 
-Modules that keep keys and values are found by their forward pass: it takes a cache, and hands it every key and value in
-`cache.update(keys, values, ...)` before attention reads what comes back. So a forward pre-hook that puts an object
-around the cache (or in the place of none) sees them all, in training, in the sweep over blocks, in evaluation and in
-`generate` with any cache class, and each is rounded once, as it enters. What is rounded stays in the model's dtype in
-memory: the numbers are those of a quantized cache, its size is not.
+A module is recognized as an attention with a cache by its forward pass: it takes a cache argument and passes every key
+and value to `cache.update(keys, values, ...)` before attention reads the result. A forward pre-hook wraps the cache (or
+replaces a missing one) and so sees all keys and values: in training, in the sweep over blocks, in evaluation, and in
+`generate` with any cache class. Each is rounded once, when it enters. Rounded keys and values stay in the model's dtype
+in memory: they have the values of a quantized cache, but not its size.
 
     <attention>.k_scale, <attention>.v_scale   float [1]   only with static scales
     config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric}}
-                 grids by name, or null; scale token or static. Left out where the format says it (`Format.states`)
+                 grids by name, or null; scale token or static. Omitted where the format states it (`Format.states`)
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from compress.numerics.quant.fake import straight
 from compress.weights.transforms.rounding import InputRounding
 
 NAMES = ("past_key_values", "past_key_value", "layer_past")
-"""What transformers calls a cache among the arguments of an attention."""
+"""transformers' names of the cache among the arguments of an attention."""
 
 SCALES = ("k_scale", "v_scale")
-"""The static scales of keys and of values, as buffers of the module and as tensors of a checkpoint."""
+"""The static scales of keys and values: buffers of the module and tensors of a checkpoint."""
 
 SCHEME = "cache_scheme"
-"""The attribute of a module whose keys and values are rounded."""
+"""The attribute that holds the scheme of a module with a quantized cache."""
 
 CONFIG_KEY = "compress_kv_cache"
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(keys, values), [batch, heads, length, width] each, on their way into the cache."""
+"""(keys, values), [batch, heads, length, width] each -> the keys and values that enter the cache."""
 
 
 @cache
 def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
-    """The name of the argument of a class's forward pass that is a cache, and its position; None: it takes none."""
+    """The name and position of the cache argument in a class's forward pass; None when it has none."""
     parameters = list(inspect.signature(kind.forward).parameters)[1:]
     return next(((name, parameters.index(name)) for name in NAMES if name in parameters), None)
 
 
 def caching(root: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules that take a cache, by name, but for those whose tokens see later ones: they keep none."""
+    """The innermost modules with a cache argument, by name, without attention that is not causal."""
     takers = {name: module for name, module in root.named_modules() if _place(type(module)) is not None}
     inner = {name: module for name, module in takers.items() if not any(_inside(n, name) for n in takers if n != name)}
     return {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
 
 
 def holding(root: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
-    """Those of `caching` in which one of the modules `names` is."""
+    """The modules of `caching` that contain one of the modules `names`."""
     return {name: m for name, m in caching(root).items() if any(_inside(inner, name) for inner in names)}
 
 
@@ -68,17 +68,17 @@ def _inside(name: str, outer: str) -> bool:
 
 
 class CacheProxy:
-    """A cache, or none, whose keys and values are changed on their way in; all else about it is its own.
+    """A wrapper of a cache, or of None, that changes keys and values on their way in and delegates everything else.
 
-    Where there is none, keys and values come back as they were changed, and nothing is kept; to other questions it
-    answers as an empty cache.
+    Without a cache, `update` returns the changed keys and values and stores nothing, and all other attributes are those
+    of an empty cache.
     """
 
     def __init__(self, kept: Any, change: Change) -> None:
         self._kept, self._change = kept, change
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What attention reads: the given keys and values, changed, behind those that the cache holds."""
+        """Change the keys and values, append them to the cache, and return all that attention reads."""
         keys, values = self._change(key_states, value_states)
         return (keys, values) if self._kept is None else self._kept.update(keys, values, *args, **kwargs)
 
@@ -89,25 +89,25 @@ class CacheProxy:
 
 
 def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[Any, Any]:
-    """The arguments of the module's forward pass with `Entering` around the cache among them."""
+    """Wrap the cache among the arguments of the module's forward pass in a `CacheProxy`."""
     place = _place(type(module))
     assert place is not None
     name, position = place
     given = args[position] if len(args) > position else kwargs.get(name)
-    if isinstance(given, EncoderDecoderCache):  # modules that look at themselves use this part of it
+    if isinstance(given, EncoderDecoderCache):  # self-attention uses this part of it
         given = given.self_attention_cache
-    entering = CacheProxy(given, change)
+    proxy = CacheProxy(given, change)
     if len(args) > position:
-        return (*args[:position], entering, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: entering}
+        return (*args[:position], proxy, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: proxy}
 
 
-# Watching
+# Observation
 
 
 @contextmanager
 def watching(modules: Mapping[str, nn.Module], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[None]:
-    """see(name, keys, values) of all that enters the caches of modules, before it is rounded."""
+    """Call see(name, keys, values) for everything that enters the caches of modules, before it is rounded."""
     handles = [m.register_forward_pre_hook(partial(_watch, name, see), with_kwargs=True) for name, m in modules.items()]
     try:
         yield
@@ -132,9 +132,9 @@ def round_cache(
 ) -> None:
     """Round the keys and values that enter the module's cache from now on; scales: static ones, of keys and of values.
 
-    The hook is a plain function, and all that it knows is in the module, so that copies of the module round, too.
+    The hook is a plain function, and its state is in the module, so that copies of the module round as well.
     """
-    assert scheme_of(module) is None, "its keys and values are rounded already"
+    assert scheme_of(module) is None, "the module's cache is already quantized"
     setattr(module, SCHEME, scheme)
     for name, scale in zip(SCALES, scales, strict=True):
         module.register_buffer(name, scale)
@@ -142,7 +142,7 @@ def round_cache(
 
 
 def copy_rounding(module: nn.Module, other: nn.Module) -> None:
-    """Round in another module as in this one."""
+    """Copy the rounding of a module's cache to another module."""
     scheme = scheme_of(module)
     assert scheme is not None
     of_keys, of_values = (getattr(module, name) for name in SCALES)
@@ -158,16 +158,16 @@ def _round(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _rounded(rounding: InputRounding | None, x: Tensor) -> Tensor:
-    """Rounded, with the gradient of `x` (LLM-QAT, Liu 2023, section 2.2)."""
+    """The rounded tensor, with the gradient of `x` (LLM-QAT, Liu 2023, section 2.2)."""
     if rounding is None:
         return x
     with torch.no_grad():
-        found = rounding(x)
-    return straight(x, found) if x.requires_grad else found
+        rounded = rounding(x)
+    return straight(x, rounded) if x.requires_grad else rounded
 
 
 def roundings(module: nn.Module) -> tuple[InputRounding | None, InputRounding | None]:
-    """How a module rounds keys, and values, that enter its cache; None: not at all."""
+    """The rounding of the keys and of the values that enter a module's cache; None: not rounded."""
     scheme = scheme_of(module)
     if scheme is None:
         return None, None
@@ -178,25 +178,25 @@ def roundings(module: nn.Module) -> tuple[InputRounding | None, InputRounding | 
 
 
 def scheme_of(module: nn.Module) -> CacheScheme | None:
-    """How the keys and values of a module are rounded; None: not at all."""
+    """The scheme of a module's quantized cache, or None."""
     return getattr(module, SCHEME, None)
 
 
 def rounded_caches(root: nn.Module) -> dict[str, CacheScheme]:
-    """How the keys and values of modules are rounded, by name, those that are."""
+    """The schemes of all modules below root that have a quantized cache, by name."""
     found = {name: scheme_of(module) for name, module in root.named_modules()}
     return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
 def cache_records(name: str, block: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of every attention of the block `name` whose cache is rounded: {scheme, sha256} as plain values, by full name."""
+    """{scheme, sha256} of every attention with a quantized cache in the block `name`, as JSON values, by full name."""
     found = {inner: block.get_submodule(inner) for inner in rounded_caches(block)}
     full = {f"{name}.{inner}" if inner else name: module for inner, module in found.items()}
     return {n: {"scheme": getattr(m, SCHEME).to_json(), "sha256": cache_sha256(m)} for n, m in full.items()}
 
 
 def cache_sha256(module: nn.Module) -> str:
-    """A digest of how a module rounds keys and values."""
+    """A digest of the scheme and the scales of a module's quantized cache."""
     scheme, scales = scheme_of(module), [getattr(module, name) for name in SCALES]
     assert scheme is not None
     record = (scheme.to_json(), [None if scale is None else scale.float().tolist() for scale in scales])
@@ -204,7 +204,7 @@ def cache_sha256(module: nn.Module) -> str:
 
 
 def stated_scheme(model: PreTrainedModel, caches: Mapping[str, CacheScheme], format_: Format) -> CacheScheme | None:
-    """The scheme of a model whose caches are all rounded, alike, and in a way that the format states; None: not so."""
+    """The common scheme of all caches of a model, if there is one and the format states it, else None."""
     kinds = set(caches.values())
     if len(kinds) != 1 or set(caches) != set(caching(model)):
         return None

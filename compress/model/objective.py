@@ -1,4 +1,4 @@
-"""What a language model is asked for on a text: the token behind each place, or tokens that are masked out of it."""
+"""The objectives of language models on a text: predict the next token at each position, or predict masked tokens."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from compress.errors import CalibrationError, ModelError
 
 IGNORED = -100
-"""Stands where no token is asked for; what torch's losses know by default."""
+"""The label of ignored positions, the default of torch's losses."""
 
-MASKED_SHARE = 0.15  # Devlin 2019, section 3.1; the two below, too: of the tokens that are asked for
+MASKED_SHARE = 0.15  # Devlin 2019, section 3.1: the fraction of masked tokens; below: fractions of the masked tokens
 SHOWN_AS_MASK = 0.8
 SHOWN_AS_RANDOM = 0.1
 
 
 class LMObjective(Protocol):
-    """How a text becomes questions to a model; ids are [rows, length], rows their numbers among all of their text."""
+    """How a text becomes inputs and targets of a model; ids: [rows, length]; rows: the numbers of the sequences."""
 
     of: ClassVar[str]
-    """What is asked for, as reports have it."""
+    """The predicted tokens, as named in reports."""
 
     def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
-        """The output of the model for what it is shown of these sequences; asked: further arguments of the model."""
+        """Run the model on its inputs for these sequences; asked: further arguments of the model."""
         ...
 
     def targets(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Int[Tensor, "rows length"]:
-        """The token that the logits of each place are to give, IGNORED where they are not asked."""
+        """The target token for the logits at each position; IGNORED where there is none."""
         ...
 
     def answers(
         self, logits: Float[Tensor, "rows length vocabulary"], ids: Int[Tensor, "rows length"], rows: Sequence[int]
     ) -> tuple[Float[Tensor, "targets vocabulary"], Int[Tensor, " targets"]]:
-        """The logits of the places that are asked, and the tokens that they are to give."""
+        """The logits at the positions with a target, and the targets."""
         ...
 
 
 @dataclass(frozen=True)
 class NextTokens:
-    """Causal language modelling: each token from those before it; the first of a sequence is not asked for."""
+    """Causal language modelling: predict each token from the tokens before it; the first token is no target."""
 
     of: ClassVar[str] = "next tokens"
 
     def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
-        """Raises ModelError for a model that sees the tokens that it would be asked for."""
+        """Run a causal model. Raises ModelError for a model that predicts masked tokens."""
         if is_masked(type(model), getattr(model, "config", None)):
-            raise ModelError(f"model: {type(model).__name__} predicts masked tokens, not next ones; use prediction_of")
+            raise ModelError(f"model: {type(model).__name__} predicts masked tokens, not next tokens; use objective_of")
         return model(input_ids=ids, **without_cache(model), **asked)
 
     def targets(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Int[Tensor, "rows length"]:
@@ -72,11 +72,12 @@ NEXT_TOKENS = NextTokens()
 class MaskedTokens:
     """Masked language modelling (Devlin 2019, arXiv 1810.04805, section 3.1).
 
-    A share of the tokens of each sequence is asked for, at least one, none of the special ones; 80% of these are shown
-    as the mask, 10% as a random token, 10% as they are. What is drawn depends on the seed and on the number of the
-    sequence alone: a sequence has the same masks in every epoch, in every process and for every model that reads it.
+    A fraction of the tokens of each sequence are targets, at least one; special tokens never are. The input has the
+    mask token at 80% of the targets, a random token at 10%, and the original token at 10%. The random choices depend
+    only on the seed and the number of the sequence: a sequence has the same masks in every epoch, in every process and
+    for every model.
 
-    mask: its token id. vocabulary: random tokens are below. special: token ids.
+    mask: the id of the mask token. vocabulary: random tokens have smaller ids. special: the ids of special tokens.
     """
 
     of: ClassVar[str] = "masked tokens"
@@ -101,13 +102,15 @@ class MaskedTokens:
     def draw(
         self, ids: Int[Tensor, "rows length"], rows: Sequence[int]
     ) -> tuple[Int[Tensor, "rows length"], Int[Tensor, "rows length"]]:
-        """(what is shown, targets). Raises CalibrationError for a sequence of special tokens alone."""
+        """(inputs, targets). Raises CalibrationError for a sequence of special tokens only."""
         shown, targets = ids.cpu().clone(), torch.full(ids.shape, IGNORED)
         special = torch.tensor(self.special, dtype=ids.dtype)
         for row, inputs, wanted in zip(rows, shown, targets, strict=True):
             places = torch.isin(inputs, special, invert=True).nonzero()[:, 0]
             if not len(places):
-                raise CalibrationError(f"sequence {row} holds special tokens alone, none of which can be masked")
+                raise CalibrationError(
+                    f"sequence {row} holds only special tokens, which cannot be masked; use a text with other tokens"
+                )
             generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {row}".encode()))
             count = max(1, round(self.probability * len(places)))
             at = places[torch.randperm(len(places), generator=generator)[:count]]
@@ -120,16 +123,16 @@ class MaskedTokens:
 
 
 def is_masked(kind: type, config: PretrainedConfig | None) -> bool:
-    """Whether a class of models predicts masked tokens, as transformers has it, and not next ones."""
+    """Whether transformers lists a class among the masked language models and not among the causal ones."""
     autos: tuple[Any, Any] = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
     masked, causal = (issubclass(kind, auto._model_mapping.get(type(config), ())) for auto in autos)
     return masked and not causal and not getattr(config, "is_encoder_decoder", False)
 
 
 def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, seed: int = 0) -> LMObjective:
-    """What a model is asked for; seed: of masks.
+    """Return the objective of a model; seed: of masks.
 
-    Raises ModelError for a model that predicts masked tokens and a tokenizer that does not say which token the mask is.
+    Raises ModelError when the model predicts masked tokens but its tokenizer has no mask token.
     """
     if not is_masked(type(model), model.config):
         return NEXT_TOKENS
@@ -139,10 +142,10 @@ def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
         return MaskedTokens(mask, min(size, len(tokenizer)), special_ids(tokenizer), seed=seed)
     lack = "it has no tokenizer" if tokenizer is None else "its tokenizer has no mask token"
     if mask is not None:
-        lack = f"the mask token of its tokenizer is {mask}, beyond the {size} tokens that the model knows"
+        lack = f"the mask token of its tokenizer is {mask}, outside the model's vocabulary of {size} tokens"
     raise ModelError(
-        f"model: {type(model).__name__} predicts masked tokens, but {lack}; save a tokenizer with a mask token beside "
-        "the model (tokenizer.save_pretrained), or give one to compress.apply (tokenizer=)"
+        f"model: {type(model).__name__} predicts masked tokens, but {lack}; save a tokenizer with a mask token in "
+        "the model's folder (tokenizer.save_pretrained), or pass one to compress.apply (tokenizer=)"
     )
 
 
@@ -153,6 +156,6 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """The argument that keeps a model from caching; none for a model whose configuration knows of no cache."""
+    """The argument that turns a model's cache off; empty for a model whose configuration has no `use_cache`."""
     config = getattr(model, "config", None)
     return {"use_cache": False} if config is None or hasattr(config, "use_cache") else {}

@@ -1,11 +1,11 @@
-"""The column sweep of optimal brain surgery: compress one column, let the later ones make up for it.
+"""The column sweep of optimal brain surgery: compress one column and compensate its error in the later columns.
 
-For a layer's squared output error with Hessian H = X^T X, compressing column i of W by e = w_i - q_i is best made up
-for by  W[:, j] -= e / U_ii * U_ij  for all j > i, with inv(H) = U^T U, U upper (GPTQ, Frantar 2022, algorithm 1;
-SparseGPT, Frantar 2023, algorithm 1). What happens to a column (rounding, pruning, both) is the rule's affair.
+For a layer's squared output error with Hessian H = X^T X, compressing column i of W by e = w_i - q_i is compensated
+optimally by  W[:, j] -= e / U_ii * U_ij  for all j > i, with inv(H) = U^T U, U upper (GPTQ, Frantar 2022, algorithm 1;
+SparseGPT, Frantar 2023, algorithm 1). A `ColumnRule` decides how a column is compressed (rounding, pruning or both).
 
-Columns are worked on in parts; the update of everything after a part is one matrix product, and inside a part the
-same is done for leaves of a few columns, so that the inner loop touches little memory and launches few operations.
+Columns are processed in parts. The update of all columns after a part is one matrix product. Inside a part, the same
+is done for leaves of a few columns, so that the inner loop touches little memory and launches few operations.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-PART = 128  # columns per lazy update of the rest (GPTQ, section 3.3, step 2)
+PART = 128  # columns per lazy update of the later columns (GPTQ, section 3.3, step 2)
 LEAF = 16  # columns per lazy update inside a part; measured best of 8, 16, 32 on widths 576 and 1536
-SHRINK = 0.8  # of the columns of an inverse are left when it is cut down to them
-CHUNK = 1 << 24  # numbers of the inverse Hessians that the greedy order holds at once, one inverse per row
+SHRINK = 0.8  # an inverse is cut down when at most this fraction of its columns is left
+CHUNK = 1 << 24  # elements of the inverse Hessians that the greedy order holds at once, one inverse per row
 
 
 class ColumnRule(Protocol):
-    """What a method does with columns; columns are handed over as rows of the transposed weight."""
+    """How a method compresses columns; a column is passed as a row of the transposed weight."""
 
     def starts(self, width: int) -> Sequence[int]:
-        """Columns at which `open` must be called, ascending, the first 0."""
+        """The columns at which `open` must be called, ascending; the first is 0."""
         ...
 
     def open(self, column: int, rest: Float[Tensor, "rest out"]) -> None:
-        """All earlier columns are compressed and made up for; `rest` holds the columns from `column` on."""
+        """Begin at `column`: earlier columns are compressed and compensated; `rest` holds `column` and later."""
         ...
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        """The values that column `column` will have from now on."""
+        """The compressed values of `column`."""
         ...
 
 
 Lookahead = Callable[[int, Float[Tensor, "span out"]], None]
-"""look(column, near): the columns from `column` on that are decided together, with all earlier ones made up for."""
+"""lookahead(column, near): `near` holds the columns from `column` on that are decided together, compensated for all
+earlier ones."""
 
 
 def sweep(
@@ -50,14 +51,14 @@ def sweep(
     lookahead: Lookahead | None = None,
     span: int = 1,
 ) -> Float[Tensor, "out in"]:
-    """Compress all columns in order by `rule`; returns the compressed weight, and `weight` is left alone.
+    """Compress all columns in order by `rule` and return the compressed weight; `weight` is not changed.
 
-    factor: U of `linalg.inverse_factor`, in the order of the columns. look: called before every `span` columns, fewer
-    at the end, beside what the rule is told; the rule may open only where such columns begin.
+    factor: U of `linalg.inverse_factor`, in the order of the columns. lookahead: called before every `span` columns
+    (fewer at the end), in addition to the methods of the rule. The rule may open groups only at multiples of `span`.
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
     columns, width = work.unbind(0), work.shape[0]
-    # e_i / U_ii * U_ij = e_i * (U_ij / U_ii), and the second factor is the same for all rows
+    # e_i / U_ii * U_ij = e_i * (U_ij / U_ii); the second factor is the same for all rows
     ratios = factor / factor.diagonal()[:, None]
     opens = set(rule.starts(width))
     new: list[Tensor] = []
@@ -84,12 +85,12 @@ def sweep(
 
 
 def sweep_bytes(rows: int, width: int) -> int:
-    """What `sweep` holds at its peak: ratios, and the weight as it is worked on, in new columns, and in one piece."""
+    """Peak memory of `sweep`: the ratios, and three copies of the weight (working copy, new columns, stacked)."""
     return 4 * width * width + 3 * 4 * rows * width
 
 
 def _parts(opens: Sequence[int], width: int, span: int) -> list[tuple[int, int]]:
-    """[start, stop) ranges of about PART columns, whole spans, that begin anew at every opened column."""
+    """[start, stop) ranges of about PART columns in whole spans; every opened column starts a new range."""
     ends, step = [*opens[1:], width], max(PART // span, 1) * span
     edges = [cut for start, end in zip(opens, ends, strict=True) for cut in range(start, end, step)]
     return list(zip(edges, [*edges[1:], width], strict=True))
@@ -102,11 +103,12 @@ def greedy(
     urgency: Callable[[Tensor, Tensor, slice], Float[Tensor, "rows in"]] | None = None,
     costliest: bool = False,
 ) -> Float[Tensor, "out in"]:
-    """Round in each row the weight next that costs least: OBQ (Frantar 2022b, algorithm 3); exact, and slow.
+    """Round in each row the weight with the least cost next: OBQ (Frantar 2022b, algorithm 3); exact, and slow.
 
-    inverse: inv(H), damped. round_to(values, rows): the grid's nearest values for these rows. urgency(values, rounded,
-    rows): weights of higher urgency go first, whatever they cost (None: all alike). costliest: the weight that costs
-    most instead, while many are left to make up for it. Work is out * in^3, memory out * in^2 cut into chunks of rows.
+    inverse: inv(H), damped. round_to(values, rows): the nearest grid values for these rows. urgency(values, rounded,
+    rows): weights of higher urgency are rounded first at any cost (None: all equal). costliest: round the weight with
+    the highest cost first, while many others are left to compensate for it. Work is out * in^3; memory is out * in^2,
+    processed in chunks of rows.
     """
     width = weight.shape[1]
     step = max(1, CHUNK // (width * width))
@@ -115,7 +117,7 @@ def greedy(
 
 
 def greedy_bytes(rows: int, width: int) -> int:
-    """What `greedy` holds at its peak in float64: an inverse for each row of a chunk, and copies of the weight."""
+    """Peak memory of `greedy` in float64: one inverse per row of a chunk, and copies of the weight."""
     return 8 * width * width * min(rows, max(1, CHUNK // (width * width))) + 4 * 8 * rows * width
 
 
@@ -123,7 +125,7 @@ def _greedy_rows(
     weight: Tensor, inverse: Tensor, rows: slice, round_to: Callable[..., Tensor],
     urgency: Callable[..., Tensor] | None, costliest: bool,
 ) -> Tensor:  # fmt: skip
-    """`greedy` for some rows; each has an inverse Hessian of its own, of what is left in it."""
+    """`greedy` for some rows; each row has its own inverse Hessian over the weights that are left in it."""
     values = weight.to(inverse.dtype, copy=True)
     left = torch.ones_like(values, dtype=torch.bool)
     each = torch.arange(values.shape[0], device=values.device)

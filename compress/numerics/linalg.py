@@ -1,4 +1,4 @@
-"""Factorizations with damping: the inverse of a Hessian as the column sweep needs it."""
+"""Damped factorizations: the inverse of a Hessian in the form that the column sweep needs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from compress.errors import NumericError
 
-DAMPING = 0.01  # GPTQ, section 3.3, step 3; SparseGPT, appendix A: the share of the mean diagonal
+DAMPING = 0.01  # GPTQ, section 3.3, step 3; SparseGPT, appendix A: relative to the mean of the diagonal
 ESCALATION = 10.0  # each retry multiplies the damping by this
 RETRIES = 4
-SMALL = 128  # triangles up to this width are solved at once; measured best of 64, 128, 256
+SMALL = 128  # triangular matrices up to this width are inverted in one call; measured best of 64, 128, 256
 
 
 def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float[Tensor, "n n"], float]:
     """(U, damping used): the upper Cholesky factor U of the inverse, inv(H + damping * mean(diag H) * I) = U^T U.
 
-    GPTQ (Frantar 2022), section 3.3, step 3. Float32 first; when the matrix is not positive definite there, once
-    in float64, then with a damping ten times larger, and so on; the damping that worked is returned, so that the
-    caller can say so.
+    GPTQ (Frantar 2022), section 3.3, step 3. Each damping is tried in float32, then in float64. While the matrix is not
+    positive definite, the damping is multiplied by ten. The damping that worked is returned, so that the caller can
+    report it.
 
-    Raises NumericError when the matrix is not finite, or no damping up to 10^4 times the asked one helps.
+    Raises NumericError when the matrix is not finite, or when 10^4 times the given damping does not suffice.
     """
     if not bool(torch.isfinite(hessian).all()):
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
@@ -39,9 +39,9 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
 
 
 def factor_bytes(width: int) -> int:
-    """What `inverse_factor` holds at its peak for a matrix of this width, with that matrix: six and a half of them.
+    """Peak memory of `inverse_factor` for an [n, n] float32 matrix, that matrix included: 6.5 times its size.
 
-    Matrix, identity, damped matrix, Cholesky factor, the same turned round, its inverse, and parts of that.
+    Matrix, identity, damped matrix, Cholesky factor, its flipped copy, its inverse, and blocks of the inverse.
     """
     return 26 * width * width
 
@@ -49,8 +49,8 @@ def factor_bytes(width: int) -> int:
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
     """Upper Cholesky factor of the inverse, or None when the factorization fails or is not finite.
 
-    Factored from the last row up, H = R R^T with R upper; then inv(H) = U^T U with U = inv(R), which saves the
-    inverse of H itself and its factorization.
+    The matrix is factored from the last row up, H = R R^T with R upper; then inv(H) = U^T U with U = inv(R). This
+    avoids computing inv(H) itself and factoring it.
     """
     lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     if int(info):

@@ -1,8 +1,8 @@
-"""How far the next-token distributions of a student are from those of its teacher, and the gradient of that.
+"""Divergences between the next-token distributions of a student and its teacher, and their gradients.
 
-p is the teacher's distribution, q the student's, both at one temperature. A teacher may be known by its k likeliest
-tokens and the mass of all others, which are then one cell of both distributions (joining cells makes no divergence of
-this kind larger).
+p is the teacher's distribution and q the student's, both at one temperature. A teacher may be known only by its k most
+likely tokens and the total probability of all others. The others are then one cell of both distributions; merging
+cells never increases a divergence of this kind.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "js", "tv"]
 
-CHUNK = 128  # tokens that a loss works on at once: its temporaries are a few times this many rows of the vocabulary
+CHUNK = 128  # tokens per chunk of a loss; the temporaries of a chunk are a few times [chunk, vocabulary]
 
 
 @dataclass(frozen=True, eq=False)
 class SoftTargets:
-    """What a teacher says of every token.
+    """The teacher's distribution for each token.
 
-    log_probs: log p of all tokens of the vocabulary, or of those in `index`. index: the likeliest tokens, None: all, in
-    order. log_rest: log of the mass of all others. text: log p, at temperature 1, of the token that comes next in the
-    text, 0 where none does.
+    log_probs: log p of all tokens of the vocabulary, or of the tokens in `index`. index: the most likely tokens; None:
+    all tokens, in order. log_rest: log of the total probability of all other tokens. text: log p, at temperature 1, of
+    the next token of the text; 0 where there is no next token.
     """
 
     log_probs: Float[Tensor, "tokens cells"]
@@ -36,7 +36,7 @@ class SoftTargets:
     text: Float[Tensor, " tokens"] | None = None
 
     def part(self, at: slice) -> SoftTargets:
-        """Some of the tokens."""
+        """The targets of a slice of the tokens."""
         index, rest = self.index, self.log_rest
         return SoftTargets(
             self.log_probs[at], None if index is None else index[at], None if rest is None else rest[at]
@@ -49,7 +49,7 @@ class SoftTargets:
 
 
 def soft_targets(logits: Float[Tensor, "tokens vocabulary"], temperature: float, top_k: int | None) -> SoftTargets:
-    """softmax(logits / temperature), reduced to the `top_k` likeliest tokens and the rest."""
+    """softmax(logits / temperature), reduced to the `top_k` most likely tokens and the rest."""
     scaled = logits.float() / temperature
     if top_k is None or top_k >= logits.shape[-1]:
         return SoftTargets(scaled.log_softmax(-1))
@@ -59,7 +59,7 @@ def soft_targets(logits: Float[Tensor, "tokens vocabulary"], temperature: float,
 
 
 def _cells(scaled: Float[Tensor, "tokens vocabulary"], index: Int[Tensor, "tokens k"]) -> Float[Tensor, "tokens cells"]:
-    """log of the probabilities of the tokens in `index`, and of all others together."""
+    """Log probabilities of the tokens in `index`, then of all other tokens together."""
     whole = scaled.logsumexp(-1, keepdim=True)
     rest = scaled.scatter(-1, index.long(), -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([scaled.gather(-1, index.long()), rest], dim=1) - whole
@@ -88,30 +88,31 @@ DIVERGENCES: dict[DivergenceName, Callable[[Tensor, Tensor], Tensor]] = {
     "js": _js,
     "tv": _tv,
 }
-"""(log p, log q), [tokens, cells] each -> [tokens]; the four of DistillSpec (Zhou 2023, arXiv 2310.08461)."""
+"""Functions (log p, log q), [tokens, cells] each -> [tokens]: the four of DistillSpec (Zhou 2023, arXiv 2310.08461)."""
 
 
 def divergence(
     kind: DivergenceName, logits: Float[Tensor, "tokens vocabulary"], targets: SoftTargets, temperature: float
 ) -> Float[Tensor, " tokens"]:
-    """The divergence of softmax(logits / temperature) from the targets, of every token."""
+    """The divergence of softmax(logits / temperature) from the targets, per token."""
     scaled = logits.float() / temperature
     log_q = scaled.log_softmax(-1) if targets.index is None else _cells(scaled, targets.index)
     return DIVERGENCES[kind](targets.cells, log_q)
 
 
 def token_weights(text: Float[Tensor, " tokens"], temperature: float) -> Float[Tensor, " tokens"]:
-    """Weights of tokens that sum to 1: exp(c / temperature) for those that a teacher gives the cross-entropy c.
+    """Token weights that sum to 1, proportional to exp(c / temperature), where c is the teacher's cross-entropy.
 
-    What the teacher is sure of is learned soon, and would be fitted at the cost of the rest (TSLD, Kim 2023, arXiv
-    2308.06744). text: as in `SoftTargets`; tokens that none follows have no weight.
+    A token that the teacher predicts with confidence is learned early and is overfitted at the cost of the others
+    (TSLD, Kim 2023, arXiv 2308.06744). text: as in `SoftTargets`; tokens without a next token have weight 0.
     """
     return (-text / temperature).masked_fill(text == 0, -math.inf).softmax(0)
 
 
 class _Mean(torch.autograd.Function):
-    """The weighted mean of a loss per token; gradients are made chunk by chunk, and nothing else is kept of the size
-    of the logits.
+    """The weighted mean of a loss per token, computed in chunks.
+
+    The forward pass computes the gradient of each chunk. The only tensor of the size of the logits is that gradient.
     """
 
     @staticmethod
@@ -132,8 +133,8 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        found, ctx.gradient = ctx.gradient, None
-        return found.mul_(gradients[0].to(found.dtype)), None, None
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient.mul_(gradients[0].to(gradient.dtype)), None, None
 
 
 def distillation_loss(
@@ -144,22 +145,23 @@ def distillation_loss(
     weights: Float[Tensor, " tokens"] | None = None,
     chunk: int = CHUNK,
 ) -> Float[Tensor, ""]:
-    """temperature^2 times the mean divergence over tokens; weights: of the tokens, summing to 1.
+    """temperature^2 times the weighted mean of the divergence over tokens; `weights` sum to 1 (None: uniform).
 
-    The square keeps the size of the gradient about the same at every temperature (Hinton 2015, section 2).
+    The factor temperature^2 keeps the magnitude of the gradient about the same at every temperature (Hinton 2015,
+    section 2).
     """
     count = len(logits)
 
     def loss(part: Tensor, at: slice) -> Tensor:
-        each = divergence(kind, part, targets.part(at), temperature)
-        share = each / count if weights is None else each * weights[at]
-        return temperature**2 * share.sum()
+        values = divergence(kind, part, targets.part(at), temperature)
+        weighted = values / count if weights is None else values * weights[at]
+        return temperature**2 * weighted.sum()
 
     return _Mean.apply(logits, loss, chunk)  # type: ignore[return-value,arg-type]
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """||found - wanted|| / ||wanted||, in float32; 0 for two zeros."""
-    difference = torch.linalg.vector_norm(found.float() - wanted.float())
-    size = torch.linalg.vector_norm(wanted.float())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected||, in float32; 0 when both are zero."""
+    difference = torch.linalg.vector_norm(actual.float() - expected.float())
+    size = torch.linalg.vector_norm(expected.float())
     return float(difference / size) if float(size) > 0 else float(difference)

@@ -1,4 +1,4 @@
-"""Making up for input channels that are taken away: the least-squares weight of those that are left."""
+"""Compensation for removed input channels: the least-squares weight of the channels that remain."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def repaired(
 ) -> tuple[Float[Tensor, "out kept"], float]:
     """(W', damping used): W' minimizes ||X_K W'^T - X W^T||^2 + damping * mean(diag G_KK) ||W' - W_K||^2; G ~ X^T X.
 
-    The ridge pulls towards the weight as it was, so that what the data say nothing of stays. With R the channels that
-    go: W' = W_K + W_R G_RK inv(G_KK + damping * mean(diag G_KK) I).
+    The ridge term pulls towards the original weight, so that directions without data do not change. With R the removed
+    channels: W' = W_K + W_R G_RK inv(G_KK + damping * mean(diag G_KK) I).
 
-    Raises NumericError as `inverse_factor`.
+    Raises NumericError as `inverse_factor` does.
     """
-    gone = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
-    gone[kept] = False
+    removed = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    removed[kept] = False
     own = gram[kept][:, kept]
-    if not bool(own.diagonal().any()):  # nothing came by
+    if not bool(own.diagonal().any()):  # no input reached these channels
         return weight[:, kept], damping
     factor, used = inverse_factor(own, damping)
     # inv(H) = U^T U
-    change = weight[:, gone] @ gram[gone][:, kept] @ factor.T @ factor
+    change = weight[:, removed] @ gram[removed][:, kept] @ factor.T @ factor
     return weight[:, kept] + change, used

@@ -10,10 +10,10 @@ from torch import Tensor
 def principal_components(
     covariance: Float[Tensor, "n n"],
 ) -> tuple[Float[Tensor, "n n"], Float[Tensor, " n"]]:
-    """(Q, energy): orthogonal Q whose columns are the eigenvectors, those with the most energy first.
+    """(Q, energy): orthogonal Q with the eigenvectors as columns, and the eigenvalues, both by descending eigenvalue.
 
-    x Q are the components of x. Computed in float64, given in the covariance's dtype; the largest entry of each column
-    is positive, so that there is one Q only.
+    x Q are the principal components of x. The computation runs in float64; the results have the covariance's dtype. The
+    largest entry of each column is made positive, so that Q is unique.
     """
     energy, vectors = torch.linalg.eigh(covariance.double())
     energy, vectors = energy.flip(0).clamp(min=0), vectors.flip(1)

@@ -32,7 +32,8 @@ from compress.model.structure.blocks import find_blocks
 from compress.model.structure.select import select
 from compress.numerics.dtypes import DTYPES
 from compress.pipeline.footprint import is_sweep
-from compress.recipe.schema import Recipe, in_words, label
+from compress.recipe.order import in_words, label
+from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
 

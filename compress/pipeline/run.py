@@ -43,7 +43,8 @@ from compress.pipeline.resolve import calibration_ids, eval_ids, predicted, reso
 from compress.pipeline.restore import restore
 from compress.pipeline.sparsity import check_sparsity
 from compress.pipeline.verify import verify
-from compress.recipe.schema import Recipe, check_order
+from compress.recipe.order import check_order
+from compress.recipe.schema import Recipe
 from compress.report.markdown import write_report
 from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data

@@ -1,1 +1,1 @@
-"""The frozen value that YAML spells, and the order of its passes."""
+"""Recipes: the frozen value, its YAML form, and the order of its passes."""

@@ -1,1 +1,1 @@
-"""The one block loop: capture, observers, lockstep forward passes, the activation store, resume."""
+"""The block sweep: capture, observers, lockstep forward passes, the activation store, resume."""

@@ -1,4 +1,4 @@
-"""What reaches a block in a sweep, as block passes see it."""
+"""The calibration inputs of a block in a sweep, as block passes see them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from compress.stream.store import ActivationStore
 class Inputs:
     """BlockInputs of one block in a sweep.
 
-    behind: the uncompressed model's activations behind the block, before: the block's outputs before the sweep, each
-    where the pass needs them. results: of the layers that the pass has put in place.
+    behind: the uncompressed model's activations after the block; before: the block's outputs before the sweep; each
+    only if the pass needs it. results: of the layers that the pass has installed.
     """
 
     context: BlockContext
@@ -67,19 +67,19 @@ class Inputs:
         return self.context.run.at(self.label).folder_of_pass()
 
     def check(self, step: BlockPass) -> None:
-        """Raise TargetError when a layer that shares its input with the pass's own may not be touched by it."""
+        """Raise TargetError when the pass must not change a layer that shares its input with the pass's layers."""
         for name in [name for group in self.groups for name in group.linears if name not in self.names]:
             module = self.context.block.module.get_submodule(name)
             packed = isinstance(module, CompressedLinear) and module.quantized
             if packed and "quantized" in step.never_after:
                 raise TargetError(
-                    f"{self.context.label}: {self.context.full(name)} is quantized already and reads the same input "
-                    "as a layer that this pass works on; work on both before quantizing either"
+                    f"{self.context.label}: {self.context.full(name)} is quantized and reads the same input as a layer "
+                    "of this pass; put this pass before the quantization of both"
                 )
 
     @property
     def links(self) -> list[Link]:
-        if self._links is None:  # looked for when first asked for: not every pass folds
+        if self._links is None:  # computed on first use: not every pass folds
             block, kept = self.context.block.module, self.context.state.links
             signature = block_signature(block)
             found = kept[signature] = find_links(block, self.probe, kept.get(signature, ()))
@@ -101,7 +101,7 @@ class Inputs:
 
     @contextmanager
     def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
-        """What an observer gathers at the input of each group, while the block is run inside."""
+        """Observe the input of each group while the block runs inside the context."""
         seen: dict[Group, Observer] = {}
         handles = []
         for group in self.groups:
@@ -117,7 +117,7 @@ class Inputs:
                 handle.remove()
 
     def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
-        """A few inputs of a linear, as the weight sees them; None where none came by."""
+        """A sample of a linear's inputs, after its input transform; None when no token reached it."""
         sample = self._samples.get(name)
         if sample is None or sample.rows is None:
             return None
@@ -136,16 +136,16 @@ class Inputs:
     def forward(self, block: nn.Module, batch: int) -> Tensor:
         state, dtype = self.context.state, next(block.parameters()).dtype
         call, hidden = state.calls[batch][self.context.block.index], state.hidden[batch]
-        if hidden.dtype != dtype:  # a block that is trained is in float32, whatever the model computes in
+        if hidden.dtype != dtype:  # a block in training is float32 in a model of any dtype
             call, hidden = _cast(call, dtype), hidden.to(dtype)
         return call.run(block, hidden)
 
     def reference(self, batch: int) -> Tensor:
-        assert self.behind is not None, "the pass did not ask for the uncompressed model's activations"
+        assert self.behind is not None, "the pass does not set needs_reference"
         return self.behind[batch]
 
     def original(self, batch: int) -> Tensor:
-        assert self.before is not None, "the pass did not ask for what the block was before"
+        assert self.before is not None, "the pass does not need the block's original outputs"
         return self.before[batch]
 
     def layer(self, name: str) -> Layer:
@@ -171,7 +171,7 @@ def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
 
 
 def _cast(call: Call, dtype: torch.dtype) -> Call:
-    """The same call with every floating tensor in another dtype (position embeddings come in the model's)."""
+    """The same call with every floating-point tensor in another dtype, such as position embeddings."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

@@ -1,4 +1,4 @@
-"""How a model calls its blocks: the arguments of every block for every batch, and the model around the blocks."""
+"""Capture how a model calls its blocks: the arguments of every block per batch, and the model around the blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from compress.model.structure.blocks import Block, hidden_of
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a block, apart from the hidden states: what else it is given.
+    """One call of a block: all arguments except the hidden states.
 
-    keyword: the name under which hidden states are passed, or None when they are the first positional argument.
+    keyword: the name of the hidden-states argument, or None if it is the first positional argument.
     """
 
     args: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Call:
     keyword: str | None
 
     def run(self, block: nn.Module, hidden: Float[Tensor, "batch length width"]) -> Tensor:
-        """The hidden states that the block makes of `hidden`."""
+        """Run the block on `hidden` and return its output hidden states."""
         if self.keyword is not None:
             return hidden_of(block(*self.args, **{**self.kwargs, self.keyword: hidden}))
         return hidden_of(block(hidden, *self.args, **self.kwargs))
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass
 class Captured:
-    """What one batch of token ids becomes on its way to the blocks.
+    """The inputs of the blocks for one batch of token ids.
 
     hidden: the input of the first block. calls: one per block.
     """
@@ -48,7 +48,7 @@ class Captured:
 
 @contextmanager
 def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[None]:
-    """Every block computes forward(block, *args, **kwargs); all else about it (attributes, hooks) stays."""
+    """Replace the forward of every block by forward(block, *args, **kwargs); attributes and hooks stay."""
     for block in blocks:
         block.module.forward = lambda *args, _block=block, **kwargs: forward(_block, *args, **kwargs)
     try:
@@ -59,16 +59,16 @@ def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[
 
 
 def _split(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """Hidden states and the rest of a block's arguments."""
+    """Split a block's arguments into the hidden states and the rest."""
     if args and isinstance(args[0], Tensor):
         return args[0], Call(args[1:], kwargs, None)
     if isinstance(kwargs.get("hidden_states"), Tensor):
         rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
         return kwargs["hidden_states"], Call(args, rest, "hidden_states")
-    raise ModelError(f"model: {block.name} is called without hidden states as its first argument")
+    raise ModelError(f"model: {block.name} is called without hidden states as its first argument; use another model")
 
 
-class _Enough(Exception):  # noqa: N818  ends a forward pass; nothing is wrong
+class _Enough(Exception):  # noqa: N818  ends a forward pass early; not an error
     pass
 
 
@@ -80,9 +80,9 @@ class ModelShell:
         self._form: Callable[[Tensor], Any] | None = None
 
     def capture(self, ids: Int[Tensor, "batch length"]) -> Captured:
-        """Run the model on token ids with its blocks passing hidden states on unchanged.
+        """Run the model on token ids while its blocks return their input, and record the blocks' arguments.
 
-        Raises ModelError when the blocks do not pass hidden states straight to one another.
+        Raises ModelError when a block does not receive the unchanged output of the block before it.
         """
         form = self._form or self._learn_form(ids)
         seen: list[tuple[Tensor, Call]] = []
@@ -91,12 +91,12 @@ class ModelShell:
             hidden, call = _split(block, args, kwargs)
             if seen and hidden is not seen[-1][0]:
                 raise ModelError(
-                    f"model: {block.name} does not get the output of the block before it as it is, "
-                    "so the blocks cannot be worked on one after the other"
+                    f"model: {block.name} does not receive the unchanged output of the block before it, "
+                    "so the blocks cannot be processed one after the other; use another model"
                 )
             seen.append((hidden, call))
             if len(seen) == len(self._opened.blocks):
-                raise _Enough  # the head is not needed, and its logits would be the largest tensor of all
+                raise _Enough  # skip the head: its logits would be the largest tensor
             return form(hidden)
 
         try:
@@ -104,11 +104,14 @@ class ModelShell:
         except _Enough:
             pass
         else:
-            raise ModelError(f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass")
+            raise ModelError(
+                f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass; "
+                "use a model that runs every block once"
+            )
         return Captured(seen[0][0], [call for _, call in seen])
 
     def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "batch length vocab"]:
-        """The model's output for the hidden states that its last block made of these ids."""
+        """The model's logits for the last block's output hidden states on these ids."""
         form = self._form or self._learn_form(ids)
         last = self._opened.blocks[-1].index
 
@@ -118,7 +121,7 @@ class ModelShell:
         return self._run(ids, replay)
 
     def _learn_form(self, ids: Tensor) -> Callable[[Tensor], Any]:
-        """How a block's output holds the hidden states; learned from one real call of the first block."""
+        """Learn how a block's output holds the hidden states, from one real call of the first block."""
         first = self._opened.blocks[0]
         self._opened.weights.bring(first)
         plain = type(first.module).forward
@@ -146,6 +149,6 @@ class ModelShell:
 
 
 def check_hidden(hidden: Tensor, block: Block) -> None:
-    """Raise NumericError, naming the block, when its output holds NaN or infinity."""
+    """Raise NumericError when a block's output holds NaN or infinity."""
     if not is_finite(hidden):
         raise NumericError(f"{block.name}: the block's output holds NaN or infinity on the calibration text")

@@ -1,4 +1,4 @@
-"""Where a sweep stands, and what passes at work on one block need to know of it."""
+"""The state of a sweep, and the context of a pass on one block."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from compress.stream.store import ActivationStore
 
 @dataclass
 class SweepState:
-    """Where the sweep stands between two blocks: the activations of every batch, and those of the probe.
+    """The state of a sweep between two blocks: the activations of every batch and of the probe.
 
-    unquantized: weights of the block before they were quantized, by full name, only where a pass needs them.
-    reference: the activations in the uncompressed model, only where a pass needs them. tokens: of every batch. links,
-    permutations: those found last, by `make` of the block.
+    unquantized: weights of the block before they were quantized, by full name, only if a pass needs them.
+    reference: the activations in the uncompressed model, only if a pass needs them. tokens: the number per batch.
+    links, permutations: the last ones found, by `block_signature` of the block.
     """
 
     hidden: ActivationStore
@@ -43,7 +43,7 @@ def captured(
     shell: ModelShell, probe: Tensor, batches: Iterable[Tensor], store_bytes: int, work: Path | None,
     compared: bool = False,
 ) -> SweepState:  # fmt: skip
-    """The state before the first block; batches: token ids. compared: with the uncompressed model's activations."""
+    """The state before the first block; batches: token ids. compared: whether to keep reference activations."""
     first = shell.capture(probe)
     reference = ActivationStore(store_bytes, work) if compared else None
     state = SweepState(ActivationStore(store_bytes, work), reference, [], [], first.hidden, first.calls)
@@ -59,10 +59,10 @@ def captured(
 
 @dataclass(frozen=True)
 class BlockContext:
-    """One block in a sweep, and the pass that is at work on it.
+    """One block in a sweep, and the pass that processes it.
 
-    label: the pass, as the journal calls it. dtype: what the model computes in. expert_tokens: experts calibrated on
-    fewer are fallbacks in the journal.
+    label: of the pass in the journal. dtype: of computation. expert_tokens: an expert with fewer calibration tokens is
+    journaled as a fallback.
     """
 
     block: Block
@@ -74,48 +74,48 @@ class BlockContext:
     expert_tokens: int
 
     def forwards(self, module: nn.Module, inputs: ActivationStore) -> list[Callable[[], Tensor]]:
-        """One forward pass per batch, through `module` in the block's place."""
+        """One forward pass per batch, through `module` instead of the block."""
         calls, index = self.state.calls, self.block.index
         return [lambda i=i: calls[i][index].run(module, inputs[i]) for i in range(len(inputs))]
 
     def propagate(self) -> None:
-        """The activations become the block's outputs."""
+        """Replace the activations by the block's outputs."""
         hidden = self.state.hidden
         for i, forward in enumerate(self.forwards(self.block.module, hidden)):
             hidden[i] = self.checked(forward())
 
     def propagate_probe(self) -> None:
-        """The probe's activations become the block's output."""
+        """Replace the probe's activations by the block's output."""
         self.state.probe = self.state.probe_calls[self.block.index].run(self.block.module, self.state.probe)
 
     def checked(self, hidden: Tensor) -> Tensor:
-        """An output of the block. Raises NumericError when it holds NaN or infinity."""
+        """Return an output of the block. Raises NumericError when it holds NaN or infinity."""
         check_hidden(hidden, self.block)
         return hidden
 
     def behind(self, original: nn.Module) -> ActivationStore:
-        """The uncompressed model's activations behind the block; `original`: the block as it is there."""
+        """The uncompressed model's activations after the block; `original`: the uncompressed block."""
         assert self.state.reference is not None
         return self.outputs(original, self.state.reference)
 
     def outputs(self, module: nn.Module, inputs: ActivationStore) -> ActivationStore:
-        """What `module` makes of all batches in the block's place."""
+        """The outputs of `module`, in place of the block, for all batches."""
         found = ActivationStore(self.store_bytes, self.run.work)
         for forward in self.forwards(module, inputs):
             found.append(forward())
         return found
 
     def groups(self) -> Sequence[Group]:
-        """The block's groups, found on the probe."""
+        """The block's groups, found with the probe."""
         call = self.state.probe_calls[self.block.index]
         return find_groups(self.block.module, lambda module: call.run(module, self.state.probe))
 
     def full(self, name: str) -> str:
-        """The name in the model of a module of the block."""
+        """The full name of a module of the block."""
         return f"{self.block.name}.{name}"
 
     def logger(self, where: str) -> Log:
-        """note(kind, message, **figures) for the journal."""
+        """Return log(kind, message, **figures), which writes to the journal."""
 
         def log(kind: str, message: str, **figures: Any) -> None:
             self.run.journal.add(kind, f"{self.label} {where}", message, **figures)

@@ -1,4 +1,4 @@
-"""A layer pass at work on one block: observe and solve stage by stage, measuring what each solution does."""
+"""Apply a layer pass to one block: observe and solve stage by stage, and measure the error of each solution."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from compress.stream.store import ActivationStore
 class LayerWork:
     """One layer pass on one block.
 
-    decided: what the pass's survey decided, by full name.
-    behind: afterwards, the uncompressed model's activations behind the block, where the pass compares with them.
+    allocated: the allocation of the pass's survey, by full name. behind: set by the call, the uncompressed model's
+    activations after the block, if the pass needs a reference.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class LayerWork:
             self.reference = Reference(original, self.stages, forwards, context.state.tokens)
 
     def __call__(self, keep_outputs: bool) -> list[LayerResult]:
-        """Run; with keep_outputs the state's activations become the compressed block's outputs."""
+        """Run the pass; with keep_outputs, the compressed block's outputs replace the state's activations."""
         module, hidden = self.context.block.module, self.context.state.hidden
         forwards = self.context.forwards(module, hidden)
         if self.reference is not None:
-            forwards = [self.reference.beside(i, forward) for i, forward in enumerate(forwards)]
+            forwards = [self.reference.paired(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
             outputs = lockstep(module, self.stages, forwards, self._arrive, self._solve_stage)
             if keep_outputs:
                 for i, output in enumerate(outputs):
                     hidden[i] = self.context.checked(output)
-        else:  # all layers see the block as it was
+        else:  # all layers are calibrated on the original block
             in_turn(module, self.stages, forwards, self._arrive)
             for stage in range(len(self.stages)):
                 self._solve_stage(stage)
@@ -101,19 +101,19 @@ class LayerWork:
             self._solve(name, shared_absmax)
 
     def _check_tokens(self, members: Sequence[str]) -> None:
-        """Journal layers that saw no token, and experts that saw few; the former are solved as without data.
+        """Journal layers without calibration tokens and experts with few; the former get substitute statistics.
 
-        Where no token came by, the inputs are taken to be alike and uncorrelated (one token along each axis), so that
-        every pass does what it does without data: rounds to nearest, prunes by magnitude.
+        Without tokens, the inputs are assumed to be uncorrelated and of equal size (one token along each axis). Every
+        pass then behaves as without data: it rounds to nearest, or prunes by magnitude.
         """
         seen, wanted = self.seen[members[0]], self.context.expert_tokens
         tokens = seen.tokens
         few = tokens < wanted and any(members[0].startswith(name + ".") for name in self.experts)
         if tokens == 0:
-            message = "no calibration token reached this layer; it is solved as if all its inputs were alike"
+            message = "no calibration token reached this layer; it is solved without data"
             without_data(seen)
         elif few:
-            message = "this expert saw few calibration tokens; more or longer sequences would show it more"
+            message = "this expert saw few calibration tokens; use more or longer sequences"
         else:
             return
         for name in members:

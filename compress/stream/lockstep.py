@@ -1,8 +1,8 @@
-"""Forward passes that are watched: in turn, or in lockstep.
+"""Observed forward passes over the batches: one after the other, or in lockstep.
 
-In lockstep all batches stop where a stage of linears begins, and go on when it has been solved. Each batch runs in a
-greenlet of its own. A later stage is so calibrated on the output of the already compressed earlier ones, every batch
-passes through the block exactly once, and the outputs are those of the compressed block.
+In lockstep, every batch runs in its own greenlet and stops at the start of each stage of linears. The batches continue
+when the stage is solved. A later stage is therefore calibrated on the output of the compressed earlier stages, every
+batch passes through the block exactly once, and the outputs are those of the compressed block.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import greenlet
 from torch import Tensor, nn
 
 Arrive = Callable[[int, str, Tensor], None]
-"""arrive(stage, name of the linear, rows [tokens, in]): a batch has reached a stage."""
+"""arrive(stage, name of the linear, rows [tokens, in]): called when a batch reaches a stage."""
 
 
 class _Done(Exception):  # noqa: N818 - not an error
-    """All stages have been reached."""
+    """All stages are reached."""
 
 
 def in_turn(
     block: nn.Module, stages: Sequence[Sequence[str]], forwards: Sequence[Callable[[], Tensor]], arrive: Arrive
 ) -> None:
-    """Run one forward pass after the other, each as far as its last stage; arguments as of `lockstep`."""
+    """Run the forward passes one after the other, each up to its last stage; arguments as in `lockstep`."""
     reached: set[int] = set()
 
     def hook_for(stage: int, name: str) -> Callable[..., None]:
@@ -67,11 +67,11 @@ def lockstep(
     arrive: Arrive,
     solve: Callable[[int], None],
 ) -> list[Tensor]:
-    """Run all forward passes; returns their outputs in order.
+    """Run all forward passes in lockstep and return their outputs in order.
 
     stages: names (inside the block) of the linears of each stage, in the order of execution. forwards: one per batch.
-    solve(stage) is called once per stage, when every batch that comes by has arrived; it may change the linears in
-    place. Stages that no batch reaches are solved at the end.
+    solve(stage): called once per stage, after every batch that reaches the stage has arrived; it may change the linears
+    in place. Stages that no batch reaches are solved at the end.
     """
     scheduler = greenlet.getcurrent()
     done: set[int] = set()
@@ -101,7 +101,7 @@ def lockstep(
                 advance(index, greenlet.greenlet(forward))
             while waiting:
                 stage = min(stage for _, stage in waiting.values())
-                done.add(stage)  # before solving, so that forward passes of linears alone are not taken for arrivals
+                done.add(stage)  # before solving: forward passes of single linears are no arrivals
                 solve(stage)
                 for index, (batch, at) in sorted(waiting.items()):
                     if at == stage:
@@ -110,6 +110,6 @@ def lockstep(
                 done.add(stage)
                 solve(stage)
         finally:
-            for batch, _ in waiting.values():  # after an error: their frames hold activations
+            for batch, _ in waiting.values():  # after an error: end the greenlets, whose frames hold activations
                 batch.throw()
     return [outputs[index] for index in range(len(forwards))]

@@ -1,7 +1,7 @@
-"""The uncompressed model beside the compressed one: the same batches, stopped at the same linears.
+"""Run the uncompressed model in parallel with the compressed one: the same batches, stopped at the same linears.
 
-A pass with `needs_reference` compares the inputs X of a layer, which come through compressed layers, with the inputs
-X~ that the uncompressed model gives it (GPTAQ, Li 2025, section 3.1). Nothing here runs for other passes.
+A pass with `needs_reference` compares a layer's inputs X, which come from compressed layers, with its inputs X~ in the
+uncompressed model (GPTAQ, Li 2025, section 3.1). Other passes do not use this module.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from compress.errors import TargetError
 
 
 def twin(block: nn.Module) -> nn.Module:
-    """A copy that shares all tensors: weights that are replaced in the block afterwards stay in the copy."""
+    """Copy a block and share all its tensors; a weight that is replaced later in the block stays in the copy."""
     return copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
 
 
 class Reference:
-    """Forward passes of the block as it was, one per batch, each going on only when its rows are asked for.
+    """Forward passes of the uncompressed block, one per batch, each advanced only as far as its rows are needed.
 
     block: a `twin`. stages: names (inside the block) of the linears of each stage. forwards: one per batch, through
-    `block`; what they return is the batch's output. tokens: how many tokens each batch has.
+    `block`; each returns the batch's output. tokens: the number of tokens of each batch.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Reference:
 
         return hook
 
-    def beside(self, index: int, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The forward pass of batch `index` through the compressed block, inside which `rows` knows its batch."""
+    def paired(self, index: int, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The forward pass of batch `index` through the compressed block, registered so that `rows` finds its batch."""
 
         def run() -> Tensor:
             self._index[greenlet.getcurrent()] = index
@@ -59,9 +59,9 @@ class Reference:
         return run
 
     def rows(self, stage: int, name: str, rows: Tensor) -> Tensor:
-        """What reaches a stage in the uncompressed model, [tokens, in], for the batch that `rows` are of.
+        """The inputs of a stage in the uncompressed model, [tokens, in], for the batch of `rows`.
 
-        Raises TargetError when the layer does not see every token of the batch, as rows then have no counterpart.
+        Raises TargetError when the layer does not see every token of the batch, so that rows cannot be paired.
         """
         index = self._index[greenlet.getcurrent()]
         tokens = self._tokens[index]
@@ -69,17 +69,17 @@ class Reference:
         if found is None or found.shape != rows.shape:
             raise TargetError(
                 f"{name}: sees {rows.shape[0]} of {tokens} tokens, so its inputs cannot be compared with those of the "
-                "uncompressed model; leave it out (ignore), or have the pass calibrate without it"
+                "uncompressed model; leave it out (ignore), or turn the comparison off in the pass"
             )
         return found
 
     def output(self, index: int) -> Tensor:
-        """The block's output for a batch; runs what is left of its forward pass."""
+        """The block's output for a batch; completes its forward pass."""
         self._advance(index, None)
         return self._outputs.pop(index)
 
     def _advance(self, index: int, wanted: int | None) -> Tensor | None:
-        """Let a forward pass go on up to a stage (or to its end); the rows there, None when it does not come by."""
+        """Advance a forward pass to a stage (or to its end) and return the rows there; None if it never reaches it."""
         batch, self._caller = self._batches[index], greenlet.getcurrent()
         while not batch.dead:
             batch.parent = self._caller

@@ -1,4 +1,4 @@
-"""A bounded store for the activations between blocks: in memory up to a limit, the rest in files."""
+"""A bounded store of the activations between blocks: in memory up to a limit, the rest in files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from torch import Tensor
 
 from compress.errors import SaveError
 
-STORE_BYTES = 4 << 30  # activations of one store that are kept in memory; beyond it they go to files
+STORE_BYTES = 4 << 30  # default memory limit of one store; further activations go to files
 
 
 class ActivationStore:
-    """A list of tensors that can be replaced one by one; beyond `limit_bytes` they live in files.
+    """A list of replaceable tensors; tensors beyond `limit_bytes` are stored in files.
 
-    They are in a temporary folder inside of `within`, or of the system's, which is memory itself on many machines.
-    Tensors on an accelerator stay there: the limit is one for that device's memory, too. A tensor that was read stays
-    valid when its place is taken.
-
+    The files are in a temporary folder inside `within`, or in the system's temporary folder, which many machines keep
+    in memory. Tensors on an accelerator stay there, so the limit also bounds that device's memory. A tensor that was
+    read stays valid after its entry is replaced.
     Raises SaveError when a file cannot be written.
     """
 
@@ -46,11 +45,11 @@ class ActivationStore:
 
     @property
     def in_files(self) -> int:
-        """How many tensors are in files."""
+        """The number of tensors in files."""
         return sum(isinstance(item, Path) for item in self._items)
 
     def append(self, tensor: Tensor) -> None:
-        """Add a tensor at the end."""
+        """Append a tensor."""
         self._items.append(tensor.new_empty(0))
         self[len(self._items) - 1] = tensor
 
@@ -68,7 +67,7 @@ class ActivationStore:
             old.unlink()
 
     def _write(self, index: int, tensor: Tensor) -> Path:
-        """The tensor's file, written beside an older one and put in its place: what was read may be a view of that."""
+        """Write a tensor to a new file that replaces the old one; tensors that were read may be views of the old."""
         try:
             if self._own is None:
                 if self._within is not None:
@@ -81,7 +80,7 @@ class ActivationStore:
         except (OSError, SafetensorError) as error:
             folder = self._within or tempfile.gettempdir()
             message = f"activations between blocks cannot be written to {folder} ({error})"
-            hint = "make room there, or use fewer or shorter calibration sequences"
+            hint = "free disk space there, or use fewer or shorter calibration sequences"
             raise SaveError(f"{message}; {hint}") from error
         self._devices[index] = str(tensor.device)
         return path

@@ -1,4 +1,4 @@
-"""A walk over the blocks as they came, before a sweep changes them: for passes that decide over all layers at once."""
+"""Walk over the original blocks before a sweep changes them, for passes that allocate options over all layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compress.stream.context import BlockContext
 
 @dataclass
 class Asked:
-    """A survey that a pass asked for. names: full names of its layers. found: what it remembers of those seen."""
+    """A survey of a pass. names: full names of its layers. found: the collected figures, by layer."""
 
     label: str
     survey: Survey
@@ -27,7 +27,7 @@ class Asked:
     found: dict[str, Any]
 
     def inside(self, block: Block) -> list[str]:
-        """The names of its layers inside a block."""
+        """The names of its layers inside a block, relative to the block."""
         start = block.name + "."
         return [name.removeprefix(start) for name in self.names if name.startswith(start)]
 
@@ -39,29 +39,30 @@ def look_over(
     release: Callable[[Block], None],
     context_of: Callable[[Block, str], BlockContext],
 ) -> dict[str, dict[str, Any]]:
-    """What every survey decides for every layer, by label and full name.
+    """Run all surveys and return their allocations, by label and full name.
 
-    bring, release: a block's weights. site_of(block, label): the block, in a state of which the walk may dispose.
+    bring, release: load and free a block's weights. context_of(block, label): the context of a block, with a state that
+    this walk may change.
     """
-    runs = any(one.survey.observer is not Nothing for one in asked)
+    runs = any(ask.survey.observer is not Nothing for ask in asked)
     for block in blocks:
         bring(block)
         context = context_of(block, asked[0].label)
-        watched = [(one, Inputs(context, names)) for one in asked if (names := one.inside(block))]
+        watched = [(ask, Inputs(context, names)) for ask in asked if (names := ask.inside(block))]
         with ExitStack() as stack:
-            seen = [stack.enter_context(inputs.watching(one.survey.observer)) for one, inputs in watched]
+            seen = [stack.enter_context(inputs.watching(ask.survey.observer)) for ask, inputs in watched]
             if runs:
                 context.propagate()
         if runs:
             context.propagate_probe()
-        for (one, inputs), gathered in zip(watched, seen, strict=True):
-            one.found |= one.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
+        for (ask, inputs), gathered in zip(watched, seen, strict=True):
+            ask.found |= ask.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
         release(block)
-    return {one.label: dict(one.survey.allocate(one.found)) for one in asked}
+    return {ask.label: dict(ask.survey.allocate(ask.found)) for ask in asked}
 
 
 def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:
-    """A layer and what reached it; notes are left to the pass, when it solves."""
+    """A layer and its statistics; the journal is silent here, because the pass reports when it solves."""
     module = CompressedLinear.of(inputs.context.block.module.get_submodule(name))
     seen = next(found for group, found in gathered.items() if name in group.linears)
     if seen.tokens == 0 and not isinstance(seen, Nothing):

@@ -1,1 +1,1 @@
-"""The one training loop: what is trained, what it learns from, steps with held masks, checkpoints and exact resume."""
+"""The training loop: students, objectives, teachers, optimizer steps under fixed masks, checkpoints, exact resume."""

@@ -1,4 +1,4 @@
-"""The state of training on disk: one safetensors file, complete or not there at all, that a killed run goes on from."""
+"""The training state on disk: one safetensors file, written atomically, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def digest(record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """What tells one training from another: options, and all that it starts from."""
+    """The hash that identifies a training: its options and its initial tensors."""
     found = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -45,9 +45,9 @@ def tensors_of(
 
 
 def write_state(path: Path, key: str, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Everything that the next step depends on. told: plain values; tensors: of `tensors_of`, whole.
+    """Write the training state. record: JSON values; tensors: the result of `tensors_of`, unsharded.
 
-    Raises SaveError; the file before stays whole.
+    Raises SaveError; the previous file then stays intact.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as part:
@@ -61,7 +61,7 @@ def read_state(
     buffers: Mapping[str, Tensor],
     moments: MutableMapping[Tensor, Any],
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """(plain values, best state) of the same training, its tensors put in place; None: there is none."""
+    """Load the tensors of the same training in place and return (JSON values, best state), or None if there is none."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -72,9 +72,9 @@ def read_state(
         return None
     for name, parameter in parameters.items():
         parameter.detach().copy_(like(tensors[f"parameter/{name}"], parameter))
-        held = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
-        if held:
-            moments[parameter] = {m: t if m == "step" else like(t, parameter) for m, t in held.items()}
+        loaded = {m: tensors[f"{m}/{name}"] for m in MOMENTS if f"{m}/{name}" in tensors}
+        if loaded:
+            moments[parameter] = {m: t if m == "step" else like(t, parameter) for m, t in loaded.items()}
     for name, buffer in buffers.items():
         buffer.copy_(tensors[f"buffer/{name}"])
     best = {name.removeprefix("best/"): t for name, t in tensors.items() if name.startswith("best/")}

@@ -1,4 +1,4 @@
-"""Weights that are trained through fake quantization: what is multiplied by is what the codes stand for in the end."""
+"""Train weights through fake quantization: the forward pass uses the dequantized weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from compress.numerics.quant.codes import Codes, grouped, quantize, spread, store
-from compress.numerics.quant.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.quant.fake import gradient_scale, learned_step, levels, straight
 from compress.numerics.quant.rounding import GridOptions
 from compress.numerics.quant.scales import positive
 from compress.train.linear import SMALLEST_FACTOR
@@ -17,9 +17,9 @@ from compress.train.parametrization import Kind, Parametrization, Shares
 
 
 class FakeQuantized(Parametrization):
-    """W rounded to nearest in every forward pass, with scales found from it, the gradient straight through.
+    """Round W to nearest in every forward pass, with scales fitted to W and a straight-through gradient.
 
-    mask: True where a weight is kept; others are exactly zero, and get no gradient.
+    mask: True where a weight is kept; other weights are exactly zero and get no gradient.
     """
 
     mask: Tensor | None
@@ -30,7 +30,7 @@ class FakeQuantized(Parametrization):
         self.register_buffer("mask", mask)
 
     def codes(self, weight: Float[Tensor, "out in"]) -> Codes:
-        """What the weight is rounded to."""
+        """Quantize the weight."""
         how = self.rounding
         with torch.no_grad():
             return quantize(weight, how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype)
@@ -49,10 +49,10 @@ class FakeQuantized(Parametrization):
 
 
 class LearnedSteps(FakeQuantized):
-    """As `FakeQuantized`, but the scales are learned (LSQ, Esser 2020), and zero points, where there are any.
+    """As `FakeQuantized`, but scales and zero points, if any, are learned (LSQ, Esser 2020).
 
-    They begin where `search` finds them. `factor` is that of each scale, `shift` that of each zero point in parts of
-    the grid's range, so that one rate suits both, whatever the weights' size. Only for scales that are plain floats.
+    `search` fits their initial values. `factor` multiplies each scale; `shift` is added to each zero point, in units of
+    the grid's range, so that one learning rate suits both for weights of any size. Requires plain float scales.
     """
 
     own: ClassVar[Kind] = "scales"
@@ -73,7 +73,7 @@ class LearnedSteps(FakeQuantized):
         self.gradient_factor = gradient_scale(rounding.grid, grouped(weight, rounding.group_size).shape[-1])
 
     def steps(self) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"] | None]:
-        """Scales as they will be stored, and whole zero points, with gradients."""
+        """The scales in their stored precision and the integer zero points, with gradients."""
         scale = self.scale * self.factor
         scale = straight(scale, positive(scale.detach(), self.rounding.dtype))
         if self.zero is None or self.shift is None:
@@ -87,7 +87,7 @@ class LearnedSteps(FakeQuantized):
         scale, zero = self.steps()
         parts = grouped(kept, self.rounding.group_size)
         zero = None if zero is None else zero[..., None]
-        found = stepped(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
+        found = learned_step(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
         return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Lion: steps of one size along the sign of an interpolated momentum (Chen 2023)."""
+"""The Lion optimizer: steps of constant size along the sign of an interpolated momentum (Chen 2023)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class Lion(torch.optim.Optimizer):
     """Algorithm 2 of the paper, https://arxiv.org/abs/2302.06675, with one float of state per weight.
 
-    c = b1 m + (1 - b1) g;  W = W - rate (sign(c) + weight_decay W);  m = b2 m + (1 - b2) g. m is kept as `exp_avg`.
-    Its steps are larger than AdamW's: the paper advises a rate 3 to 10 times smaller, a decay larger by that.
+    c = b1 m + (1 - b1) g;  W = W - rate (sign(c) + weight_decay W);  m = b2 m + (1 - b2) g. m is stored as `exp_avg`.
+    The steps are larger than AdamW's: the paper recommends a rate 3 to 10 times smaller and a decay larger by the same.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float] = (0.9, 0.99)) -> None:
@@ -21,7 +21,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step for every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def _move(weight: Tensor, gradient: Tensor, momentum: Tensor, group: dict[str, Any]) -> None:
-    """One step of one parameter, in place."""
+    """Update one parameter and its momentum in place."""
     first, second = group["betas"]
     direction = momentum.lerp(gradient, 1 - first).sign_()
     weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])

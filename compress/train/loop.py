@@ -1,4 +1,4 @@
-"""The one training loop, on accelerate: whoever trains gives it a student and a loss."""
+"""The training loop, on accelerate: it trains a student with an objective."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from compress.train.sharded import full, gather, like
 from compress.train.student import Student
 
 STATE = "training.safetensors"
-KEPT = "kept/"  # tensors in the file of the state that a span keeps
-RISEN = 2.0  # times the first loss: sequences differ by less
+KEPT = "kept/"  # prefix of the kept tensors of a schedule slice in the state file
+RISEN = 2.0  # times the first loss; losses of single sequences differ by less
 
 
 class Objective(Protocol):
-    """What training makes small."""
+    """The loss that training minimizes."""
 
     def __call__(self, model: nn.Module, ids: Int[Tensor, "rows ..."], rows: list[int]) -> Tensor:
-        """The mean loss of some examples; ids: as `train` was given them. rows: their numbers among all."""
+        """The mean loss of some examples; ids: entries of the `ids` of `train`; rows: their numbers."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Who trains, for messages; the journal; the folder for the state, None where there is none. key: of whatever the
-    result depends on beside settings, ids and the parameters as they are.
+    """The context of a training: label for messages, journal, and the folder for the state (None: not saved).
+
+    key: hashes everything that the result depends on except options, ids and initial parameters.
     """
 
     label: str
@@ -51,8 +52,9 @@ class TrainingContext:
 
 @dataclass
 class ScheduleSlice:
-    """The part of a schedule that is trained, in shares of its steps: what is behind `begin`. keep: after which share
-    what is trained is copied into `kept`; None: never.
+    """The slice of a schedule to train, in fractions of its steps: from `begin` to the end.
+
+    keep: the fraction after which the trained parameters are copied to `kept`; None: never.
     """
 
     begin: float = 0.0
@@ -62,10 +64,10 @@ class ScheduleSlice:
 
 @dataclass
 class State:
-    """Where training stands: steps that are done, the loss of each, and what the best state so far was worth.
+    """The progress of training: completed steps, the loss curve, and the best result so far.
 
-    curve: {step, loss, rate} of every step, with what parametrizations tell, and {step, held_out} of every look at the
-    sequences held out, in order. waited: looks since the best one.
+    curve: in order, {step, loss, rate} of every step with the counts of parametrizations, and {step, held_out} of every
+    evaluation on the held-out sequences. waited: evaluations since the best one.
     """
 
     step: int = 0
@@ -77,37 +79,37 @@ class State:
 
 
 def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin | None, label: str) -> None:
-    """Raise RecipeError for a launcher whose way to split weights hides them from masks and scales."""
-    use = "launch with --use_fsdp --fsdp_version 2, which splits the same, or with --multi_gpu"
+    """Raise RecipeError for a launcher that shards weights in a way that masks and scales cannot use."""
+    use = "launch with --use_fsdp --fsdp_version 2, which shards the same tensors, or with --multi_gpu"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        what = f"is set to {kind.value}, whose engine has the weights to itself, but masks and scales are made of them"
+        reason = f"uses {kind.value}, whose engine owns the weights, but masks and scales need whole weights"
     elif fsdp is not None and fsdp.fsdp_version != 2:
-        what = "is set to version 1 of FSDP, which flattens weights, but masks and scales are made of them"
+        reason = "uses version 1 of FSDP, which flattens weights, but masks and scales need whole weights"
     elif fsdp is not None and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        what = "is set to FSDP, whose processes wait for each other for ever where an expert got no token of one"
+        reason = "uses FSDP, whose processes deadlock in this torch version if an expert gets no token in one of them"
         use = "install torch 2.13 or later, or launch with --multi_gpu"
     elif fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
-        what = "is set to FSDP that keeps weights on the CPU, but masks and scales are made on the device"
+        reason = "uses FSDP with weights on the CPU, but masks and scales are computed on the device"
         use = "launch without --fsdp_offload_params"
     elif fsdp is not None and fsdp.activation_checkpointing:
-        what = "is set to compute activations twice, which is not done here"
+        reason = "uses activation checkpointing, which is not supported"
         use = "launch without --fsdp_activation_checkpointing, and lower batch"
     else:
         return
-    raise RecipeError(f"{label}: the launcher {what}; {use}")
+    raise RecipeError(f"{label}: the launcher {reason}; {use}")
 
 
 def train(
     student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: TrainingOptions,
     where: TrainingContext, span: ScheduleSlice | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train the student; returns what the report says of it: options of the run of steps, and the curve.
+    """Train the student; returns the figures for the report: losses, steps and the curve.
 
-    ids: what the objective knows examples by: the tokens of each, or a number. span: the part of the schedule that is
-    trained, all of it if it is not given.
+    ids: the examples, in the form that the objective reads: token ids, or numbers. span: the slice of the schedule to
+    train; None: all of it.
 
-    Raises NumericError, with the last good state in place, when a loss or a gradient is not finite; SaveError;
-    ShortageError for a batch that does not fit; RecipeError for a launcher that does not go with masks and scales.
+    Raises NumericError, after restoring the last good state, when a loss or a gradient is not finite; SaveError;
+    ShortageError for a batch that does not fit into memory; RecipeError for an unsupported launcher (`check_launcher`).
     """
     trainer = _Trainer(student, objective, ids, settings, where, span or ScheduleSlice())
     with torch.enable_grad():
@@ -127,8 +129,8 @@ class _Trainer:
         self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.span = span
         self.device = next(iter(student.named().values())).device
-        # Precision is set here step by step: the state of accelerate is one for the whole process.
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that no token reached
+        # the precision is set per step: the state of accelerate is global to the process
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that got no token
         self.accelerator = Accelerator(
             cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
         )
@@ -138,7 +140,7 @@ class _Trainer:
         record |= {"begin": span.begin, "keep": span.keep}
         self.key = digest(record, {"ids": ids, **student.named(), **student.buffers()})
         if fsdp is not None:
-            fsdp.auto_wrap_policy = None  # blocks are found by structure, not by the names of their classes
+            fsdp.auto_wrap_policy = None  # blocks are found by structure, not by class names
             reshard = fsdp.reshard_after_forward is not False
             student = student.split(self.device, self.accelerator.num_processes, reshard)
         self.student, self.parameters, self.buffers = student, student.named(), student.buffers()
@@ -155,7 +157,7 @@ class _Trainer:
         self.rates = settings.rates(len(self.order)).tolist()
         self.first = round(span.begin * len(self.order))
         self.state = State(step=self.first, best_step=self.first)
-        self.good = self._copy()
+        self.good = self._snapshot()
         self.begun = perf_counter()
 
     @property
@@ -163,14 +165,16 @@ class _Trainer:
         return None if self.where.work is None else self.where.work / STATE
 
     def run(self) -> dict[str, Any]:
-        """All steps that are left."""
+        """Run all remaining steps."""
         resumed = self._resume()
         before = self.state.seconds
         if not resumed:
             self._begin()
         for step in range(self.state.step, len(self.order)):
             if self.settings.patience is not None and self.state.waited >= self.settings.patience:
-                self.where.journal.add("note", self.where.label, "stopped early: nothing better was found", step=step)
+                self.where.journal.add(
+                    "note", self.where.label, "stopped early: no improvement on the held-out sequences", step=step
+                )
                 break
             self._take(step)
             self.state.seconds = before + perf_counter() - self.begun
@@ -180,33 +184,33 @@ class _Trainer:
             if last or self.state.step % self.settings.checkpoint_every == 0:
                 self._write()
         if self.held:
-            self._put(self.good)
-        self._return()
+            self._restore(self.good)
+        self._copy_back()
         return self._record()
 
     def _begin(self) -> None:
-        """What is due before the first step."""
+        """Apply the updates that precede the first step."""
         found = self.student.update(self.state.step, len(self.order))
         if found:
             self.state.curve.append({"step": self.state.step, **found})
-        self.good = self._copy()
+        self.good = self._snapshot()
         self._keep()
         self._evaluate()
 
     def _take(self, step: int) -> None:
-        """One step of the optimizer."""
+        """Take one step of the optimizer."""
         for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
             group["lr"] = highest * self.rates[step]
-        mine = self.order[step][self.accelerator.process_index :: self.accelerator.num_processes].tolist()
+        local = self.order[step][self.accelerator.process_index :: self.accelerator.num_processes].tolist()
         loss = torch.zeros((), device=self.device)
-        for i, rows in enumerate(mine):
-            alone = nullcontext() if i == len(mine) - 1 else self.accelerator.no_sync(self.model)
+        for i, rows in enumerate(local):
+            alone = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
             with self._fitting(step), alone:
-                part = self._loss(rows) / len(mine)
+                part = self._loss(rows) / len(local)
                 self.accelerator.backward(part)
             loss += part.detach()
         for parameter in self.parameters.values():
-            if parameter.grad is None:  # of an expert that no token reached: zero, however processes share the work
+            if parameter.grad is None:  # an expert without tokens: zero, for any number of processes
                 parameter.grad = torch.zeros_like(parameter)
         self.student.adjust()
         clipped: Any = self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.settings.clip or math.inf)
@@ -223,25 +227,27 @@ class _Trainer:
         self._progress(found)
 
     def _keep(self) -> None:
-        """A copy of what is trained, where one was asked for."""
+        """Copy the trained parameters at the step that the schedule slice names."""
         if self.span.keep is not None and self.state.step == round(self.span.keep * len(self.order)):
             self.span.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
 
     @contextmanager
     def _fitting(self, step: int) -> Iterator[None]:
-        """Raise ShortageError, with the state before the step in place, where its forward and backward do not fit."""
+        """Raise ShortageError, after restoring the state before the step, when its passes do not fit into memory."""
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # of a CPU
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):  # raised on a CPU
                 raise
             batch, accumulate = self.settings.batch, self.settings.accumulate
             hint = "use shorter calibration sequences, train less (train: ...), or another device"
             if batch > 1:
                 smaller = f"batch: {math.ceil(batch / 2)} and accumulate: {2 * accumulate}"
-                hint = f"{smaller} make nearly the same step in less"
-            what = f"step {step + 1} of {len(self.order)} with batch: {batch} does not fit into the memory"
-            raise ShortageError(f"{self.where.label}: {what} of {self.device}; {hint}") from error
+                hint = f"{smaller} give nearly the same step with less memory"
+            step_name = f"step {step + 1} of {len(self.order)} with batch: {batch}"
+            raise ShortageError(
+                f"{self.where.label}: {step_name} does not fit into the memory of {self.device}; {hint}"
+            ) from error
 
     def _loss(self, rows: list[int]) -> Tensor:
         bf16 = self.settings.precision == "bf16"
@@ -249,7 +255,7 @@ class _Trainer:
             return self.objective(self.model, self.ids[rows].to(self.device), rows)
 
     def _evaluate(self) -> None:
-        """The loss on the sequences held out; the best state is remembered."""
+        """Compute the loss on the held-out sequences and remember the best state."""
         if not self.held:
             return
         parts = [self.held[i : i + self.settings.batch] for i in range(0, len(self.held), self.settings.batch)]
@@ -262,36 +268,36 @@ class _Trainer:
             return
         if self.state.best is None or found < self.state.best:
             self.state.best, self.state.best_step, self.state.waited = found, self.state.step, 0
-            self.good = self._copy()
+            self.good = self._snapshot()
         else:
             self.state.waited += 1
 
     def _fail(self, step: int, loss: float, norm: float) -> None:
-        """Put the last good state in place and raise."""
-        self._put(self.good)
-        self._return()
+        """Restore the last good state and raise NumericError."""
+        self._restore(self.good)
+        self._copy_back()
         file = self._file
-        kept = f"; the state before is in {file.parent}" if file is not None and file.exists() else ""
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        saved = f"; the last checkpoint is in {file.parent}" if file is not None and file.exists() else ""
+        reason = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
         hint = "use a smaller learning_rate, or clip"
-        raise NumericError(f"{self.where.label}: {what} in step {step} of {len(self.order)}; {hint}{kept}")
+        raise NumericError(f"{self.where.label}: {reason} in step {step} of {len(self.order)}; {hint}{saved}")
 
-    def _copy(self) -> dict[str, Tensor]:
+    def _snapshot(self) -> dict[str, Tensor]:
         return {name: t.detach().clone() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     @torch.no_grad()
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+    def _restore(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in (*self.parameters.items(), *self.buffers.items()):
             tensor.copy_(tensors[name])
 
-    def _return(self) -> None:
-        """What was learned, whole, in the student that was given."""
+    def _copy_back(self) -> None:
+        """Copy the trained parameters, unsharded, to the given student."""
         if self.student is not self.given:
-            self.given.take(self.student, self.device)
+            self.given.copy_from(self.student, self.device)
             self.span.kept = {name: full(tensor) for name, tensor in self.span.kept.items()}
 
     def _resume(self) -> bool:
-        """Whether a killed run has left a state of this very training, which is then put in place."""
+        """Restore the state of the same training from a killed run; whether there was one."""
         if self._file is None:
             return False
         found = read_state(self._file, self.key, self.parameters, self.buffers, self.optimizer.state)
@@ -301,26 +307,26 @@ class _Trainer:
             kept = {name.removeprefix(KEPT): t for name, t in best.items() if name.startswith(KEPT)}
             self.span.kept = {name: like(tensor, self.parameters[name]) for name, tensor in kept.items()}
             self.state = State(**record)
-            self.where.journal.add("note", self.where.label, "training goes on", step=self.state.step)
+            self.where.journal.add("note", self.where.label, "training resumes", step=self.state.step)
         return found is not None
 
     def _write(self) -> None:
         if not self.held:
-            self.good = self._copy()
+            self.good = self._snapshot()
         if self._file is not None:
             best = self.good | {f"{KEPT}{name}": tensor for name, tensor in self.span.kept.items()}
             main = self.accelerator.is_main_process
             found = gather(tensors_of(self.parameters, self.buffers, best, self.optimizer.state), keep=main)
             if main:
                 write_state(self._file, self.key, vars(self.state), found)
-        self.accelerator.wait_for_everyone()  # whoever is done may remove the folder
+        self.accelerator.wait_for_everyone()  # a process that is done may remove the folder
 
     def _progress(self, loss: float) -> None:
         label, figures = self.where.label, {"done": self.state.step, "of": len(self.order), "loss": loss}
         self.where.journal.add("progress", label, f"training, {label}", **figures)
 
     def _record(self) -> dict[str, Any]:
-        """The report, and a word in the journal where nothing was gained."""
+        """The figures for the report; a fallback is journaled when training gained nothing."""
         state, journal = self.state, self.where.journal
         losses = [point["loss"] for point in state.curve if "loss" in point]
         part = max(1, len(losses) // 4)
@@ -329,10 +335,10 @@ class _Trainer:
         steps, of = state.step - self.first, len(self.order) - self.first
         journal.add("note", self.where.label, "trained", steps=steps, first_loss=first, last_loss=last, **counts)
         if self.held and state.best_step == self.first:
-            message = "training gained nothing on the sequences held out; the model stays as it was"
+            message = "training did not improve the loss on the held-out sequences; the model is unchanged"
             journal.add("fallback", self.where.label, message, held_out=state.best)
         elif self._rose(first, last, losses):
-            message = "the loss rose in training; use a smaller learning_rate"
+            message = "the loss rose during training; use a smaller learning_rate"
             journal.add("fallback", self.where.label, message, first_loss=first, last_loss=last)
         return {
             "first_loss": first,
@@ -347,6 +353,6 @@ class _Trainer:
         }
 
     def _rose(self, first: float, last: float, losses: list[float]) -> bool:
-        """Whether the loss got worse, of a model that was not pruned meanwhile."""
+        """Whether the loss rose, for a model without a pruning schedule."""
         pruned = not self.student.ready(0, len(self.order))
         return not self.held and not pruned and len(losses) > 1 and last > min(first, RISEN * losses[0])

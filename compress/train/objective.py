@@ -1,4 +1,4 @@
-"""What a language model learns from: the text itself, a teacher, or both."""
+"""The training loss of a language model: cross-entropy with the text, divergence from a teacher, or both."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from compress.train.teacher import OnlineTeacher, Teacher
 
 @dataclass(frozen=True)
 class LanguageLoss:
-    """(1 - ce_weight) * T^2 * divergence from the teacher + ce_weight * cross-entropy with the text
-    + hidden * difference of hidden states + cosine * (1 - cosine of the last hidden states), each the mean over tokens.
+    """The weighted sum of cross-entropy, divergence from a teacher, and differences of hidden states.
 
-    The cross-entropy is that of the tokens that `prediction` asks for, the others are of all. With masked tokens, which
-    teacher and student see alike, and hidden 0 this is the triple loss of Sanh 2019 (arXiv 1910.01108, section 3).
+    (1 - ce_weight) * T^2 * divergence + ce_weight * cross-entropy + hidden * difference of hidden states
+    + cosine * (1 - cosine of the last hidden states), each the mean over tokens.
 
-    teacher: needed where ce_weight < 1; for hidden states one that is asked in every step. token_scale: of
-    `token_weights`, for the divergence. layer_map: pairs of a block of the student and one of the teacher,
-    counted from 0; None: evenly.
+    The cross-entropy is over the targets of `lm_objective`; the other terms are over all tokens. With masked tokens,
+    where teacher and student read the same input, and hidden 0 this is the triple loss of Sanh 2019 (arXiv 1910.01108,
+    section 3).
+
+    teacher: required if ce_weight < 1; for hidden states an `OnlineTeacher`. token_scale: the temperature of
+    `token_weights`, for the divergence. layer_map: pairs (student block, teacher block), counted from 0; None: evenly
+    spaced.
     """
 
     ce_weight: float = 1.0
@@ -39,14 +42,14 @@ class LanguageLoss:
     lm_objective: LMObjective = NEXT_TOKENS
 
     def __call__(self, model: nn.Module, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Float[Tensor, ""]:
-        """The loss of some sequences; rows: their numbers among all."""
-        looks = self.hidden > 0 or self.cosine > 0
-        asked = {"output_hidden_states": True} if looks else {}
+        """The loss of some sequences; rows: their numbers."""
+        needs_states = self.hidden > 0 or self.cosine > 0
+        asked = {"output_hidden_states": True} if needs_states else {}
         found = self.lm_objective.read(model, ids, rows, **asked)
         logits: Tensor = found.logits
         loss = torch.zeros((), device=logits.device)
         targets: SoftTargets | None = None
-        if looks:
+        if needs_states:
             assert isinstance(self.teacher, OnlineTeacher)
             targets, wanted = self.teacher.with_states(ids, rows)
             loss = loss + self._of_states(found.hidden_states, wanted)
@@ -67,21 +70,23 @@ class LanguageLoss:
         return distillation_loss(self.divergence, logits, targets, self.temperature, weights)
 
     def _of_states(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-        """The losses on hidden states; both hold those before the first block, too."""
+        """The losses on hidden states; both sequences begin with the input of the first block."""
         widths = found[0].shape[-1], wanted[0].shape[-1]
         if widths[0] != widths[1]:
             raise ModelError(
-                f"teacher: its hidden states have {widths[1]} channels, the model's {widths[0]}; leave hidden and "
-                "cosine out"
+                f"teacher: its hidden states have {widths[1]} channels, the model's {widths[0]}; leave out hidden and "
+                "cosine, or use a teacher of the model's width"
             )
         blocks = len(found) - 1, len(wanted) - 1
         pairs = evenly(*blocks) if self.layer_map is None else self.layer_map
         beyond = [pair for pair in pairs if not all(0 <= i < n for i, n in zip(pair, blocks, strict=True))]
         if beyond:
-            raise ModelError(f"layer_map: no blocks {beyond[0]}; the model has {blocks[0]}, its teacher {blocks[1]}")
+            raise ModelError(
+                f"layer_map: there are no blocks {beyond[0]}; the model has {blocks[0]} blocks, its teacher {blocks[1]}"
+            )
         loss = torch.zeros((), device=found[0].device)
         if self.hidden > 0:
-            each = [relative(found[mine + 1], wanted[theirs + 1]) for mine, theirs in pairs]
+            each = [relative(found[own + 1], wanted[other + 1]) for own, other in pairs]
             loss = loss + self.hidden * torch.stack(each).mean()
         if self.cosine > 0:
             near = nn.functional.cosine_similarity(found[-1].float(), wanted[-1].float(), dim=-1)
@@ -89,12 +94,12 @@ class LanguageLoss:
         return loss
 
 
-def evenly(mine: int, theirs: int) -> list[tuple[int, int]]:
-    """The last of every few of the teacher's blocks for each of the student's."""
-    return [(i, round((i + 1) * theirs / mine) - 1) for i in range(mine)]
+def evenly(student: int, teacher: int) -> list[tuple[int, int]]:
+    """Map each of the student's blocks to a block of the teacher, evenly spaced, the last to the last."""
+    return [(i, round((i + 1) * teacher / student) - 1) for i in range(student)]
 
 
-def relative(found: Float[Tensor, "*batch width"], wanted: Float[Tensor, "*batch width"]) -> Float[Tensor, ""]:
-    """The mean over tokens of |found - wanted|^2 / |wanted|^2; tokens of huge states count no more than others."""
-    wanted = wanted.float()
-    return ((found.float() - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-12)).mean()
+def relative(actual: Float[Tensor, "*batch width"], expected: Float[Tensor, "*batch width"]) -> Float[Tensor, ""]:
+    """The mean over tokens of |actual - expected|^2 / |expected|^2; tokens with huge states count like others."""
+    expected = expected.float()
+    return ((actual.float() - expected).square().sum(-1) / expected.square().sum(-1).clamp(min=1e-12)).mean()

@@ -1,4 +1,4 @@
-"""What a trained linear multiplies by, made of the float weight that is trained: the part that methods differ in."""
+"""Parametrizations: how a trained linear computes its weight from the trained float weight; methods differ here."""
 
 from __future__ import annotations
 
@@ -12,56 +12,58 @@ from torch import Tensor, nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes
 from compress.numerics.sparse.masks import Pattern
-from compress.numerics.sparse.schedules import partly
+from compress.numerics.sparse.schedules import partial_mask
 
 Kind = Literal["scales", "norms", "weights", "biases"]
-"""What can be trained, each with a rate of its own."""
+"""The kinds of trained parameters, each with its own rate."""
 
 Shares = Mapping[str, tuple[Tensor | float, int]]
-"""What a step did, by name: how many weights of how many; over all layers these add up to shares."""
+"""Counts of a step by name: (affected weights, all weights); summed over all layers they give fractions."""
 
 
 class Parametrization(nn.Module):
-    """How one linear's weight W [out, in] is trained; a pass that trains gives each linear its own.
+    """How one linear's weight W [out, in] is trained; a pass that trains gives each linear its own instance.
 
-    In every step: `forward` makes the weight that is multiplied by, with its own rule for the gradient; once the
-    gradients of all parts of the step are summed up, `adjust` may change that of W; after the optimizer's step `update`
-    does what is due. In the end `settle` says what the layer becomes.
+    In every step, `forward` computes the weight of the matrix product, with its own rule for the gradient. After the
+    gradients of all parts of the step are summed, `adjust` may change the gradient of W. After the optimizer's step,
+    `update` applies scheduled changes. At the end, `finalize` returns the layer's final weight.
 
-    Its parameters are trained beside W, with the rate of the kind `own`; its buffers, changed in place alone, are
-    whatever else the next step depends on, such as masks. Both are in checkpoints and put back with the best state.
+    Its parameters are trained in addition to W, with the rate of the kind `own`. Its buffers hold all other state that
+    the next step depends on, such as masks, and are changed only in place. Checkpoints contain both, and both are
+    restored with the best state.
     """
 
     own: ClassVar[Kind] = "scales"
-    trains_weight: ClassVar[bool] = True  # whether W itself is trained, or stays as it came
+    trains_weight: ClassVar[bool] = True  # whether W itself is trained
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight that is multiplied by; called in every forward pass."""
+        """The weight of the matrix product; called in every forward pass."""
         return weight
 
     def adjust(self, weight: nn.Parameter) -> None:
-        """Before the optimizer's step, and before gradients are clipped: `weight.grad` is that of the whole step."""
+        """Change `weight.grad`, the gradient of the whole step, before it is clipped and the optimizer steps."""
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
-        """After each step of all (`done` of them are behind), and with done = 0 before the first; what the curve tells.
+        """Apply changes after step number `done` of `of`, and before the first step with done = 0.
 
-        Weights may be changed in place. Not called again for steps that a killed run had done.
+        Weights may be changed in place. Returns counts for the training curve. A resumed run does not repeat the call
+        for completed steps.
         """
         return {}
 
     def ready(self, done: int, of: int) -> bool:
-        """Whether the state after so many steps is one that could be kept: a schedule of pruning is at its end."""
+        """Whether the state after so many steps may be kept; during a pruning schedule it may not."""
         return True
 
     def finalize(
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"] | Codes, Bool[Tensor, "out in"] | None]:
-        """What the layer becomes, and its mask (None: as before). Dense weights are rounded to `storage` afterwards."""
+        """The layer's final weight, and its mask (None: unchanged). The caller rounds dense weights to `storage`."""
         return self.forward(weight), None
 
 
 class Masked(Parametrization):
-    """W * mask: pruned weights get no gradient, and are exactly zero after every step."""
+    """W * mask: pruned weights get no gradient and are exactly zero after every step."""
 
     mask: Tensor
 
@@ -83,20 +85,20 @@ class Masked(Parametrization):
 
 
 def magnitudes(weight: Float[Tensor, "out in"], allowed: Bool[Tensor, "out in"] | None) -> Float[Tensor, "out in"]:
-    """Scores to choose masks by: |W_ij|, and -1 where an earlier pass has removed a weight, which stays so."""
+    """Scores for choosing masks: |W_ij|, and -1 where an earlier pass removed the weight, which keeps it removed."""
     return weight.abs() if allowed is None else weight.abs().masked_fill(~allowed, -1)
 
 
 class Shrinking(Masked):
-    """W * mask, where the mask may be made smaller on the way."""
+    """W * mask, where the mask may shrink during training."""
 
     def __init__(self, layer: CompressedLinear) -> None:
         mask = layer.mask
         super().__init__(torch.ones(layer.shape, dtype=torch.bool) if mask is None else mask)
 
     def shrink(self, weight: nn.Parameter, pattern: Pattern, sparsity: float) -> None:
-        """Remove the smallest weights until the sparsity is reached; what is gone already counts."""
-        self.mask &= partly(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
+        """Remove the smallest weights until the sparsity is reached; already removed weights count."""
+        self.mask &= partial_mask(pattern, magnitudes(weight.detach(), self.mask), 1 - sparsity)
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         weight.mul_(self.mask)
@@ -104,10 +106,10 @@ class Shrinking(Masked):
 
 
 Parametrize = Callable[[str, CompressedLinear], Parametrization]
-"""parametrize(full name, dense linear): how its weight is trained."""
+"""parametrize(full name, dense linear): the parametrization of its weight."""
 
 
 def masked(name: str, layer: CompressedLinear) -> Parametrization:
-    """The mask that the layer came with stays; without one the weight is trained as it is."""
+    """Keep the layer's mask during training; train the weight directly if it has none."""
     mask = layer.mask
     return Parametrization() if mask is None else Masked(mask)

@@ -1,8 +1,8 @@
-"""FSDP: a student whose parameters are split over processes while it is trained, and whole again afterwards.
+"""FSDP: shard a student's parameters over processes for training, and unshard them afterwards.
 
-Each process keeps some rows of every parameter, of its gradient and of the optimizer's averages. A block is put
-together where it is run, forward and backward, and a weight where a parametrization changes it after a step, one at a
-time: masks, scales and grids are made of whole weights, and are those of an unsplit training.
+Each process holds some rows of every parameter, of its gradient and of the optimizer's averages. A block is unsharded
+for its forward and backward passes. A single weight is unsharded when a parametrization changes it after a step, so
+that masks, scales and grids are computed from whole weights and equal those of an unsharded training.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def split(model: nn.Module, blocks: list[nn.Module], device: torch.device, processes: int, reshard: bool) -> None:
-    """Split all parameters of a model over processes, rows by rows; each block is put together by itself.
+    """Shard all parameters of a model over processes, by rows; each block is its own unit.
 
-    reshard: let go of a block between its forward and its backward pass.
+    reshard: free a block's unsharded parameters between its forward and its backward pass.
     """
     mesh = init_device_mesh(device.type, (processes,))
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
-    model.set_reduce_scatter_unused_params(True)  # experts that no token of one process reached
+    model.set_reduce_scatter_unused_params(True)  # experts that got no token in one process
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor with the parts of all processes, which must all ask for it; one that is not split as it is."""
+    """Unshard a tensor, a collective operation; a plain tensor is returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(whole: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, known to every process, split as another one is."""
+    """Shard a whole tensor, which every process holds, in the same way as another tensor."""
     whole = whole.to(other.device)
     if not isinstance(other, DTensor):
         return whole
@@ -45,18 +45,18 @@ def like(whole: Tensor, other: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in the memory of the CPU, one after the other; keep: whether this process wants them."""
+    """Unshard tensors into CPU memory, one after the other; keep: whether this process keeps them."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         whole = full(tensor.detach())
         if keep:
-            found[name] = whole.cpu().contiguous()  # no copy where it is there: it would double the peak
+            found[name] = whole.cpu().contiguous()  # no copy if it is on the CPU: a copy would double the peak
     return found
 
 
 @contextmanager
 def put_together(module: nn.Module) -> Iterator[None]:
-    """Parameters of a module whole inside of the context, with their gradients; changes in place are kept."""
+    """Unshard a module's parameters and their gradients inside the context; in-place changes are kept."""
     found = [
         (owner, name, parameter)
         for owner in module.modules()

@@ -1,4 +1,4 @@
-"""What is trained of a model: chosen by kind and by name, in float32 while it is, and put back as it will be stored."""
+"""The trained part of a model: selected by kind and by name, float32 during training, then in its storage form."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from compress.train.sharded import full, split
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 KEPT = "scales that are not stored as floats are not trained"
-"""What the journal says of `Student.kept`."""
+"""The journal's message about `Student.kept`."""
 
 
 @dataclass
 class Student:
     """A model in training.
 
-    parameters: what is trained, by kind and by full name. layers: linears that hold some of it, by full name. kept:
-    packed layers whose scales cannot be trained, although scales are. blocks: of a whole model.
+    parameters: the trained parameters, by kind and by full name. layers: linears with trained parameters, by full name.
+    kept: packed layers whose scales cannot be trained although scales are. blocks: the blocks of a whole model.
     """
 
     model: nn.Module
@@ -39,18 +39,18 @@ class Student:
     blocks: list[nn.Module] = field(default_factory=list)
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Everything that is trained, by full name."""
+        """All trained parameters, by full name."""
         return {name: p for group in self.parameters.values() for name, p in group.items()}
 
     def sha256(self) -> str:
-        """A digest of what is not trained in the packed layers, which training depends on."""
+        """A digest of the fixed part of the packed layers, on which training depends."""
         found = hashlib.sha256()
         for name, trained in self.layers.items():
             found.update(f"{name} {trained.layer.sha256()} ".encode())
         return found.hexdigest()
 
     def buffers(self) -> dict[str, Tensor]:
-        """What the next step depends on beside parameters, by full name: masks that can change, say."""
+        """The buffers that the next step depends on, by full name: masks that can change, for example."""
         return {
             f"{name}.{own}": tensor
             for name, trained in self.layers.items()
@@ -59,11 +59,11 @@ class Student:
         }
 
     def split(self, device: torch.device, processes: int, reshard: bool) -> Student:
-        """A second student, whose parameters are split over processes (`sharded.split`); this one rests on the CPU."""
+        """Return a copy with parameters sharded over processes (`sharded.split`); this student moves to the CPU."""
         self.model.cpu()
         other = copy.deepcopy(self)
         for layer in other.layers.values():
-            if layer.weight is not None:  # which is what the layer holds, too, but whole
+            if layer.weight is not None:  # the layer's own weight is a whole copy
                 layer.layer.put(layer.weight.detach().to("meta"))
         names = {id(p): name for name, p in other.model.named_parameters()}
         split(other.model, other.blocks, device, processes, reshard)
@@ -73,26 +73,26 @@ class Student:
         return other
 
     @torch.no_grad()
-    def take(self, other: Student, device: torch.device) -> None:
-        """What another student of the same kind, split or not, has learned; every process must ask for it."""
+    def copy_from(self, other: Student, device: torch.device) -> None:
+        """Copy the trained state of another student of the same structure, sharded or not; a collective operation."""
         self.model.to(device)
-        for mine, theirs in ((self.named(), other.named()), (self.buffers(), other.buffers())):
-            for name, tensor in mine.items():
-                tensor.copy_(full(theirs[name].detach()))
+        for own, trained in ((self.named(), other.named()), (self.buffers(), other.buffers())):
+            for name, tensor in own.items():
+                tensor.copy_(full(trained[name].detach()))
         for layer in self.layers.values():
             if layer.weight is not None:
                 layer.layer.put(layer.weight.detach())
 
     def adjust(self) -> None:
-        """Once the gradients of a step are there: what parametrizations do to those of their weights."""
+        """Let parametrizations adjust the gradients of their weights, after the backward passes of a step."""
         with torch.no_grad():
             for layer in self.layers.values():
                 layer.adjust()
 
     def update(self, done: int, of: int) -> dict[str, float]:
-        """After each step, and before the first (done = 0): scales stay positive, pruned weights exactly zero.
+        """Apply all updates after a step, and before the first (done = 0): positive scales, zeros at pruned weights.
 
-        Returns what parametrizations tell of the step: shares of all weights concerned.
+        Returns the counts of parametrizations as fractions of all weights concerned.
         """
         parts: dict[str, list[tuple[Tensor | float, int]]] = {}
         for layer in self.layers.values():
@@ -101,7 +101,7 @@ class Student:
         return {name: float(sum(n for n, _ in record)) / sum(m for _, m in record) for name, record in parts.items()}
 
     def ready(self, done: int, of: int) -> bool:
-        """Whether the state after so many steps could be kept."""
+        """Whether the state after so many steps may be kept."""
         found = [layer.parametrization for layer in self.layers.values()]
         return all(p.ready(done, of) for p in found if p is not None)
 
@@ -111,14 +111,14 @@ def trainable(
     model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str,
     parametrize: Parametrize = masked, whole: bool = True,
 ) -> Iterator[Student]:  # fmt: skip
-    """The model made ready for training, in float32, and at the end, whatever happened, as it will be stored.
+    """Prepare the model for training, in float32; on exit, restore every layer to its storage form.
 
-    train: kinds to train, None: all that there are. takes: whether a module's full name is one to work on; scales,
-    weights and biases are those of linears inside the blocks, norms all 1-dimensional parameters of other modules.
-    parametrize: how the weights of dense linears are trained. whole: `model` is a whole model; False: one block, whose
-    codes are kept as floats meanwhile.
+    train: the kinds to train; None: all that there are. takes: whether a module's full name is targeted; scales,
+    weights and biases are those of linears inside the blocks, norms are all 1-dimensional parameters of other modules.
+    parametrize: how the weights of dense linears are trained. whole: `model` is a whole model; False: it is one block,
+    and codes are unpacked to floats in the meantime.
 
-    Raises TargetError when a kind that was asked for applies to nothing.
+    Raises TargetError when a requested kind matches no parameter.
     """
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     student = Student(model, {kind: {} for kind in KINDS})
@@ -140,13 +140,15 @@ def trainable(
 def _choose(
     student: Student, train: Sequence[Kind], takes: Callable[[str], bool], parametrize: Parametrize, whole: bool
 ) -> None:
-    """Fill in what is trained; packed layers are replaced whether trained or not, so that none is kept as floats."""
+    """Select the trained parameters; all packed layers are replaced, trained or not, so that none is unpacked."""
     model, found = student.model, student.parameters
     names = [block.name for block in find_blocks(model)] if whole else []
     student.blocks = [model.get_submodule(name) for name in names]
     blocks = tuple(f"{name}." for name in names) if whole else ("",)
     every = linears(model)
-    shared = {id(parameter) for module in every.values() for parameter in module.parameters()}  # a head's bias, say
+    shared = {
+        id(parameter) for module in every.values() for parameter in module.parameters()
+    }  # for example a head's bias
     for name, module in every.items():
         chosen = name.startswith(blocks) and takes(name)
         packed = isinstance(module, CompressedLinear) and module.quantized
@@ -155,7 +157,7 @@ def _choose(
             trained = student.layers[name] = TrainedLinear(CompressedLinear.of(module), unpacked=not whole)
             _put(model, name, trained)
             if chosen:
-                _choose_of(student, name, trained, train, parametrize)
+                _choose_of_layer(student, name, trained, train, parametrize)
     held = tuple(f"{name}." for name in every)
     free = {n: p for n, p in model.named_parameters() if not n.startswith(held) and id(p) not in shared}
     for name, parameter in free.items():
@@ -163,7 +165,7 @@ def _choose(
             found["norms"][name] = parameter
 
 
-def _choose_of(
+def _choose_of_layer(
     student: Student, name: str, trained: TrainedLinear, train: Sequence[Kind], parametrize: Parametrize
 ) -> None:
     packed, bias = trained.layer.quantized, trained.layer.bias
@@ -185,7 +187,7 @@ def _choose_of(
 
 _NEEDED: dict[Kind, str] = {
     "scales": "is packed with scales that are stored as floats",
-    "norms": "has a norm (1-dimensional weights) that the targets match",
+    "norms": "has a norm (1-dimensional weights) that matches the targets",
     "weights": "is dense",
     "biases": "has a bias",
 }
@@ -194,20 +196,23 @@ _NEEDED: dict[Kind, str] = {
 def _check(student: Student, train: Sequence[Kind] | None, where: str) -> None:
     for kind in train or ():
         if not student.parameters[kind]:
-            raise TargetError(f"{where}: train: {kind} applies to nothing: no module it works on {_NEEDED[kind]}")
+            raise TargetError(
+                f"{where}: train: {kind} matches no parameter: none of the targeted modules {_NEEDED[kind]}; "
+                f"remove {kind} from train"
+            )
     if not student.named():
-        raise TargetError(f"{where}: there is nothing to train in the modules it works on; widen its targets")
+        raise TargetError(f"{where}: the targeted modules have no parameters to train; widen its targets")
 
 
 def _widen(model: nn.Module) -> dict[str, torch.dtype]:
-    """All floating parameters in float32, which holds every 16-bit float exactly; their dtypes before, by name."""
+    """Cast all floating-point parameters to float32, exact for 16-bit floats; return their old dtypes by name."""
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
     _cast(model, dict.fromkeys(dtypes, torch.float32), torch.float32)
     return dtypes
 
 
 def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], dense: torch.dtype) -> None:
-    """Parameters in the dtypes given by name, dense weights of compressed layers in another."""
+    """Cast parameters to the dtypes given by name, and dense weights of compressed layers to `dense`."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.data = parameter.data.to(dtypes[name])

@@ -1,4 +1,4 @@
-"""What a teacher says of the calibration sequences: computed once and kept, or asked in every step."""
+"""Teachers: their predictions for the calibration sequences, computed once and stored, or computed in every step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from compress.train.checkpoint import digest
 PARTS = ("log_probs", "index", "log_rest", "text")
 
 Teach = Callable[[], AbstractContextManager[nn.Module]]
-"""Opens the teacher, runnable inside of the context."""
+"""Open the teacher as a context manager of a runnable model."""
 
 
 class Teacher(Protocol):
-    """Targets for sequences of the calibration text, one after the other."""
+    """Soft targets for sequences of the calibration text."""
 
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
-        """Of all tokens of these sequences; rows: their numbers among all."""
+        """The targets of all tokens of these sequences; rows: their numbers."""
         ...
 
 
@@ -39,14 +39,14 @@ def reduced(
     logits: Float[Tensor, "rows length vocabulary"], wanted: Int[Tensor, "rows length"], temperature: float,
     top_k: int | None, where: str,
 ) -> SoftTargets:  # fmt: skip
-    """Targets from logits, some tokens at a time; wanted: `Prediction.targets` of the text. Raises NumericError."""
+    """Compute soft targets from logits, in chunks; wanted: `LMObjective.targets` of the text. Raises NumericError."""
     flat = logits.flatten(0, 1)
     parts = [soft_targets(part, temperature, top_k) for part in flat.split(CHUNK)]
     cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
     found = {name: torch.cat(pieces) for name, pieces in cells.items()}
     text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), wanted.flatten().split(CHUNK), strict=True)])
     if not bool(found["log_probs"].isfinite().all()):
-        raise NumericError(f"{where}: the logits of the uncompressed model are not finite")
+        raise NumericError(f"{where}: the teacher's logits are not finite")
     return SoftTargets(**found, text=text)
 
 
@@ -55,7 +55,7 @@ def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens
 
 
 class OnlineTeacher:
-    """A teacher that is asked in every step."""
+    """A teacher that runs in every step."""
 
     def __init__(
         self, model: nn.Module, temperature: float, where: str, lm_objective: LMObjective = NEXT_TOKENS
@@ -70,7 +70,7 @@ class OnlineTeacher:
     def with_states(
         self, ids: Int[Tensor, "rows length"], rows: Sequence[int], wanted: bool = True
     ) -> tuple[SoftTargets, Sequence[Tensor]]:
-        """Targets, and the hidden states before the first block and behind each, [rows, length, width]."""
+        """Soft targets, and the hidden states before the first block and after each block, [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
             found = self.lm_objective.read(self.model, ids, rows, output_hidden_states=wanted)
         targets = reduced(found.logits, self.lm_objective.targets(ids, rows), self.temperature, None, self.where)
@@ -78,14 +78,14 @@ class OnlineTeacher:
 
 
 class CachedTeacher:
-    """A teacher whose likeliest tokens were computed beforehand, a sequence at a time: in files, or in memory."""
+    """A teacher whose most likely tokens are computed in advance, one sequence at a time, in files or in memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._items: list[dict[str, Tensor] | Path] = []
 
     def append(self, item: dict[str, Tensor] | Path) -> None:
-        """The targets of the next sequence, by the names of `SoftTargets`."""
+        """Add the targets of the next sequence, as the fields of `SoftTargets` by name."""
         self._items.append(item)
 
     def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
@@ -96,9 +96,9 @@ class CachedTeacher:
 
 @dataclass(frozen=True)
 class Question:
-    """What a teacher is asked: its `top_k` likeliest tokens at a temperature.
+    """The options of a cached teacher: its `top_k` most likely tokens at a temperature.
 
-    source: of the teacher, None: it is the uncompressed model. prediction: what it is shown of the text.
+    source: of the teacher; None: the uncompressed model. lm_objective: the model inputs for the text.
     """
 
     temperature: float
@@ -111,10 +111,10 @@ def ask(
     open_teacher: Teach, ids: Int[Tensor, "sequences length"], question: Question, work: Path | None,
     device: torch.device, where: str, tell: Callable[[int, int], None],
 ) -> CachedTeacher:  # fmt: skip
-    """The teacher's likeliest tokens for every token of every sequence; the teacher is opened only if needed.
+    """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
 
-    work: a folder to keep them in; those that are there already are of the same question, and are used. Several
-    processes fill it together; without a folder, each computes all. tell(done, of).
+    work: a folder that stores them; files of an interrupted run with the same options are reused. Several processes
+    fill the folder together; without a folder, each process computes all sequences. tell(done, of): reports progress.
 
     Raises NumericError, SaveError.
     """
@@ -126,7 +126,7 @@ def ask(
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
     processes = PartialState(cpu=device.type == "cpu")
-    processes.wait_for_everyone()  # so that all have seen the same ones missing
+    processes.wait_for_everyone()  # so that all processes see the same missing files
     if folder is not None:
         missing = missing[processes.process_index :: processes.num_processes]
     made: dict[int, dict[str, Tensor]] = {}
@@ -150,7 +150,7 @@ def ask(
 
 
 def _whole(path: Path) -> bool:
-    """Whether a file is there and complete."""
+    """Whether a file exists and is complete."""
     try:
         with safe_open(path, framework="pt") as file:
             return "log_probs" in file.keys()  # noqa: SIM118  not a dict

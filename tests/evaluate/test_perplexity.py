@@ -52,7 +52,7 @@ def test_of_masked_tokens_it_is_their_mean_loss_under_masks_that_all_models_shar
 
 
 def test_masked_tokens_are_not_taken_for_next_ones(tiny, ids):
-    with pytest.raises(ModelError, match="predicts masked tokens, not next ones; use prediction_of"):
+    with pytest.raises(ModelError, match="predicts masked tokens, not next tokens; use objective_of"):
         perplexity(tiny("bert"), ids(1))
 
 

@@ -42,7 +42,7 @@ def test_the_list_with_the_most_parameters_is_taken_and_lists_inside_it_are_not(
 
 
 def test_a_model_without_a_list_of_blocks_is_refused():
-    with pytest.raises(ModelError, match=r"Sequential has no list of blocks \(no torch\.nn\.ModuleList\)"):
+    with pytest.raises(ModelError, match=r"Sequential has no list of blocks \(no torch\.nn\.ModuleList with entries\)"):
         find_blocks(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -79,7 +79,7 @@ class Named(Layer):
 
 def test_blocks_that_do_not_pass_hidden_states_straight_on_are_refused(in_memory, ids):
     opened = in_memory(Model(between=lambda x: 2 * x))
-    with pytest.raises(ModelError, match=r"layers\.1 does not get the output of the block before it as it is"):
+    with pytest.raises(ModelError, match=r"layers\.1 does not receive the unchanged output of the block before it"):
         ModelShell(opened).capture(ids())
 
 

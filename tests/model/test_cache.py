@@ -218,7 +218,7 @@ def test_where_there_is_no_cache_it_answers_as_an_empty_one():
 def test_what_is_rounded_is_not_rounded_again():
     attention = Attention()
     round_cache(attention, INT4, (None, None))
-    with pytest.raises(AssertionError, match="rounded already"):
+    with pytest.raises(AssertionError, match="already quantized"):
         round_cache(attention, FP8, (None, None))
 
 

@@ -183,7 +183,8 @@ def test_a_file_that_cannot_be_read(stderr, reason, tmp_path, cache, monkeypatch
     path.write_bytes(b"GGUF and nothing")
     monkeypatch.setattr(reading.subprocess, "run", lambda c, **_: subprocess.CompletedProcess(c, 3, "", stderr))
     with pytest.raises(
-        ModelError, match=rf"cannot be read \({reason}\); reading GGUF needs the extra: compress-llm\[gguf\]"
+        ModelError,
+        match=rf"cannot be read \({reason}\); if the gguf package is missing, install the extra: compress-llm\[gguf\]",
     ):
         open_model(str(path))
     assert list(cache.iterdir()) == []

@@ -103,5 +103,5 @@ def test_a_tensor_that_is_missing(lost, message, folder):
 
 def test_a_shard_that_is_missing(folder):
     (folder / "model-00003-of-00004.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"model-00003-of-00004\.safetensors is missing, though the index names it"):
+    with pytest.raises(ModelError, match=r"model-00003-of-00004\.safetensors is missing, but the index lists it"):
         compress.load(folder)

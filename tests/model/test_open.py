@@ -135,7 +135,7 @@ def test_a_checkpoint_that_transformers_must_convert_is_loaded_whole_with_a_note
     opened = open_model(str(tmp_path))  # the file holds all experts in one tensor, the opened model one by one
     assert isinstance(opened.weights, InMemory)
     assert "model.layers.1.mlp.experts.1.down_proj" in opened.linear_names()
-    assert [log for log in opened.notes if "transformers loaded it whole" in log]
+    assert [log for log in opened.notes if "transformers loaded the whole model" in log]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(opened.model(input_ids=ids()).logits, theirs(input_ids=ids()).logits)
@@ -225,7 +225,7 @@ DAMAGES = {
     ),
     "no causal model": (
         lambda f: (f / "config.json").write_text('{"model_type": "vit"}'),
-        r"knows no class for model type 'vit'; set trust_remote_code: true if its own code is to be run",
+        r"knows no class for model type 'vit'; set trust_remote_code: true to run the model's own code",
     ),
     "no blocks": (lambda f: edit(f / "config.json", num_hidden_layers=0), "has no list of blocks"),
     "quantized": (
@@ -233,9 +233,9 @@ DAMAGES = {
         r"is already quantized; start from the dense model \(compress\.load reads it\)",
     ),
     "pickled": (pickled, r"holds no \.safetensors file \(pickled weights are not read\)"),
-    "truncated": (truncate, r"model\.safetensors is truncated or no safetensors file"),
-    "missing shard": (missing_shard, r"model-00002-of-00002\.safetensors is missing, though the index names it"),
-    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is no index of weights"),
+    "truncated": (truncate, r"model\.safetensors is truncated or not a safetensors file"),
+    "missing shard": (missing_shard, r"model-00002-of-00002\.safetensors is missing, but the index lists it"),
+    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is not an index of weights"),
     "missing tensor": (lose(UP), rf"lacks 1 tensors, the first {UP}; fetch it again"),
     "wrong shape": (cut(UP), rf"{UP} is \[100, 128\] in .*, but \[288, 128\] by its config\.json"),
     "more layers": (
@@ -283,7 +283,7 @@ def test_nan_in_a_block_of_a_model_in_memory(pico_model, ids):
 @pytest.mark.parametrize("source", ["/no/such/place", "./no-such-place", "~/no-such-place", "a/b/c", "FILE"])
 def test_what_is_no_folder(source, folder):
     source = str(folder / "config.json") if source == "FILE" else source
-    with pytest.raises(ModelError, match=r"model: no folder .*; give a hub id, a local folder, or a \.gguf file"):
+    with pytest.raises(ModelError, match=r"model: no folder .*; use a hub id, a local folder, or a \.gguf file"):
         open_model(source)
 
 
@@ -293,7 +293,7 @@ def test_a_hub_id_that_cannot_be_reached(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     begin = time.monotonic()
-    with pytest.raises(ModelError, match=r"model: someone/model is no local folder.*hub \(ConnectionError\)"):
+    with pytest.raises(ModelError, match=r"model: someone/model is not a local folder.*hub \(ConnectionError\)"):
         open_model("someone/model")
     assert time.monotonic() - begin < 5
 

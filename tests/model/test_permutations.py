@@ -86,7 +86,7 @@ def test_grouped_heads_move_all_columns_of_a_channel(second_block):
 def test_orders_across_heads_or_with_a_slot_twice_are_our_own_mistake(second_block):
     block, forward = second_block("llama")
     link = next(link for link in find_permutations(block, forward) if link.readers == ("self_attn.o_proj",))
-    with pytest.raises(AssertionError, match="within their part"):
+    with pytest.raises(AssertionError, match="must stay in their part"):
         permute(block, link, torch.arange(16).flip(0), forward)
     with pytest.raises(AssertionError, match="every slot once"):
         permute(block, link, torch.zeros(16, dtype=torch.long), forward)

@@ -52,7 +52,7 @@ def test_special_tokens_are_not_asked_for_and_do_not_count():
     at = (targets[0] != IGNORED).nonzero()[:, 0]
     assert len(at) == 9 and int(at.min()) >= 1 and int(at.max()) <= 10
     assert torch.equal(shown[0, 11:], ids[0, 11:])
-    with pytest.raises(CalibrationError, match="sequence 7 holds special tokens alone"):
+    with pytest.raises(CalibrationError, match="sequence 7 holds only special tokens"):
         MaskedTokens(MASK, MANY, special=(0, 2, 3)).draw(ids[:, 11:], [7])
 
 
@@ -104,9 +104,12 @@ def test_special_tokens_are_those_that_the_tokenizer_says():
 @pytest.mark.parametrize(
     ("known", "message"),
     [
-        (None, r"BertForMaskedLM predicts masked tokens, but it has no tokenizer; .* give one to compress.apply"),
-        (tokenizer(mask_token=None), "but its tokenizer has no mask token; save a tokenizer with a mask token beside"),
-        (tokenizer(80, mask_token="w70"), "the mask token of its tokenizer is 70, beyond the 64 tokens"),
+        (None, r"BertForMaskedLM predicts masked tokens, but it has no tokenizer; .* pass one to compress.apply"),
+        (tokenizer(mask_token=None), "but its tokenizer has no mask token; save a tokenizer with a mask token in"),
+        (
+            tokenizer(80, mask_token="w70"),
+            "the mask token of its tokenizer is 70, outside the model's vocabulary of 64 tokens",
+        ),
     ],
 )
 def test_a_mask_that_is_not_known_is_an_error(tiny, known, message):
@@ -115,7 +118,7 @@ def test_a_mask_that_is_not_known_is_an_error(tiny, known, message):
 
 
 def test_a_model_that_sees_the_next_tokens_is_not_asked_for_them(tiny, ids):
-    with pytest.raises(ModelError, match="BertForMaskedLM predicts masked tokens, not next ones; use prediction_of"):
+    with pytest.raises(ModelError, match="BertForMaskedLM predicts masked tokens, not next tokens; use objective_of"):
         NEXT_TOKENS.read(tiny("bert"), ids(1), [0])
 
 

@@ -43,7 +43,7 @@ def test_what_is_ignored_is_left_out():
         ),
         (["*"], ["*.zzz"], r"p\[0\]: ignore pattern '\*\.zzz' matches no linear.*known: down_proj, q_proj, up_proj"),
         (["*", "re:up_proj"], [], r"targets pattern 're:up_proj' matches no linear inside the blocks"),
-        (["*.mlp.*"], ["*_proj"], r"p\[0\]: the ignore patterns leave none of the 6 linears to work on"),
+        (["*.mlp.*"], ["*_proj"], r"p\[0\]: the targets and ignore patterns select none of the 6 linears"),
     ],
 )
 def test_patterns_that_do_nothing(targets, ignore, message):

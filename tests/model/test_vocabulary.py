@@ -25,12 +25,14 @@ def test_the_first_token_that_differs_is_named(pico, tmp_path):
     path.write_text(json.dumps(found), encoding="utf-8")
     with pytest.raises(ModelError) as error:
         check_teacher(str(folder), open_model(pico), trust_remote_code=False)
-    record = f"token 300 is {two!r} there and {one!r} here; both need one vocabulary"
+    record = f"token 300 is {two!r} in the teacher and {one!r} in the model; use a teacher with the model's vocabulary"
     assert f"{folder} and the model have different tokenizers: {record}" in str(error.value)
 
 
 def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
-    with pytest.raises(ModelError, match="knows 64 tokens, the model 1024; both need one vocabulary"):
+    with pytest.raises(
+        ModelError, match="has a vocabulary of 64 tokens, the model of 1024; use a teacher with the model's vocabulary"
+    ):
         check_teacher(tiny_folder("llama"), open_model(pico), trust_remote_code=False)
 
 
@@ -39,7 +41,7 @@ def test_a_teacher_that_predicts_something_else_is_refused(tiny_folder):
         ("bert", "llama", "masked tokens, the model next"),
         ("llama", "bert", "next tokens, the model masked"),
     ):
-        with pytest.raises(ModelError, match=f"predicts {record} tokens; both need one kind"):
+        with pytest.raises(ModelError, match=f"predicts {record} tokens; use a teacher of the model's kind"):
             check_teacher(tiny_folder(one), open_model(tiny_folder(two)), trust_remote_code=False)
 
 

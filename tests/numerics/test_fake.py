@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compress.numerics.quant.fake import gradient_scale, levels, stepped, straight
+from compress.numerics.quant.fake import gradient_scale, learned_step, levels, straight
 from compress.numerics.quant.grids import GRIDS
 
 
@@ -14,7 +14,7 @@ def one_group(values, scale, grid, zero=None, share=1.0):
     values = torch.tensor([[values]], requires_grad=True)
     scale = torch.tensor([[[scale]]], requires_grad=True)
     zero = None if zero is None else torch.tensor([[[float(zero)]]], requires_grad=True)
-    found = stepped(values, scale, zero, GRIDS[grid], share)
+    found = learned_step(values, scale, zero, GRIDS[grid], share)
     found.backward(torch.arange(1, values.shape[-1] + 1).float()[None, None])
     shift = None if zero is None else zero.grad.item()
     return found.flatten().tolist(), values.grad.flatten().tolist(), scale.grad.item(), shift

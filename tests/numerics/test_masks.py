@@ -75,7 +75,7 @@ def test_n_of_m_is_read_from_the_text():
 
 @pytest.mark.parametrize("text", ["rows", "", "2:", ":4", "2:4:8", "a:b", "-1:4", "2 of 4", "2:4 "])
 def test_an_unknown_pattern_says_what_to_write(text):
-    with pytest.raises(ValueError, match="is not known; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
+    with pytest.raises(ValueError, match="is not known; use row, layer, N:M such as 2:4, or RxC such as 4x1"):
         Pattern(text)
 
 
@@ -98,13 +98,13 @@ def test_a_recipe_spells_a_pattern_as_text():
 
 @pytest.mark.parametrize(("number", "meant"), [(124, "2:4"), (62, "1:2"), (248, "4:8")])
 def test_a_number_from_yaml_is_answered_with_the_pattern_that_was_meant(number, meant):
-    with pytest.raises(ValidationError, match=f'pattern {number} is a number; N:M needs quotes in YAML: "{meant}"'):
+    with pytest.raises(ValidationError, match=f'pattern {number} is a number; quote N:M in YAML: "{meant}"'):
         FIELD.validate_python(number)
 
 
 @pytest.mark.parametrize("value", [True, None, 2.4, ["2:4"]])
 def test_what_is_not_text_is_no_pattern(value):
-    with pytest.raises(ValidationError, match="is not text; write row, layer, N:M such as 2:4, or RxC such as 4x1"):
+    with pytest.raises(ValidationError, match="is not a string; use row, layer, N:M such as 2:4, or RxC such as 4x1"):
         FIELD.validate_python(value)
 
 
@@ -176,10 +176,10 @@ def test_a_matrix_that_nothing_would_be_removed_from_is_refused(text, shape, den
 
 @pytest.mark.parametrize("text", ["1x1", "0x4", "4x0"])
 def test_a_block_is_more_than_one_weight(text):
-    with pytest.raises(ValueError, match="blocks need at least one row and column; 1x1 is called layer"):
+    with pytest.raises(ValueError, match="a block needs at least one row and one column; write layer instead of 1x1"):
         Pattern(text)
 
 
 def test_a_global_threshold_is_an_allocation():
-    with pytest.raises(ValueError, match="'allocate: global', with pattern: layer"):
+    with pytest.raises(ValueError, match="use allocate: global, pattern: layer"):
         Pattern("global")

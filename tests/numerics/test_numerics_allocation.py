@@ -50,7 +50,7 @@ def test_equal_ratios_are_uniform():
 
 
 def test_a_layer_must_keep_something_and_lose_something():
-    with pytest.raises(ValueError, match="would get a sparsity of 1.03, as sparsity is 0.95 and lambda 0.08"):
+    with pytest.raises(ValueError, match="would get a sparsity of 1.03 from sparsity 0.95 and lambda 0.08"):
         outlier_weighed({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.95, 0.08)
     with pytest.raises(ValueError, match="would get a sparsity of -0.03"):
         outlier_weighed({"a": 0.0, "b": 1.0}, {"a": 1, "b": 1}, 0.05, 0.08)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from masks import most_of
 
 from compress.numerics.sparse.masks import Pattern
-from compress.numerics.sparse.schedules import Cubic, partly
+from compress.numerics.sparse.schedules import Cubic, partial_mask
 
 
 def test_the_cubic_by_hand():
@@ -30,11 +30,11 @@ def test_it_never_falls_and_ends_at_the_final_sparsity_in_time(begin, long, ever
 def test_some_groups_are_at_the_pattern_and_those_lose_least():
     """2:4 lost: .3, .1, .2, .4; at a sparsity of .25 half of the groups, the second and the third, keep two."""
     rows = torch.tensor([[1, 2, 0.2, 0.1], [0.05, 9, 0.05, 9], [3, 0.1, 0.1, 3], [0.1, 0.3, 3, 3]])
-    found = partly(Pattern("2:4"), rows, 0.75)
+    found = partial_mask(Pattern("2:4"), rows, 0.75)
     assert found.sum(1).tolist() == [4, 2, 2, 4]
     assert found[1].tolist() == [False, True, False, True] and found[2].tolist() == [True, False, False, True]
-    assert torch.equal(partly(Pattern("2:4"), rows, 0.5), Pattern("2:4").keep(rows, 0.5))
-    assert bool(partly(Pattern("2:4"), rows, 1.0).all())
+    assert torch.equal(partial_mask(Pattern("2:4"), rows, 0.5), Pattern("2:4").keep(rows, 0.5))
+    assert bool(partial_mask(Pattern("2:4"), rows, 1.0).all())
 
 
 @settings(max_examples=25)
@@ -44,7 +44,7 @@ def test_masks_made_of_one_another_only_shrink_to_the_pattern(text, seed):
     mask, final = torch.ones(8, 18, dtype=torch.bool), 1 - (pattern.n_of_m[0] / 4 if pattern.n_of_m else 0.4)
     for share in (0.0, 0.3, 0.6, 1.0):
         score = torch.rand(8, 18, generator=draw).masked_fill(~mask, -1)  # magnitudes change on the way
-        found = partly(pattern, score, 1 - share * final)
+        found = partial_mask(pattern, score, 1 - share * final)
         assert bool((mask | ~found).all()), "nothing comes back"
         mask = found
     assert int((~mask).sum()) == pattern.removed((8, 18), 1 - final)

@@ -216,7 +216,7 @@ def test_channels_that_are_always_zero_are_rounded_to_nearest_and_noted(layer_of
     scale = spread(found.scale, WIDTH, 12, found.group_index)
     nearest = GRIDS["int4"].encode(weight, scale, None)
     assert torch.equal(found.codes[:, dead].float(), nearest[:, dead])
-    assert notes == [("note", "input channels were always zero; errors there are not made up for", {"channels": 3})]
+    assert notes == [("note", "input channels were always zero; their errors are not compensated", {"channels": 3})]
 
 
 def test_inputs_that_are_all_zero_are_no_more_than_rounding(layer_of, notes):

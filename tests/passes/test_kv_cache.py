@@ -348,7 +348,7 @@ def test_another_scale_than_was_computed_is_found(damaged, recipe):
 
 
 def test_what_is_rounded_is_no_model_to_start_from(dense):
-    with pytest.raises(ModelError, match="has a rounded KV cache already; start from the model as it was before"):
+    with pytest.raises(ModelError, match="has a quantized KV cache; start from the original model"):
         compress.plan(compress.Recipe(model=str(dense), passes=[RTN(group_size=32)]))
 
 

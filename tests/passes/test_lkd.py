@@ -211,7 +211,7 @@ def test_without_a_compressed_block_before_it_in_its_sweep_there_is_no_teacher(c
 
 
 def test_kinds_that_apply_to_nothing_name_pass_and_block(pico_model, ids):
-    with pytest.raises(TargetError, match=r"passes\[1\] lkd model.layers.0: train: biases applies to nothing"):
+    with pytest.raises(TargetError, match=r"passes\[1\] lkd model.layers.0: train: biases matches no parameter"):
         compress.apply(pico_model, [RTN(**RTN3), LKD(train=["biases"])], ids)
 
 
@@ -220,7 +220,7 @@ def test_kinds_that_apply_to_nothing_name_pass_and_block(pico_model, ids):
     [
         ({"error": "both"}, "'symmetric' or 'asymmetric'"),
         ({"batch": 0}, "greater than or equal to 1"),
-        ({"patience": 2, "hold_out": 0}, "patience needs sequences that are held out"),
+        ({"patience": 2, "hold_out": 0}, "patience needs held-out sequences"),
         ({"train": "scales and norms"}, "scales"),
     ],
 )

@@ -199,7 +199,8 @@ def test_what_cannot_be_narrowed_is_said_before_any_work(recipe, options, messag
 
 def test_hidden_widths_that_heads_do_not_divide(recipe):
     with pytest.raises(
-        ModelError, match="its 4 heads do not divide 115 hidden channels.*use multiple: 4, or a share that"
+        ModelError,
+        match="its 4 heads divide the hidden width, but 115 is not a multiple; use multiple: 4, or a fraction that",
     ):
         plan(recipe(Narrow(hidden=0.1)))
     assert plan(recipe(Narrow(hidden=0.1, multiple=4))).layers[0].shape == (128, 116)
@@ -208,13 +209,17 @@ def test_hidden_widths_that_heads_do_not_divide(recipe):
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("gpt2", {"heads": 0.5}, "cannot say that 2 of 4 groups of heads are left: it derives the size of a head"),
-        ("gpt2", {"hidden": 0.25}, "cannot say that 24 of 32 hidden channels are left and all else stays"),
-        ("bloom", {"ffn": 0.25}, "no entry of its configuration says how wide its feed-forward layers are"),
+        ("gpt2", {"heads": 0.5}, "cannot express 2 of 4 groups of heads, because it derives the head size"),
+        ("gpt2", {"hidden": 0.25}, "cannot express 24 of 32 hidden channels"),
+        ("bloom", {"ffn": 0.25}, "no entry of its configuration sets the width of its feed-forward layers"),
         ("phi3", {"ffn": 0.25}, "down_proj: what it reads cannot be told apart and trade places .fused"),
         ("phi3", {"heads": 0.5}, "o_proj: what it reads cannot be told apart and trade places .fused"),
-        ("opt", {"hidden": 0.25}, "another one when its hidden channels trade places"),  # heads are cut across
-        ("gemma2", {"hidden": 0.25}, "something besides RMS norms depends on their number"),  # embeddings are scaled
+        ("opt", {"hidden": 0.25}, "permutation of the hidden channels changes the logits"),  # heads are cut across
+        (
+            "gemma2",
+            {"hidden": 0.25},
+            "a module other than an RMS norm depends on their number",
+        ),  # embeddings are scaled
     ],
 )
 def test_models_that_cannot_be_narrowed_so(tiny, ids, family, options, message):

@@ -155,7 +155,7 @@ def test_it_learns_without_data_from_what_the_model_writes(recipe, tmp_path, pic
         ({"activations": "int8", "activation_scale": "static"}, "is not gathered by this pass; use token"),
         ({"weights": "nvfp4"}, "must share a number in their scales.*use mxfp4"),
         ({"weights": "ternary", "symmetric": False}, "ternary has no zero point"),
-        ({"overrides": {"*.down_proj": {"learning_rate": 0.1}}}, "belongs to the whole pass"),
+        ({"overrides": {"*.down_proj": {"learning_rate": 0.1}}}, "applies to the whole pass"),
         ({"weights": "int1"}, "grid 'int1' is not known; known: .*ternary, binary"),
         ({"scale": "mean"}, "write absmax, absmean, mse"),
     ],

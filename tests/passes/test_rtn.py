@@ -101,7 +101,7 @@ def test_a_grid_may_be_given_itself():
         ),
         ({"activations": "int4"}, "Input should be 'none', 'int8' or 'fp8_e4m3'"),
         ({"bits": 4}, "Extra inputs are not permitted"),
-        ({"targets": "re:("}, "'re:\\(' is no regular expression"),
+        ({"targets": "re:("}, "'re:\\(' is not a regular expression"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

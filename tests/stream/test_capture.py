@@ -94,7 +94,9 @@ def test_the_forward_passes_are_undone_after_an_error(tiny, in_memory):
 def test_blocks_that_do_not_follow_one_another(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
     between = opened.blocks[1].module.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
-    with pytest.raises(ModelError, match=r"model\.layers\.1 does not get the output of the block before it as it is"):
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.1 does not receive the unchanged output of the block before it"
+    ):
         ModelShell(opened).capture(ids())
     between.remove()
 

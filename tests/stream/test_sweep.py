@@ -242,9 +242,9 @@ def test_which_passes_need_data():
 def test_links_of_one_block_are_handed_to_the_next(tiny, in_memory, batches, monkeypatch):
     opened, given = in_memory(tiny("llama")), []
 
-    def spy(block, forward, alike=()):
-        given.append([link.source for link in alike])
-        return find_links(block, forward, alike)
+    def spy(block, forward, similar=()):
+        given.append([link.source for link in similar])
+        return find_links(block, forward, similar)
 
     monkeypatch.setattr("compress.stream.block_inputs.find_links", spy)
     sweep(opened, batches, compress.SmoothQuant())

@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_to_the_same_curve_and_the_same_bits(tmp_path, hold
     found, again = run(settings, counting, work=tmp_path, journal=journal)
     assert sum(taken) == 12 - (killed_in - 1) // 3 * 3
     assert torch.equal(found, wanted) and again["curve"] == curve["curve"] and again["best"] == curve["best"]
-    assert any(entry.message == "training goes on" for entry in journal.entries)
+    assert any(entry.message == "training resumes" for entry in journal.entries)
 
 
 def test_a_finished_training_is_not_done_again(tmp_path):
@@ -168,14 +168,14 @@ def test_where_nothing_is_gained_the_start_is_kept_and_said_so():
     at, record = run(settings, journal=journal)
     assert torch.equal(at, Point().at) and record["best"]["step"] == 0
     assert [e.message for e in journal.entries if e.kind == "fallback"] == [
-        "training gained nothing on the sequences held out; the model stays as it was"
+        "training did not improve the loss on the held-out sequences; the model is unchanged"
     ]
 
 
 def test_a_rising_loss_is_a_fallback_in_the_journal():
     journal = Journal()
     run(TrainingOptions(steps=8, batch=6, learning_rate=1e3, warmup=0), journal=journal)
-    assert "the loss rose in training; use a smaller learning_rate" in [
+    assert "the loss rose during training; use a smaller learning_rate" in [
         e.message for e in journal.entries if e.kind == "fallback"
     ]
 
@@ -208,7 +208,7 @@ def test_what_is_no_number_stops_it_with_the_step_and_the_last_good_state(tmp_pa
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
-@pytest.mark.parametrize(("batch", "hint"), [(5, "batch: 3 and accumulate: 4 make"), (1, "use shorter calibration")])
+@pytest.mark.parametrize(("batch", "hint"), [(5, "batch: 3 and accumulate: 4 give"), (1, "use shorter calibration")])
 def test_a_batch_that_does_not_fit_is_told_with_one_that_may(error, batch, hint):
     calls = []
 

@@ -57,14 +57,14 @@ def test_names_choose(tiny):
 def test_a_kind_that_applies_to_nothing_is_an_error(tiny, kind):
     model = tiny("llama")
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    message = f"here: train: {kind} applies to nothing: no module it works on"
+    message = f"here: train: {kind} matches no parameter: none of the targeted modules"
     with pytest.raises(TargetError, match=message), student_of(model, train=["norms", kind]):
         raise AssertionError
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_nothing_to_train_is_an_error(tiny):
-    message = "here: there is nothing to train in the modules it works on"
+    message = "here: the targeted modules have no parameters to train"
     with pytest.raises(TargetError, match=message), student_of(tiny("llama"), takes=lambda name: False):
         raise AssertionError
 

@@ -89,5 +89,5 @@ def test_beside_is_the_same_exactly(teacher, ids):
 
 def test_a_teacher_of_no_numbers_is_an_error(teacher, ids):
     teacher.model.lm_head.weight.data[3, 3] = float("nan")
-    with pytest.raises(NumericError, match="here: the logits of the uncompressed model are not finite"):
+    with pytest.raises(NumericError, match="here: the teacher's logits are not finite"):
         asked(teacher, ids())

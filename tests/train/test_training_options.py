@@ -64,8 +64,8 @@ def test_rates_by_kind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps": 3, "epochs": 1}, "two ways to say how long"),
-        ({"patience": 2}, "patience needs sequences that are held out"),
+        ({"steps": 3, "epochs": 1}, "both set the length of training"),
+        ({"patience": 2}, "patience needs held-out sequences"),
         ({"train": ["scale"]}, "'scales', 'norms', 'weights' or 'biases'"),
         ({"train": []}, "at least 1"),
         ({"learning_rate": 0}, "greater than 0"),

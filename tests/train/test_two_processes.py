@@ -137,7 +137,7 @@ def test_compress_run_in_two_processes_is_one_run(tmp_path, kind):
     process.terminate()  # the launcher takes its workers with it
     process.wait()
     third, resumed = finish(again, folders["killed"] / "out")
-    assert "training goes on" in json.dumps(third["journal"])
+    assert "training resumes" in json.dumps(third["journal"])
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in others.items())
 
 
@@ -160,7 +160,7 @@ def test_every_way_to_train_is_the_same_with_weights_split(tmp_path):
 def test_launchers_that_hide_weights_are_refused(monkeypatch):
     where, fsdp = "passes[0]: distill", DistributedType.FSDP
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        with pytest.raises(RecipeError, match="has the weights to itself, .* launch with --use_fsdp --fsdp_version 2"):
+        with pytest.raises(RecipeError, match="owns the weights, .* launch with --use_fsdp --fsdp_version 2"):
             check_launcher(kind, None, where)
     refused = {
         "version 1 of FSDP, which flattens weights": {"fsdp_version": 1},

@@ -1,1 +1,1 @@
-"""Opening models: hub ids, folders and GGUF files; weights memory-mapped until they are needed; loading checkpoints."""
+"""Open models: hub ids, folders and GGUF files, with memory-mapped weights; load compressed checkpoints."""

@@ -1,8 +1,8 @@
-"""Experts kept as 3-D parameters, opened into one linear per expert and matrix: views, no copy.
+"""Open experts that are stored as 3-D parameters into one linear per expert and matrix: views, no copy.
 
-A module is taken for a set of experts by its structure: two 3-D parameters [experts, ...] with the same first
-dimension, with or without 2-D biases, and nothing else to learn. The opened form is proved on a small set of random
-experts before it takes the original's place, and has the names that transformers reads from checkpoints.
+A module is recognized as a set of experts by its structure: two 3-D parameters [experts, ...] with the same first
+dimension, with or without 2-D biases, and no other parameters. The opened form is verified on a small set of random
+experts before it replaces the original. Its linears have the names that transformers reads from checkpoints.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from compress.model.linear import CompressedLinear
 
-PROOF_TOLERANCE = 1e-5  # relative, float32: sums in another order differ by 1e-7
-PROOF_UNIT = 8  # widths of the proof are the real ones with their common divisor replaced by this
-PROBE_TOKENS = 16  # random tokens that links inside of an expert are looked for and proved with
+PROOF_TOLERANCE = 1e-5  # relative, float32: another summation order differs by 1e-7
+PROOF_UNIT = 8  # the verification replaces the common divisor of the real widths by this
+PROBE_TOKENS = 16  # random tokens with which links inside an expert are found and verified
 NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
@@ -33,8 +33,8 @@ NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 class Layout:
     """How the 3-D parameters of experts hold linears.
 
-    up, down: the names of the two parameters. transposed: they are [experts, in, out]. names: the names of the linears
-    that each parameter's rows are cut into, evenly.
+    up, down: the names of the two parameters. transposed: whether they are [experts, in, out]. names: for each
+    parameter, the names of the linears that its rows are split into, evenly.
     """
 
     up: str
@@ -44,11 +44,11 @@ class Layout:
 
 
 class Expert(nn.Module):
-    """One expert: linears into the hidden channels, what the original does in between, and a linear out of them."""
+    """One expert: the up (and gate) linears, the original module's activation, and the down linear."""
 
     def __init__(self, shell: nn.Module, linears: Mapping[str, nn.Linear], out: str) -> None:
         super().__init__()
-        self.shell = shell  # the original module without its parameters, for its activation
+        self.shell = shell  # the original module without parameters; provides the activation
         self.into = tuple(name for name in linears if name != out)
         self.out = out
         for name, linear in linears.items():
@@ -61,7 +61,7 @@ class Expert(nn.Module):
 
     @staticmethod
     def probe(expert: nn.Module) -> Float[Tensor, "tokens width"]:
-        """The output of an expert (or of a copy) for a few random tokens, for proofs."""
+        """The output of an expert (or of a copy) for a few random tokens, for verification."""
         assert isinstance(expert, Expert)
         layer = CompressedLinear.of(expert.get_submodule(expert.into[0]))
         draw = torch.Generator().manual_seed(0)
@@ -70,11 +70,11 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Opened experts, by number. Called as the original is: with tokens, the experts' numbers, and their weights.
+    """Opened experts, by number. The arguments are those of the original: tokens, expert numbers, expert weights.
 
-    everyone: all experts see all tokens, with equal weights beside the router's; for probes and proofs, which so miss
-    neither an expert nor a change of the routes.
-    named: transformers reads the linears under these names.
+    all_tokens: every expert sees all tokens, with an equal weight in addition to the router's. Probes and verifications
+    use this to run every expert and to see every change of the routing. named: transformers reads the linears under
+    these names.
     """
 
     def __init__(self, experts: Sequence[Expert], named: bool) -> None:
@@ -83,23 +83,23 @@ class Experts(nn.Module):
             self.add_module(str(number), expert)
         self.count = len(experts)
         self.named = named
-        self.everyone = False
+        self.all_tokens = False
 
     def expert(self, number: int) -> Expert:
-        """One of them."""
+        """The expert with this number."""
         found = self.get_submodule(str(number))
         assert isinstance(found, Expert)
         return found
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "tokens width"]:
-        """The weighted sum of the chosen experts' outputs; the arguments are told apart by dtype and shape."""
+        """The weighted sum of the chosen experts' outputs; arguments are identified by dtype and shape."""
         x, chosen, weights = _roles((*args, *kwargs.values()))
         output = torch.zeros_like(x)
         for number in range(self.count):
-            if self.everyone:
-                share = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
-                found = self.expert(number)(x.clone())  # a tensor of its own, as the chosen tokens will be
-                output += (found * share).to(output.dtype)
+            if self.all_tokens:
+                weight = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
+                found = self.expert(number)(x.clone())  # a separate tensor, as the chosen tokens are
+                output += (found * weight).to(output.dtype)
                 continue
             token, place = torch.where(chosen == number)
             if len(token):
@@ -109,14 +109,14 @@ class Experts(nn.Module):
 
 
 def _roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], Float[Tensor, "tokens k"]]:
-    """(tokens, numbers of the chosen experts, their weights) among the arguments of a call."""
+    """Identify (tokens, chosen expert numbers, expert weights) among the arguments of a call."""
     (chosen,) = (t for t in tensors if not t.is_floating_point())
     x, weights = (t for t in tensors if t.is_floating_point())
     return x, chosen, weights
 
 
 def _activation(shell: Any) -> Callable[[Tensor], Tensor]:
-    """What stands between an expert's two matrices, as transformers' interface of experts names it."""
+    """The function between an expert's two matrices, by transformers' interface of experts."""
     return shell._apply_gate if getattr(shell, "has_gate", True) and hasattr(shell, "_apply_gate") else shell.act_fn
 
 
@@ -126,27 +126,27 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def exercised(module: nn.Module) -> Iterator[None]:
-    """Every expert below a module sees every token meanwhile, so that nothing is said of experts that were not run."""
+    """Route every token to every expert below a module in the meantime, so that probes reach all experts."""
     found = [child for child in module.modules() if isinstance(child, Experts)]
     for child in found:
-        child.everyone = True
+        child.all_tokens = True
     try:
         yield
     finally:
         for child in found:
-            child.everyone = False
+            child.all_tokens = False
 
 
 def in_experts(block: nn.Module) -> dict[str, Expert]:
-    """Every opened expert below a module by its name."""
+    """Every opened expert below a module, by name."""
     return {name: child for name, child in block.named_modules() if isinstance(child, Expert)}
 
 
 def open_experts(model: nn.Module) -> list[str]:
     """Replace, in place, every set of experts by its opened form; weights may be on the meta device.
 
-    Returns a note for every kind of module that holds experts and could not be opened, since its weights will then not
-    be compressed.
+    Returns a note for every module with experts that could not be opened; the weights of such a module are not
+    compressed.
     """
     notes: list[str] = []
     proved: dict[tuple[object, ...], str | None] = {}
@@ -162,12 +162,12 @@ def open_experts(model: nn.Module) -> list[str]:
         if held:
             model.set_submodule(name, _opened(module, held[0], named=held[0].up in names))
         else:
-            notes.append(f"{name}: its 3-D weights are left as they are: {proved[(*key, layouts[0].transposed)]}")
+            notes.append(f"{name}: its 3-D weights are not compressed: {proved[(*key, layouts[0].transposed)]}")
     return notes
 
 
 def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layout] | None:
-    """The ways in which a module may hold experts; None when it does not look like one that does."""
+    """The possible layouts of a module with experts; None when the module does not look like one."""
     own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
     cubes = [name for name, p in own.items() if p.dim() == 3]
     if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0]:
@@ -202,7 +202,7 @@ def _opened(module: nn.Module, layout: Layout, named: bool) -> Experts:
 
 
 def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
-    """A linear that shares its tensors with others."""
+    """A linear that shares its tensors with the module they come from."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
@@ -211,9 +211,9 @@ def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
 
 
 def _refuted(module: nn.Module, layout: Layout) -> str | None:
-    """Why the opened form is not the same function, tried on a small copy with random weights; None when it is."""
+    """Why the opened form computes another function, tested on a small random copy; None when it is the same."""
     small = copy.copy(module)
-    small.__dict__.pop("forward", None)  # one that was wrapped in place would run on the original's weights
+    small.__dict__.pop("forward", None)  # a forward that was wrapped in place would use the original's weights
     own = {name: p for name, p in module._parameters.items() if p is not None}
     unit = math.gcd(*(size for p in own.values() for size in p.shape[1:]))
     draw = torch.Generator().manual_seed(0)
@@ -231,16 +231,16 @@ def _refuted(module: nn.Module, layout: Layout) -> str | None:
     weights = torch.rand(chosen.shape, generator=draw)
     with torch.no_grad():
         try:
-            wanted = small(x, chosen, weights)
-            found = _opened(small, layout, False)(x, chosen, weights)
-            error = float((found - wanted).norm() / wanted.norm())
+            expected = small(x, chosen, weights)
+            actual = _opened(small, layout, False)(x, chosen, weights)
+            error = float((actual - expected).norm() / expected.norm())
         except NOT_RUNNABLE as problem:
-            return f"they cannot be called with tokens, experts and weights ({type(problem).__name__}: {problem})"
-    return None if error < PROOF_TOLERANCE else f"opened, they compute something else (relative error {error:.1g})"
+            return f"the module does not accept tokens, experts and weights ({type(problem).__name__}: {problem})"
+    return None if error < PROOF_TOLERANCE else f"the opened form computes other values (relative error {error:.1g})"
 
 
 def _stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """3-D parameter -> names of the linears of one expert that transformers makes it of when it loads a checkpoint."""
+    """3-D parameter -> the names of one expert's linears that transformers merges into it when loading a checkpoint."""
     found: dict[str, tuple[str, ...]] = {}
     for converter in _conversions(model):
         kinds = {type(operation) for operation in getattr(converter, "operations", ())}
@@ -254,7 +254,7 @@ def _stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def renamed(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
-    """Stored tensor name -> the name by which transformers looks for it in the model."""
+    """Stored tensor name -> its name in the model by transformers' renaming rules."""
     renamings = [rule for rule in _conversions(model) if isinstance(rule, WeightRenaming)]
     found = {}
     for name in stored:

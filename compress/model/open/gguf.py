@@ -1,7 +1,7 @@
-"""GGUF files as models: converted once to a folder of safetensors in the user's cache, and opened from there.
+"""Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
 
-Reading goes through transformers and its owners' `gguf` package. Dequantizing takes the whole model in memory and
-half a minute, so it is done once, in a process of its own, whose memory goes back to the system.
+transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
+and takes half a minute. It therefore runs once, in a subprocess, whose memory the system gets back.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ CONVERTED = "compress/gguf"
 
 
 def as_safetensors(path: Path) -> Path:
-    """The folder with the float32 safetensors, config and tokenizer of a .gguf file, made if it is not there yet.
+    """Return the folder with the float32 safetensors, config and tokenizer of a .gguf file; convert it if needed.
 
     Raises ModelError: no such file, not a GGUF file, an architecture that transformers cannot read from GGUF, or the
-    `gguf` package missing.
+    `gguf` package is missing.
     """
     if not path.is_file():
         raise ModelError(f"model: no file {path}")
@@ -30,7 +30,7 @@ def as_safetensors(path: Path) -> Path:
         file.seek(0)
         if file.read(4) != b"GGUF":
             raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
-    from huggingface_hub.constants import HF_HOME  # the cache that the user already has for models
+    from huggingface_hub.constants import HF_HOME  # the user's cache of models
 
     folder = Path(HF_HOME) / CONVERTED / digest.hexdigest()[:32]
     if not folder.exists():
@@ -43,15 +43,16 @@ def as_safetensors(path: Path) -> Path:
             shutil.rmtree(part, ignore_errors=True)
             reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
             raise ModelError(
-                f"model: {path} cannot be read ({reason}); reading GGUF needs the extra: compress-llm[gguf]"
+                f"model: {path} cannot be read ({reason}); "
+                "if the gguf package is missing, install the extra: compress-llm[gguf]"
             )
         part.rename(folder)
     return folder
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Write a .gguf file's model as float32 safetensors, with its config and tokenizer, into a folder."""
-    import torch  # this function runs in a process of its own
+    """Write the model of a .gguf file as float32 safetensors, with its config and tokenizer, to a folder."""
+    import torch  # this function runs in a subprocess
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

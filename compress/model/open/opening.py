@@ -1,4 +1,4 @@
-"""Opening a model: a hub id, a local folder or a .gguf file, with the weights of blocks memory-mapped until needed."""
+"""Open a model: a hub id, a local folder or a .gguf file, with the weights of blocks memory-mapped until needed."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from compress.model.open.experts import open_experts, renamed
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES
 
-SAMPLE_BYTES = 1 << 16  # a fingerprint reads this much at each of SAMPLES places of a file, so that it takes no time
+SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
 
 
 class Weights(Protocol):
-    """Where the weights of blocks come from."""
+    """The source of the weights of blocks."""
 
     def bring(self, block: Block) -> None:
-        """Make the block's weights present, on the compute device, and check that they are finite."""
+        """Load the block's weights to the compute device and check that they are finite."""
         ...
 
     def release(self, block: Block) -> None:
-        """Let the block's weights go, if they can be brought again."""
+        """Free the block's weights if they can be loaded again."""
         ...
 
 
 class InMemory:
-    """Weights of a model that is in memory as a whole; nothing is brought or released."""
+    """Weights of a model that is entirely in memory; nothing is loaded or freed."""
 
     def bring(self, block: Block) -> None:
         check_finite(block.name, block.module.state_dict())
@@ -62,10 +62,10 @@ class InMemory:
 
 @dataclass
 class Mapped:
-    """Weights memory-mapped from safetensors files, brought block by block.
+    """Weights memory-mapped from safetensors files, loaded block by block.
 
-    files: tensor name in the model -> (file, name in the file). On a CPU and with an unchanged dtype a tensor is a
-    view of the file, and takes no memory that the system cannot take back.
+    files: tensor name in the model -> (file, name in the file). On a CPU with an unchanged dtype, a tensor is a view of
+    the file and takes only memory that the system can reclaim.
     """
 
     files: dict[str, tuple[Path, str]]
@@ -77,12 +77,12 @@ class Mapped:
         return [name for name in self.files if name.startswith(prefix + ".")]
 
     def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors by name, floating ones in the compute dtype, on the device."""
+        """Tensors by name, on the device; floating-point tensors in the dtype of computation."""
         found = self.read_raw(names)
         return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in found.items()}
 
     def read_raw(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors by name in the dtype they are stored in, on the device."""
+        """Tensors by name, on the device, in their stored dtype."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.files[name][0] for name in names}):
             with _opened(path) as file:
@@ -103,10 +103,10 @@ class Mapped:
 
 @dataclass
 class OpenModel:
-    """A model ready to be worked on.
+    """An open model and the source of its weights.
 
-    model: its block weights may be on the meta device until `weights.bring`. source: what the recipe called it.
-    fingerprint: a digest of config and weights. original_bytes: size of the weights as they came.
+    model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
+    fingerprint: a digest of configuration and weights.
     """
 
     model: PreTrainedModel
@@ -130,7 +130,7 @@ class OpenModel:
 
     @contextmanager
     def streaming(self) -> Iterator[PreTrainedModel]:
-        """The whole model, runnable: each block's weights are brought for its forward pass only."""
+        """The whole model, ready to run: each block's weights are loaded for its forward pass only."""
         handles = []
         for block in self.blocks:
             handles.append(block.module.register_forward_pre_hook(lambda *_, b=block: self.weights.bring(b)))
@@ -143,7 +143,7 @@ class OpenModel:
 
 
 def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put tensors in place of parameters and buffers, without copying."""
+    """Replace parameters and buffers by tensors, without copying."""
     for name, tensor in tensors.items():
         parent_name, _, leaf = name.rpartition(".")
         parent = module.get_submodule(parent_name)
@@ -154,7 +154,7 @@ def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinity; unlike `isfinite`, this takes no memory of the tensor's size."""
+    """Whether a tensor holds neither NaN nor infinity; unlike `isfinite`, this allocates no tensor of its size."""
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
@@ -164,7 +164,9 @@ def check_finite(prefix: str, tensors: dict[str, Tensor]) -> None:
         if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
-            raise ModelError(f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged")
+            raise ModelError(
+                f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged; fetch it again"
+            )
 
 
 def open_model(
@@ -172,10 +174,10 @@ def open_model(
 ) -> OpenModel:
     """Open a model by hub id, local folder, or path of a .gguf file.
 
-    dtype: 'auto' (as the checkpoint says), 'float32', 'bfloat16' or 'float16': the dtype that is computed in.
+    dtype: the dtype of computation: 'auto' (that of the checkpoint), 'float32', 'bfloat16' or 'float16'.
 
-    Raises ModelError: not found, unreadable, truncated, no safetensors, missing tensors, NaN in the weights that
-    are outside the blocks (those inside are checked when a block is brought).
+    Raises ModelError: not found, unreadable, truncated, no safetensors, missing tensors, NaN in the weights outside the
+    blocks (those inside are checked when a block is loaded).
     """
     device = device or torch.device("cpu")
     folder = folder_of(source)
@@ -183,7 +185,7 @@ def open_model(
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     if getattr(config, CONFIG_KEY, None) is not None:
-        raise ModelError(f"model: {source} has a rounded KV cache already; start from the model as it was before")
+        raise ModelError(f"model: {source} has a quantized KV cache; start from the original model")
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
@@ -195,7 +197,9 @@ def open_model(
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
         open_experts(whole)
-        notes.append("the checkpoint's tensors are stored under other names or shapes, so transformers loaded it whole")
+        notes.append(
+            "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
+        )
         return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=notes, **common)
     blocks = find_blocks(model)
     weights = Mapped(files, compute, device)
@@ -209,8 +213,8 @@ def open_model(
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The config's model without weights, with the folder's generation config. Raises ModelError."""
-    with init_empty_weights(), no_init_weights():  # the latter saves drawing what nobody keeps: 5 ms per linear
+    """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
+    with init_empty_weights(), no_init_weights():  # the latter skips random initialization: 5 ms per linear
         model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
     model.tie_weights()
     try:
@@ -222,7 +226,7 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:
-    """Move what is not on the meta device: computed buffers such as rotary frequencies."""
+    """Move all tensors that are not on the meta device: computed buffers such as rotary frequencies."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -230,28 +234,28 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 
 def folder_of(source: str) -> Path:
-    """A local folder that holds the model in safetensors."""
+    """Return a local folder that holds the model as safetensors; fetch or convert the model if needed."""
     path = Path(source).expanduser()
     if source.endswith(".gguf"):
         return gguf.as_safetensors(path)
     if path.is_dir():
         return path
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
-        raise ModelError(f"model: no folder {source}; give a hub id, a local folder, or a .gguf file")
-    from huggingface_hub import snapshot_download  # slow to import, and not needed for local models
+        raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
+    from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except Exception as error:
         raise ModelError(
-            f"model: {source} is no local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); give a local folder, a .gguf file, or a hub id that can be reached"
+            f"model: {source} is not a local folder and could not be fetched from the hub "
+            f"({type(error).__name__}); use a local folder, a .gguf file, or a hub id that can be reached"
         ) from error
 
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of a model folder; source: what the user called it. Raises ModelError."""
+    """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -260,7 +264,7 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
 
 
 def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """The transformers class that the config names, a causal language model where it names none."""
+    """The transformers class that the configuration names, or a causal language model when it names none."""
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
@@ -269,12 +273,12 @@ def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
         return mapping[type(config)]
     raise ModelError(
         f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
-        + ("" if trust_remote_code else "; set trust_remote_code: true if its own code is to be run")
+        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
     )
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    """The dtype by its name; for 'auto' that of the configuration, float32 where it names none. Raises ModelError."""
+    """The dtype by name; for 'auto' that of the configuration, or float32 when it has none. Raises ModelError."""
     if dtype != "auto":
         if dtype not in DTYPES:
             raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
@@ -297,14 +301,14 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all safetensors of a folder, every file opened once to see that it is whole."""
+    """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
     index = folder / "model.safetensors.index.json"
     whole = folder / "model.safetensors"
     if index.exists():
         try:
             paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is no index of weights ({error}); fetch it again") from error
+            raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
     else:
         paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -313,29 +317,29 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
 
 
 def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for one file."""
+    """Tensor name -> (file, name) for one safetensors file."""
     with _opened(path) as file:
         return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, memory-mapped; ModelError when it is missing, truncated or no safetensors."""
+    """Open a safetensors file, memory-mapped; ModelError when it is missing, truncated or not a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
-        raise ModelError(f"model: {path} is missing, though the index names it; fetch the model again") from error
+        raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"model: {path} is truncated or no safetensors file ({error}); fetch it again") from error
+        raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
 
 
 def match(
     model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
 ) -> dict[str, tuple[Path, str]] | None:
-    """Model tensor name -> stored tensor, or None when shapes differ, or names by more than transformers renames.
+    """Model tensor name -> stored tensor, or None when a shape differs or a name cannot be resolved by renaming.
 
-    present: linears whose weight is there in another form.
+    present: linears whose weight is stored in another form.
     """
     wanted = dict(model.state_dict(keep_vars=True))
     prefix = getattr(model, "base_model_prefix", "") + "."
@@ -364,9 +368,12 @@ def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Siz
 
 
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model loaded by transformers, which converts between stored and computed layouts."""
+    """Load the model with transformers, which converts stored layouts to those of the model."""
     try:
-        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both are told below
+        options: dict[str, Any] = {
+            "output_loading_info": True,
+            "ignore_mismatched_sizes": True,
+        }  # both are reported below
         model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
@@ -380,7 +387,7 @@ def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch
 
 
 def _fingerprint(folder: Path, paths: list[Path]) -> str:
-    """A digest of config.json and of samples of every weight file with its size; the same on every machine."""
+    """A digest of config.json and of the size and samples of every weight file; the same on every machine."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in paths:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Which weights of an open model take memory that the system cannot take back, once they are brought."""
+"""Measure the resident memory of an open model's weights: the weights that are not views of a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from compress.model.open.opening import Mapped, OpenModel
 
 SPELLED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Dtypes that can be computed in, as safetensors calls them."""
+"""safetensors' names of the dtypes of computation."""
 
 
 def held_bytes(opened: OpenModel, tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the model's tensors, by full name, that are no views of a file.
+    """Bytes of the model's tensors, by full name, that are not views of a file.
 
-    On a CPU a tensor that is stored in the dtype that is computed in is one; no weight is read to find out.
+    On a CPU, a tensor is a view of its file when it is stored in the dtype of computation. No weight is read.
     """
     weights = opened.weights
     viewed = _viewed(weights, tensors) if isinstance(weights, Mapped) and weights.device.type == "cpu" else set()
@@ -25,7 +25,7 @@ def held_bytes(opened: OpenModel, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _viewed(weights: Mapped, names: Iterable[str]) -> set[str]:
-    """Those of the names whose tensors need no conversion."""
+    """The names whose tensors need no conversion."""
     places = {name: weights.files[name] for name in names if name in weights.files}
     found: set[str] = set()
     for path in {path for path, _ in places.values()}:

@@ -1,4 +1,4 @@
-"""Whether two models speak of the same tokens in the same way, which a teacher and its student must."""
+"""Check that a teacher and its student have the same vocabulary and the same objective."""
 
 from __future__ import annotations
 
@@ -12,38 +12,43 @@ from compress.model.open.opening import OpenModel, class_of, folder_of, read_con
 
 
 def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> None:
-    """Raise ModelError, with the first difference, unless the model at `source` has the student's vocabulary and
-    predicts what it does.
+    """Raise ModelError unless the model at `source` has the student's vocabulary and objective.
 
-    Only its config and its tokenizer are read.
+    The error names the first difference. Only the configuration and the tokenizer of the teacher are read.
     """
     folder = folder_of(source)
     config = read_config(folder, source, trust_remote_code)
     check_kind(source, class_of(config, trust_remote_code), config, student)
-    theirs, ours = (getattr(known, "vocab_size", None) for known in (config, student.config))
-    if theirs != ours:
-        raise ModelError(f"teacher: {source} knows {theirs} tokens, the model {ours}; both need one vocabulary")
-    record = first_difference(read_tokenizer(folder, trust_remote_code), student.tokenizer)
-    if record is not None:
+    teacher_size, student_size = (getattr(known, "vocab_size", None) for known in (config, student.config))
+    if teacher_size != student_size:
         raise ModelError(
-            f"teacher: {source} and the model have different tokenizers: {record}; both need one vocabulary"
+            f"teacher: {source} has a vocabulary of {teacher_size} tokens, the model of {student_size}; "
+            "use a teacher with the model's vocabulary"
+        )
+    difference = first_difference(read_tokenizer(folder, trust_remote_code), student.tokenizer)
+    if difference is not None:
+        raise ModelError(
+            f"teacher: {source} and the model have different tokenizers: {difference}; "
+            "use a teacher with the model's vocabulary"
         )
 
 
 def check_kind(source: str, kind: type, config: PretrainedConfig, student: OpenModel) -> None:
-    """Raise ModelError where one of two models predicts masked tokens, and the other next ones."""
-    theirs, ours = is_masked(kind, config), is_masked(type(student.model), student.config)
-    if theirs != ours:
+    """Raise ModelError when one of the two models predicts masked tokens and the other next tokens."""
+    teacher, own = is_masked(kind, config), is_masked(type(student.model), student.config)
+    if teacher != own:
         names = {True: "masked tokens", False: "next tokens"}
-        raise ModelError(f"teacher: {source} predicts {names[theirs]}, the model {names[ours]}; both need one kind")
+        raise ModelError(
+            f"teacher: {source} predicts {names[teacher]}, the model {names[own]}; use a teacher of the model's kind"
+        )
 
 
-def first_difference(theirs: Any, ours: Any) -> str | None:
-    """The lowest token id that two tokenizers have different texts for, in words; None: none, or one is missing."""
-    if theirs is None or ours is None:
+def first_difference(teacher: Any, student: Any) -> str | None:
+    """Describe the lowest token id whose text differs in two tokenizers; None when all agree or one is missing."""
+    if teacher is None or student is None:
         return None
-    there, here = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (theirs, ours))
-    for i in sorted(there.keys() | here.keys()):
-        if there.get(i) != here.get(i):
-            return f"token {i} is {there.get(i)!r} there and {here.get(i)!r} here"
+    texts, own = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (teacher, student))
+    for i in sorted(texts.keys() | own.keys()):
+        if texts.get(i) != own.get(i):
+            return f"token {i} is {texts.get(i)!r} in the teacher and {own.get(i)!r} in the model"
     return None

@@ -1,7 +1,7 @@
-"""Another configuration of the same class, for fewer blocks or narrower ones, and its model with weights moved there.
+"""Build a model of the same class from a changed configuration, with fewer blocks or smaller widths, and move weights.
 
-Which entries of a configuration say how many blocks there are, or how wide something is, is found by their values and
-proved by building the model without weights: it must have exactly the tensors, of exactly the shapes, that are wanted.
+The configuration entries for the number of blocks or for a width are found by their values. A change is verified by
+building the model without weights: it must have exactly the expected tensors with exactly the expected shapes.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from compress.model.open.opening import assign, to_device
 from compress.model.structure.blocks import find_blocks
 
 Path = tuple[str, ...]
-"""Where an entry of a configuration stands: its key, behind those of the parts that it is in."""
+"""The place of a configuration entry: the keys from the outermost sub-configuration to the entry."""
 
 Shapes = dict[str, tuple[int, ...]]
-"""The shape of every stored tensor of a model by its name."""
+"""The shape of every stored tensor of a model, by name."""
 
 IMPOSSIBLE = (StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
-"""What classes of transformers raise for a configuration that makes no sense to them."""
+"""The exceptions of transformers classes for an inconsistent configuration."""
 
 NO_SIZES = ("token_id", "label2id", "id2label")
-"""Ends of the keys of entries that are numbers, but no sizes."""
+"""Suffixes of keys whose values are integers but not sizes."""
 
 
 def entries(config: PretrainedConfig) -> dict[Path, Any]:
-    """Every value of a configuration, those of its parts and None included, by its place."""
+    """Every value of a configuration by its place, including those of sub-configurations and None."""
 
     def walk(values: Mapping[str, Any], path: Path) -> dict[Path, Any]:
         found: dict[Path, Any] = {}
@@ -52,7 +52,7 @@ def entries(config: PretrainedConfig) -> dict[Path, Any]:
 
 
 def changed(config: PretrainedConfig, edits: Mapping[Path, Any]) -> PretrainedConfig | None:
-    """The configuration with other values, as it is read from a file; None where transformers refuses it."""
+    """The configuration with changed values, as read from a file; None when transformers rejects it."""
     values = config.to_dict()
     for path, value in edits.items():
         part = values
@@ -66,7 +66,7 @@ def changed(config: PretrainedConfig, edits: Mapping[Path, Any]) -> PretrainedCo
 
 
 def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel | None:
-    """The model of another configuration without any weights or buffers; None where its class cannot build it."""
+    """The model of another configuration on the meta device; None when its class cannot build it."""
     try:
         with torch.device("meta"):
             found = type(model)._from_config(copy.deepcopy(config))
@@ -77,17 +77,17 @@ def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel 
 
 
 def shapes(model: nn.Module) -> Shapes:
-    """The shapes of all tensors, compressed linears as the dense layers that they were."""
+    """The shapes of all tensors; compressed linears count as the dense layers they replaced."""
     return {name: tuple(tensor.shape) for name, tensor in tensors(model).items()}
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors by the names that the class itself has for them; compressed linears, which must be dense, too."""
+    """All tensors by the names that the model class uses; compressed linears, which must be dense, are included."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CompressedLinear)}
     inside = tuple(f"{name}." for name in layers)
     found = {name: t.detach() for name, t in model.state_dict().items() if not name.startswith(inside or ("\0",))}
     for name, layer in layers.items():
-        assert layer.scheme.plain, "a model changes its shape before it is compressed"
+        assert layer.scheme.plain, "a model must change its shape before it is compressed"
         found[f"{name}.weight"] = layer.weight.T if layer.transposed else layer.weight
         if layer.bias is not None:
             found[f"{name}.bias"] = layer.bias.detach()
@@ -95,7 +95,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def find_config(model: PreTrainedModel, wanted: Shapes, edits: Iterable[Mapping[Path, Any]]) -> PretrainedConfig | None:
-    """The first of these changes of the configuration that leads to exactly the wanted tensors."""
+    """The configuration of the first edits that lead to exactly the wanted tensors, or None."""
     for some in edits:
         config = changed(model.config, some)
         built = None if config is None else sketch(model, config)
@@ -105,7 +105,7 @@ def find_config(model: PreTrainedModel, wanted: Shapes, edits: Iterable[Mapping[
 
 
 def renumbered(model: nn.Module, kept: Sequence[int]) -> dict[str, str]:
-    """Tensor name -> the name that it has when only these blocks are left; those of the others are not there."""
+    """Tensor name -> its name when only these blocks are left; tensors of the removed blocks are omitted."""
     blocks = find_blocks(model)
     start = blocks[0].name.rpartition(".")[0] + "."
     places = {str(old): str(new) for new, old in enumerate(kept)}
@@ -120,13 +120,13 @@ def renumbered(model: nn.Module, kept: Sequence[int]) -> dict[str, str]:
 
 
 def with_blocks(model: PreTrainedModel, kept: Sequence[int]) -> PretrainedConfig:
-    """The configuration for these blocks alone: the number of blocks, and every list with one value per block, cut.
+    """The configuration for these blocks only: the number of blocks is reduced and every per-block list is cut.
 
-    Raises ModelError where no change of the configuration leads to their tensors.
+    Raises ModelError when no change of the configuration leads to their tensors.
     """
     count, found = len(find_blocks(model)), entries(model.config)
     numbers = [path for path, value in found.items() if type(value) is int and value == count]
-    numbers.sort(key=lambda path: "layer" not in path[-1])  # those that are likely first: each try builds a model
+    numbers.sort(key=lambda path: "layer" not in path[-1])  # likely entries first: each try builds a model
     lists = {path: [v[i] for i in kept] for path, v in found.items() if isinstance(v, list) and len(v) == count}
     some = [paths for size in (1, 2) for paths in combinations(numbers, size)]
     edits = [dict.fromkeys(paths, len(kept)) | cut for paths in some for cut in ([lists, {}] if lists else [{}])]
@@ -134,14 +134,14 @@ def with_blocks(model: PreTrainedModel, kept: Sequence[int]) -> PretrainedConfig
     config = find_config(model, {new: held[old] for old, new in renumbered(model, kept).items()}, edits)
     if config is None:
         raise ModelError(
-            f"model: no entry of its configuration says that {len(kept)} of its {count} blocks are left, with what "
-            "each of them is; drop others, or none"
+            f"model: no entry of its configuration sets the number of blocks to {len(kept)} of {count} and keeps their "
+            "kinds; drop other blocks, or none"
         )
     return config
 
 
 def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-    """The model of another configuration with these tensors; tied ones are tied again.
+    """Build the model of another configuration with these tensors; tied tensors are tied again.
 
     Raises ModelError when a tensor is missing.
     """
@@ -156,7 +156,7 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
     new.tie_weights()
     missing = [name for name, tensor in new.state_dict().items() if tensor.is_meta]
     if missing:
-        raise ModelError(f"model: its new configuration asks for {missing[0]}, which the model does not hold")
+        raise ModelError(f"model: its new configuration needs {missing[0]}, which the model does not have")
     to_device(new, first.device)
     if hasattr(model, "generation_config"):  # encoders have none
         new.generation_config = model.generation_config
@@ -165,7 +165,7 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
 
 
 def become(model: nn.Module, other: nn.Module) -> None:
-    """Let the model have all the parts of another one of its class: the object stays, what it held is let go."""
+    """Replace all state of the model by that of another model of its class; the object stays the same."""
     assert type(model) is type(other)
     vars(model).clear()
     vars(model).update(vars(other))

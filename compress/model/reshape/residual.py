@@ -1,4 +1,4 @@
-"""The hidden width that passes from block to block: proving that its channels are alike, and making it smaller."""
+"""The hidden width between blocks: verify that its channels are interchangeable, and reduce it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from compress.model.reshape.widths import Width
 from compress.model.structure.probes import norms_of
 from compress.numerics.metrics import relative_error
 
-TRADED = 1e-4  # relative, float32 over a whole model: what may trade places gives 1e-6, what may not more than 1e-2
-SAME = 1e-2  # relative, in the model's dtype: half precision in another order gives 5e-3, a wrong cut more than 1e-1
+TRADED = 1e-4  # relative, float32, whole model: a valid permutation gives 1e-6, an invalid one more than 1e-2
+SAME = 1e-2  # relative, in the model's dtype: another summation order in half precision gives 5e-3, a wrong cut > 1e-1
 
 FORMS = ("weight", "1 + weight")
-"""How norms may read their weight."""
+"""How norms use their weight."""
 
 
 def check_traded(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch length"], where: str) -> None:
-    """Raise ModelError unless all hidden channels may trade places, with all that reads and writes them."""
+    """Raise ModelError unless a permutation of the hidden channels in all their tensors leaves the logits unchanged."""
     plain = {name: tensor.float() for name, tensor in tensors(model).items()}
     size = next(iter(width.axes.values()))[0]
     order = torch.randperm(size, generator=torch.Generator().manual_seed(0)).to(next(iter(plain.values())).device)
@@ -34,13 +34,13 @@ def check_traded(model: PreTrainedModel, width: Width, ids: Int[Tensor, "batch l
     error = relative_error(logits_of(build(model, model.config, traded), ids), before)
     if not error < TRADED:
         raise ModelError(
-            f"{where}: the model is another one when its hidden channels trade places (it differs by {error:.2g}), so "
-            "they are not alike; leave out the hidden width"
+            f"{where}: a permutation of the hidden channels changes the logits (relative error {error:.2g}), so the "
+            "channels are not interchangeable; leave out the hidden width"
         )
 
 
 def along(held: Mapping[str, Tensor], width: Width, change: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    """The tensors, each changed along every one of its dimensions that belongs to the width."""
+    """The tensors, each changed along every dimension that belongs to the width."""
     found = dict(held)
     for name, dim in width.axes:
         found[name] = change(found[name], dim).contiguous()
@@ -56,12 +56,12 @@ def with_fewer(
     ids: Int[Tensor, "batch length"],
     where: str,
 ) -> PreTrainedModel:
-    """The model of `config` with the kept hidden channels of these tensors, as if the others had become silent.
+    """Build the model of `config` with the kept hidden channels, equivalent to zeroing the other channels.
 
-    A norm takes its mean over d' channels where it took it over d: with x the same, x / rms is sqrt(d' / d) times what
-    it was, which the norms' weights make up for.
+    A norm averages over d' channels instead of d. With the same x, x / rms is then sqrt(d' / d) times its old value;
+    the norms' weights compensate for that factor.
 
-    Raises ModelError where that is not all that the number of channels decides.
+    Raises ModelError when the number of hidden channels has any further effect.
     """
     size, left = next(iter(width.axes.values()))
     assert left == len(kept)
@@ -79,6 +79,7 @@ def with_fewer(
         if error < SAME:
             return new
     raise ModelError(
-        f"{where}: a model of {left} hidden channels is not the one of {size} of which the others are silent (it "
-        f"differs by {error:.2g}): something besides RMS norms depends on their number; leave out the hidden width"
+        f"{where}: the model with {left} of {size} hidden channels differs from the model with the others set to zero "
+        f"(relative error {error:.2g}): a module other than an RMS norm depends on their number; "
+        "leave out the hidden width"
     )

@@ -1,7 +1,7 @@
-"""Which dimensions of which tensors a width of the configuration decides: found by building the model with another one.
+"""Find the tensor dimensions that a width of the configuration determines, by building models with another width.
 
-Nothing is computed: models are built without weights, and the shapes of their tensors compared. That what is found may
-be narrowed is proved in numbers by those who do so.
+Nothing is computed: models are built without weights and their tensor shapes are compared. The caller verifies
+numerically that a dimension may be narrowed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from compress.model.reshape.reconfigure import Path, Shapes, changed, entries, s
 from compress.model.structure.blocks import find_blocks
 
 Axes = dict[tuple[str, int], tuple[int, int]]
-"""(tensor name, dimension) -> its size before and after."""
+"""(tensor name, dimension) -> (size before, size after)."""
 
 
 @dataclass(frozen=True)
 class Width:
-    """A width that can be changed. edits: of the configuration. axes: what becomes narrower by them."""
+    """A width that can be changed. edits: of the configuration. axes: the tensor dimensions that they narrow."""
 
     edits: Mapping[Path, Any]
     axes: Axes
 
     def modules(self, side: str, model: PreTrainedModel) -> list[str]:
-        """Full names of the linears that it makes narrower on the side of their 'in' or their 'out' channels."""
+        """Full names of the linears that it narrows on the given side: 'in' or 'out' channels."""
         found = linears(model)
         places = {name: _side(found[name], side) for name in found}
         return [name for name, dim in places.items() if (f"{name}.weight", dim) in self.axes]
 
 
 def _side(linear: Any, side: str) -> int:
-    """The dimension of the stored weight that input or output channels are along."""
+    """The dimension of the stored weight that holds the input or output channels."""
     return int(CompressedLinear.of(linear).transposed != (side == "in"))
 
 
 def _axes(model: PreTrainedModel, held: Shapes, edits: Mapping[Path, Any]) -> Axes | None:
-    """What these edits change; None where the model cannot be built, or has other tensors then."""
+    """The dimensions that these edits change; None if the model cannot be built or has other tensors."""
     config = changed(model.config, edits)
     built = None if config is None else sketch(model, config)
     new = {} if built is None else shapes(built)
@@ -52,18 +52,18 @@ def _axes(model: PreTrainedModel, held: Shapes, edits: Mapping[Path, Any]) -> Ax
 
 
 def _inside(model: PreTrainedModel, axes: Axes) -> bool:
-    """Whether all of it is in the blocks."""
+    """Whether all changed tensors are inside the blocks."""
     prefixes = tuple(f"{block.name}." for block in find_blocks(model))
     return all(name.startswith(prefixes) for name, _ in axes)
 
 
 def _key(model: PreTrainedModel, common: str) -> Path:
-    """The entry that transformers knows under a name that all its configurations have."""
+    """The model's own key for a name that all transformers configurations share (`attribute_map`)."""
     return (model.config.attribute_map.get(common, common),)
 
 
 def _head_size(model: PreTrainedModel) -> dict[Path, Any]:
-    """The size of a head, for configurations that leave it to be derived."""
+    """The head size as an edit, for configurations that derive it from other entries."""
     heads = getattr(model.config, "num_attention_heads", 0)
     width = getattr(model.config, "hidden_size", 0)
     missing = getattr(model.config, "head_dim", None) is None and heads and width % heads == 0
@@ -71,7 +71,7 @@ def _head_size(model: PreTrainedModel) -> dict[Path, Any]:
 
 
 def _first(model: PreTrainedModel, tries: Iterator[Mapping[Path, Any]], fits: Callable[[Axes], bool]) -> Width | None:
-    """The first edits that do what is wanted, and something at all."""
+    """The first edits that change any dimension and that `fits` accepts."""
     held = shapes(model)
     for edits in tries:
         axes = _axes(model, held, edits)
@@ -81,12 +81,12 @@ def _first(model: PreTrainedModel, tries: Iterator[Mapping[Path, Any]], fits: Ca
 
 
 def ffn_widths(model: PreTrainedModel, narrower: Callable[[int], int]) -> list[Width]:
-    """The widths between the matrices of feed-forward layers, one for each size that they have.
+    """The intermediate widths of feed-forward layers, one per size that they have.
 
-    They are entries of the configuration that as many input channels of linears in the blocks equal, or that are None
-    while they are derived. narrower: the new size for a size.
+    A candidate is an entry of the configuration whose value equals the number of input channels of a linear in the
+    blocks, or an entry that is None because its value is derived. narrower: maps a size to the new size.
 
-    Raises ModelError where there is none.
+    Raises ModelError when the configuration has no such entry.
     """
     hidden = getattr(model.config, "hidden_size", None)
     blocks = find_blocks(model)
@@ -107,16 +107,16 @@ def ffn_widths(model: PreTrainedModel, narrower: Callable[[int], int]) -> list[W
             found.append(width)
     if not found:
         raise ModelError(
-            "model: no entry of its configuration says how wide its feed-forward layers are, so they cannot be "
+            "model: no entry of its configuration sets the width of its feed-forward layers, so they cannot be "
             "narrowed; leave out ffn"
         )
     return found
 
 
 def head_width(model: PreTrainedModel, groups: int, left: int) -> Width:
-    """Attention with `left` of its `groups` groups of heads (of one query head each, where they are not grouped).
+    """The width of attention with `left` of its `groups` groups of heads (key-value heads; else single heads).
 
-    Raises ModelError where no configuration has the same heads in a smaller number.
+    Raises ModelError when no configuration has fewer heads of the same size.
     """
     heads = _key(model, "num_attention_heads")
     count, added = getattr(model.config, "num_attention_heads", 0), _head_size(model)
@@ -133,16 +133,16 @@ def head_width(model: PreTrainedModel, groups: int, left: int) -> Width:
     width = _first(model, iter([*tries, *({**edits, **added} for edits in tries if added)]), fits)
     if width is None:
         raise ModelError(
-            f"model: its configuration cannot say that {left} of {groups} groups of heads are left: it derives the "
-            "size of a head from the hidden width; leave out heads"
+            f"model: its configuration cannot express {left} of {groups} groups of heads, because it derives the "
+            "head size from the hidden width; leave out heads"
         )
     return width
 
 
 def hidden_width(model: PreTrainedModel, narrower: Callable[[int], int]) -> Width:
-    """The width of the hidden states that pass from block to block.
+    """The width of the hidden states between blocks.
 
-    Raises ModelError where no configuration has a smaller one with all else the same.
+    Raises ModelError when no configuration has a smaller hidden width and all other sizes unchanged.
     """
     path = _key(model, "hidden_size")
     size, heads = model.config.hidden_size, getattr(model.config, "num_attention_heads", 1)
@@ -160,12 +160,12 @@ def hidden_width(model: PreTrainedModel, narrower: Callable[[int], int]) -> Widt
     width, near = found(small), small // heads * heads
     if width is None and 0 < near < small and found(near) is not None:
         raise ModelError(
-            f"model: its {heads} heads do not divide {small} hidden channels, which its configuration asks for; use "
-            f"multiple: {heads}, or a share that leaves {near} of {size}"
+            f"model: its configuration requires that its {heads} heads divide the hidden width, but {small} is not a "
+            f"multiple; use multiple: {heads}, or a fraction that leaves {near} of {size}"
         )
     if width is None:
         raise ModelError(
-            f"model: its configuration cannot say that {small} of {size} hidden channels are left and all else stays: "
-            "it derives other sizes from the hidden width; leave the hidden width as it is"
+            f"model: its configuration cannot express {small} of {size} hidden channels, because it derives other "
+            "sizes from the hidden width; leave the hidden width unchanged"
         )
     return width

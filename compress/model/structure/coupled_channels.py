@@ -1,8 +1,8 @@
-"""Bundles: rows of some linears and columns of the one behind them that stand or fall together, and may trade places.
+"""Coupled channels: rows of some linears and columns of the next one that are removed or permuted only together.
 
-Channels of a feed-forward layer are bundles of one row and one column each, found as permutation links. Groups of
-attention heads are bundles of the rows that make a group's queries, keys and values, and of the columns that read what
-it gives: which rows are whose is read off probes. Every set of bundles is proved by trading places.
+In a feed-forward layer each set of coupled channels is one row and one column, found as permutation links. In attention
+it is one group of heads: the rows that produce the group's queries, keys and values, and the columns that read its
+output. Probes find which rows belong to which group. Every result is verified by permuting the sets.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from compress.model.structure.permutations import MOVED, Permutation, find_permu
 from compress.model.structure.probes import Forward, Probe, in_float32, width_out
 from compress.numerics.metrics import relative_error
 
-LOUDER = 2.0  # the factor of rows whose effect is looked for
+PROBE_FACTOR = 2.0  # the factor of rows whose effect is probed
 
 
 @dataclass(frozen=True, eq=False)
 class CoupledChannels:
-    """Bundles of one reader. rows: for each source and bundle, the source's output channels."""
+    """The coupled channels of one reader. rows: per source, the output channels of each set. columns: of the reader."""
 
     sources: tuple[str, ...]
     rows: tuple[Int[Tensor, "bundles rows"], ...]
@@ -36,7 +36,7 @@ class CoupledChannels:
 
 
 def coupled_ffn_channels(block: nn.Module, forward: Forward, readers: Collection[str]) -> list[CoupledChannels]:
-    """Those of feed-forward layers, for the readers (names inside the block) that have a link, all of one part."""
+    """Coupled channels of feed-forward layers, for the given readers (names inside the block) with a one-part link."""
     found = []
     for link in find_permutations(block, forward):
         (reader,) = link.readers
@@ -50,7 +50,7 @@ def coupled_ffn_channels(block: nn.Module, forward: Forward, readers: Collection
 def coupled_heads(
     block: nn.Module, forward: Forward, readers: Collection[str], sources: Collection[str]
 ) -> list[CoupledChannels]:
-    """Those of attention: each part of a link from values, with the rows of all sources that it alone depends on."""
+    """Coupled channels of attention: per part of a link from values, the source rows that only it depends on."""
     links = [link for link in find_permutations(block, forward) if link.readers[0] in readers]
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
@@ -59,19 +59,19 @@ def coupled_heads(
 
 
 def still_hold(block: nn.Module, forward: Forward, found: list[CoupledChannels]) -> bool:
-    """Whether bundles of a block that is built alike are bundles of this one, too."""
+    """Whether coupled channels found in a block of the same signature also hold in this block."""
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
         return all(holds(probe, coupled) for coupled in found)
 
 
 def _sorted(of: Int[Tensor, " channels"]) -> Int[Tensor, "bundles channels"]:
-    """The channels of each bundle, in order; of: the bundle of each channel, each having as many."""
+    """The channels of each set, ascending; of: the set of each channel, where all sets have the same size."""
     return of.argsort(stable=True).reshape(int(of.max()) + 1, -1)
 
 
 def _even(of: Tensor, count: int) -> bool:
-    """Whether each bundle has as many channels."""
+    """Whether all sets have the same number of channels."""
     return bool((of >= 0).all()) and len(set(torch.bincount(of, minlength=count).tolist())) == 1
 
 
@@ -85,16 +85,16 @@ def _heads(probe: Probe, link: Permutation, sources: list[str]) -> CoupledChanne
 
 
 def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor, " out"]:
-    """The part of the reader's columns that each of the source's channels reaches, -1 where there are several.
+    """The part of the reader's columns that each of the source's channels affects; -1 where it affects several.
 
-    By halves: a range of channels that reaches one part alone is not looked into any further.
+    Ranges of channels are halved until a range affects one part only.
     """
     owners = torch.full((width_out(probe.linears[source]),), -1)
     ranges = [(0, len(owners))]
     while ranges:
         start, end = ranges.pop()
         factor = torch.ones(len(owners))
-        factor[start:end] = LOUDER
+        factor[start:end] = PROBE_FACTOR
         probe.run({source: lambda y, f=factor: y * f.to(y)})
         before, after = probe.reached([reader])[reader]
         moved = ((after - before).norm(dim=0) > MOVED * before.norm(dim=0)).cpu()
@@ -110,7 +110,7 @@ def _owners(probe: Probe, source: str, reader: str, part: Tensor) -> Int[Tensor,
 
 
 def holds(probe: Probe, found: CoupledChannels) -> bool:
-    """Whether nothing changes when all bundles trade places, each with another one, at random."""
+    """Whether the output is unchanged when the sets are permuted cyclically at random."""
     if not {*found.sources, found.reader} <= probe.ran:
         return False
     ring = torch.randperm(len(found), generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
-"""Structure discovery: what a few forward passes of one block say about it. No names of architectures, no tracing.
+"""Structure discovery from a few forward passes of one block: no architecture names, no tracing.
 
-Groups: linears whose input is the same tensor share it. Links: a scale per channel can move from the module that
-writes the channels, a norm or a linear, to the linears that read them. Every link is checked in numbers when it is
-found, and every fold proves itself again before it is kept.
+Groups: linears that read the same tensor share their input. Links: a scale per channel can move from the module that
+writes the channels, a norm or a linear, to the linears that read them. Every link is verified numerically when it is
+found, and every fold is verified again before it is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import Expert, exercised, in_experts
-from compress.model.structure.channel_probes import Found, all_at_once, by_halves
+from compress.model.structure.channel_probes import ChannelMap, all_at_once, by_halves
 from compress.model.structure.probes import Change, Forward, Probe, in_float32, norms_of, width_in, width_out
 from compress.model.structure.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
 from compress.numerics.metrics import relative_error
@@ -31,7 +31,7 @@ Kind = Literal["norm", "linear"]
 class Group:
     """Linears that read the same tensor, by their names inside the block, in the order of execution.
 
-    norm: the name of the module that wrote the tensor and could take a scale per channel, or None.
+    norm: the name of the module that writes the tensor and can absorb a scale per channel, or None.
     """
 
     linears: tuple[str, ...]
@@ -40,12 +40,12 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Link:
-    """A scale per channel can move through here.
+    """A path along which a scale per channel can move from one module to others.
 
     source: the module inside the block that writes the channels, a norm or a linear. readers: the modules whose input
-    columns are scaled: linears, and routers of experts. channels: for each input column of the readers, the source's
-    output channel, in the order that the readers' columns are stored in. kind: which of the two the source is. Links
-    are equal when they are the same object.
+    columns are scaled: linears, and routers of experts. channels: for each stored input column of the readers, the
+    source's output channel. kind: whether the source is a norm or a linear. Links are equal when they are the same
+    object.
     """
 
     source: str
@@ -54,21 +54,21 @@ class Link:
     kind: Kind
 
     def equalize(self, scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
-        """The scale with columns of one source channel made equal: each gets the largest of them."""
+        """Give columns of the same source channel the same scale: the largest of theirs."""
         width = int(self.channels.max()) + 1
         index = self.channels.to(scale.device)
         return scale.new_zeros(width).scatter_reduce(0, index, scale, "amax", include_self=False)[index]
 
     def per_channel(self, scale: Float[Tensor, " in"], width: int) -> Float[Tensor, " out"]:
-        """The scale of each of the source's `width` channels; 1 for those that no reader reads here."""
+        """The scale of each of the source's `width` channels; 1 for channels that the readers do not read."""
         found = scale.new_ones(width)
         found[self.channels.to(scale.device)] = scale
         return found
 
 
 def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
-    """The groups of a block in the order of execution; a linear that did not run is a group of its own, at the end."""
-    inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is used twice
+    """Find the groups of a block, in the order of execution; a linear that did not run is its own group, at the end."""
+    inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is reused
     outputs: dict[str, Tensor] = {}
     names = linears(block)
     handles = [module.register_forward_pre_hook(_reader(inputs, name)) for name, module in names.items()]
@@ -103,22 +103,22 @@ def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
 
 
 def _identity(tensor: Tensor) -> tuple[int, ...]:
-    """What makes two tensors the same: storage, offset, shape and strides."""
+    """The identity of a tensor: storage, offset, last dimension and number of elements."""
     shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
     return (tensor.untyped_storage().data_ptr(), *shape)
 
 
-def find_links(block: nn.Module, forward: Forward, alike: Sequence[Link] = ()) -> list[Link]:
-    """All links of a block that hold, norms first, each in the order of definition.
+def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ()) -> list[Link]:
+    """Find all links of a block that hold: norms first, each kind in the order of definition.
 
-    forward: a pass of a given block on fixed inputs, in the dtype of that block. It takes a few passes per module: two
-    to three for each linear, and about thirty for a fused projection of gate and up; one per link of a block of the
-    same `make`, if they are given (`alike`) and all hold here. At most one copy of the block, in float32, is made.
+    forward: a pass of a given block on fixed inputs, in the dtype of that block. The search takes two to three passes
+    per linear, and about thirty for a fused gate and up projection. similar: links of a block of the same
+    `block_signature`; if they all hold here, one pass per link suffices. At most one float32 copy of the block is made.
     """
     with in_float32(block) as proof:
         probe = Probe(proof, forward)
         experts = in_experts(proof)
-        outside = [link for link in alike if not _inside(link.source, experts)]
+        outside = [link for link in similar if not _inside(link.source, experts)]
         if not outside or not all(_checked(probe, link) for link in outside):
             alone = [name for name in probe.linears if not _inside(name, experts)]
             outside = [link for name in probe.norms if (link := _norm_link(probe, name))]
@@ -127,7 +127,7 @@ def find_links(block: nn.Module, forward: Forward, alike: Sequence[Link] = ()) -
 
 
 def block_signature(block: nn.Module) -> Hashable:
-    """What blocks that are built alike have in common: the names and shapes of their parameters and buffers."""
+    """The signature of a block's structure: the names and shapes of its parameters and buffers."""
     return tuple((name, tuple(tensor.shape)) for name, tensor in block.state_dict().items())
 
 
@@ -136,7 +136,7 @@ def _inside(name: str, experts: Mapping[str, Expert]) -> bool:
 
 
 def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
-    """The links inside of experts: looked for in the first one of a kind, and checked in each."""
+    """Links inside experts: found in the first expert of a kind and verified in each of them."""
     found: list[Link] = []
     patterns: dict[tuple[object, ...], list[Link]] = {}
     for prefix, expert in experts.items():
@@ -152,7 +152,7 @@ def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
 
 
 def _norm_link(probe: Probe, source: str) -> Link | None:
-    """Readers whose columns scale as the norm's channels do, one after the other, until the output stays as it was."""
+    """Find the readers whose columns scale with the norm's channels, round by round, until no more are found."""
     width = width_out(probe.norms[source])
     scale = _random_scale(width)
     readers: dict[str, Tensor] = {}
@@ -168,14 +168,14 @@ def _norm_link(probe: Probe, source: str) -> Link | None:
 
 
 def _scaled(before: Tensor, after: Tensor, scale: Tensor) -> bool:
-    """Whether every column j is scale[j] times what it was (and not all of them zero)."""
+    """Whether every column j is scaled by scale[j] (and the input is not all zeros)."""
     if before.shape[1] != len(scale) or not bool(before.any()):
         return False
     return relative_error(after, before * scale.to(before)) < 1e-3
 
 
 def _linear_link(probe: Probe, source: str) -> Link | None:
-    """The readers of one linear's channels, by the cheapest probe that finds any."""
+    """The link from one linear to its readers, found by the cheapest probe that finds any."""
     if source not in probe.ran:
         return None
     width = width_out(probe.linears[source])
@@ -186,16 +186,16 @@ def _linear_link(probe: Probe, source: str) -> Link | None:
     return None
 
 
-def _plain(probe: Probe, source: str, width: int) -> Found:
+def _plain(probe: Probe, source: str, width: int) -> ChannelMap:
     return all_at_once(probe, source, width)
 
 
-def _fused_attention(probe: Probe, source: str, width: int) -> Found:
-    return all_at_once(probe, source, width, alike=True)
+def _fused_attention(probe: Probe, source: str, width: int) -> ChannelMap:
+    return all_at_once(probe, source, width, equal_tokens=True)
 
 
-def _best(probe: Probe, source: str, found: Found) -> Link | None:
-    """The link to all readers that read the same channels, if it holds; readers that differ cannot share a scale."""
+def _best(probe: Probe, source: str, found: ChannelMap) -> Link | None:
+    """The link to all readers of the same channels, if it holds; readers of different channels cannot share a scale."""
     found = {name: channels for name, channels in found.items() if name != source}
     if not found:
         return None
@@ -208,7 +208,7 @@ def _best(probe: Probe, source: str, found: Found) -> Link | None:
 def _proved(
     probe: Probe, source: str, readers: tuple[str, ...], channels: Int[Tensor, " in"], kind: Kind
 ) -> Link | None:
-    """The link, if it holds; readers that put these channels in different orders cannot share a scale."""
+    """The link, if it holds; readers that permute these channels differently cannot share a scale."""
     stored = [channels if (order := _order(probe.readers[name])) is None else channels[order] for name in readers]
     if not all(torch.equal(other, stored[0]) for other in stored):
         return None
@@ -216,15 +216,15 @@ def _proved(
 
 
 def _order(module: nn.Module) -> Int[Tensor, " in"] | None:
-    """The order that a reader puts its inputs in; None where they stay."""
+    """The input permutation of a reader, or None."""
     order = module.input_permutation if isinstance(module, CompressedLinear) else None
     return None if order is None else order.cpu()
 
 
 def _checked(probe: Probe, link: Link) -> Link | None:
-    """The link, if dividing what its source writes and multiplying what its readers read changes nothing.
+    """The link, if scaling the source's output down and the readers' inputs up leaves the block's output unchanged.
 
-    A linear that never ran might read the same channels, so the link is refused when one has as many inputs.
+    A linear that never ran could read the same channels; a link is refused if such a linear has as many inputs.
     """
     silent = [m for name, m in probe.readers.items() if name not in probe.ran]
     if any(width_in(module) == len(link.channels) for module in silent):
@@ -238,18 +238,18 @@ def _checked(probe: Probe, link: Link) -> Link | None:
         order = _order(probe.readers[name])
         before = scale if order is None else scale[order.argsort()]
         inputs[name] = lambda x, s=before: x * s.to(x)
-    found = probe.run(outputs, inputs)
-    return link if relative_error(found, probe.output) < FOLD_TOLERANCE else None
+    actual = probe.run(outputs, inputs)
+    return link if relative_error(actual, probe.output) < FOLD_TOLERANCE else None
 
 
 def _random_scale(width: int) -> Float[Tensor, " channels"]:
-    """Positive factors from 1/2 to 2, of which no two are alike."""
+    """Distinct positive factors from 1/2 to 2."""
     return 2.0 ** (2 * torch.rand(width, generator=torch.Generator().manual_seed(width)) - 1)
 
 
 @dataclass(frozen=True)
 class Fold:
-    """The outcome of an attempted fold: whether it is kept, how it was written, and the error that was measured."""
+    """The outcome of an attempted fold: whether it is kept, the form of the rewrite, and the measured error."""
 
     kept: bool
     form: str
@@ -257,15 +257,15 @@ class Fold:
 
 
 def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
-    """Divide what the link's source writes by `scale`, and multiply the input columns of its readers by it.
+    """Divide the output of the link's source by `scale` and multiply the input columns of its readers by it.
 
-    scale: positive, one for each input column of the readers, equal where columns share a channel (`link.share`). The
-    rewrite is tried on a float32 copy of the block first; for norms plainly, then for those that multiply by
-    (1 + weight). The first form that leaves the block's output unchanged (relative error below FOLD_TOLERANCE) is
-    applied; when none does, the block is left as it was.
+    scale: positive, one per input column of the readers, equal where columns share a channel (`Link.equalize`). The
+    rewrite is first tried on a float32 copy of the block; for norms in the form `weight`, then in `1 + weight`. The
+    first form that leaves the block's output unchanged (relative error below FOLD_TOLERANCE) is applied. If none does,
+    the block stays unchanged.
     """
     assert bool((scale > 0).all()), "a scale must be positive"
-    assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.share"
+    assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.equalize"
     block, link, forward = _scope(block, link, forward)
     forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
     error = float("inf")
@@ -283,7 +283,7 @@ def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: For
 
 
 def _scope(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
-    """Where a fold is proved: in the block, or in the one expert that it is about."""
+    """The module in which a fold is verified: the block, or the expert that holds all modules of the link."""
     for name, expert in in_experts(block).items():
         if all(place.startswith(name + ".") for place in (link.source, *link.readers)):
             start = len(name) + 1
@@ -293,7 +293,7 @@ def _scope(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, L
 
 
 def _rewrite(block: nn.Module, link: Link, scale: Tensor, form: str) -> Callable[[], None]:
-    """Write a fold into the weights; returns what takes it back."""
+    """Write a fold into the weights; return a function that undoes it."""
     source = block.get_submodule(link.source)
     readers = [block.get_submodule(name) for name in link.readers]
     undo = remember(source, *readers)

@@ -1,9 +1,9 @@
-"""Permutation links: output channels of linears that may trade places, together with the columns that read them.
+"""Permutation links: output channels of linears that can be permuted together with the columns that read them.
 
-Found with coded perturbations: half of a linear's channels are shifted, bit by bit of the channel's number, and the
-columns that move spell the channel they depend on. Which channels may trade places shows when all of them are given
-the same values: columns that are then alike are computed alike (the heads of attention differ, what is between two
-matrices of a feed-forward layer does not).
+Coded perturbations find them: half of a linear's channels are shifted, once per bit of the channel's number, and the
+columns that move spell the channel that they depend on. A second probe gives all channels the same values: columns that
+are then equal are computed in the same way, so that their channels may be permuted (columns of different attention
+heads differ; the channels between the matrices of a feed-forward layer do not).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from compress.model.structure.probes import Forward, Probe, in_float32, width_in
 from compress.model.structure.rewrite import remember, rewrite_rows, rewrite_weight
 from compress.numerics.metrics import relative_error
 
-MOVED = 1e-4  # relative to a column's size: what is not reached is the same to 1e-6
+MOVED = 1e-4  # relative to a column's size: an unreached column is equal to 1e-6
 ALIKE = 1e-4
-NOWHERE = ("\0",)  # what no name begins with
+NOWHERE = ("\0",)  # a prefix of no name
 
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """Channels that may trade places.
+    """Channels that can be permuted.
 
-    sources: linears whose output channels are put in another order, all in the same. readers: linears whose input
-    columns are. channels: for each source and slot, the source's output channel. slots: for each input column of the
-    readers, its slot. parts: for each slot, the number of its part; slots trade places within their part only.
+    sources: linears whose output channels are permuted, all in the same way. readers: linears whose input columns are
+    permuted with them. channels: for each source and slot, the source's output channel. slots: for each input column of
+    the readers, its slot. parts: for each slot, the number of its part; slots are permuted within their part only.
     """
 
     sources: tuple[str, ...]
@@ -43,16 +43,16 @@ class Permutation:
     parts: Int[Tensor, " slots"]
 
     def runs(self, m: int) -> list[tuple[Int[Tensor, " part"], list[Int[Tensor, " part"]]]] | None:
-        """For every part its slots, and the runs of input columns that hold them, in that order.
+        """For every part: its slots, and the runs of input columns that hold them, in that order.
 
-        A channel that several heads of queries share is in as many runs. None where the runs of several parts are not
-        whole groups of m columns, or hold their slots in different orders.
+        A channel that several query heads share is in several runs. Returns None when there are several parts and their
+        runs are not whole groups of m columns, or when the runs of a part hold its slots in different orders.
         """
         turns, columns, parts = _turns(self.slots), torch.arange(len(self.slots)), self.parts.unique()
         found = []
         for part in parts:
-            mine = self.parts[self.slots] == part
-            read = [columns[mine & (turns == turn)] for turn in turns[mine].unique()]
+            inside = self.parts[self.slots] == part
+            read = [columns[inside & (turns == turn)] for turn in turns[inside].unique()]
             slots = self.slots[read[0]]
             for run in read:
                 together = torch.equal(run, run[0] + torch.arange(len(run))) and torch.equal(self.slots[run], slots)
@@ -62,14 +62,14 @@ class Permutation:
         return found
 
     def columns(self, order: Int[Tensor, " slots"]) -> Int[Tensor, " in"]:
-        """For each input column the one that takes its place when slot i takes what slot order[i] held."""
+        """For each input column, the column that replaces it when slot i takes the content of slot order[i]."""
         turn = _turns(self.slots)
         place = {(int(t), int(s)): j for j, (t, s) in enumerate(zip(turn, self.slots, strict=True))}
         return torch.tensor([place[int(t), int(order[s])] for t, s in zip(turn, self.slots, strict=True)])
 
 
 def _turns(slots: Int[Tensor, " in"]) -> Int[Tensor, " in"]:
-    """For each column, how many columns before it have the same slot."""
+    """For each column, the number of earlier columns with the same slot."""
     seen: dict[int, int] = {}
     turns = []
     for slot in slots.tolist():
@@ -78,34 +78,34 @@ def _turns(slots: Int[Tensor, " in"]) -> Int[Tensor, " in"]:
     return torch.tensor(turns)
 
 
-def find_permutations(block: nn.Module, forward: Forward, alike: Sequence[Permutation] = ()) -> list[Permutation]:
-    """All permutation links of a block that hold, in the order of their readers; those inside of experts too.
+def find_permutations(block: nn.Module, forward: Forward, similar: Sequence[Permutation] = ()) -> list[Permutation]:
+    """Find all permutation links of a block that hold, in the order of their readers; those inside experts too.
 
-    It takes two passes for each bit of a channel's number per linear, and one more per reader; one per link of a block
-    of the same `links.make`, if they are given (`alike`) and all hold here. Readers that put their inputs in another
-    order themselves are left out.
+    The search takes two passes per linear and bit of a channel's number, and one more per reader. similar: links of a
+    block of the same `links.block_signature`; if they all hold here, one pass per link suffices. Readers that permute
+    their own inputs are skipped.
     """
     with in_float32(block) as proof:
         experts = in_experts(proof)
         inside = tuple(f"{name}." for name in experts)
-        known = [link for link in alike if not link.readers[0].startswith(inside or NOWHERE)]
+        known = [link for link in similar if not link.readers[0].startswith(inside or NOWHERE)]
         found = _within(Probe(proof, forward), inside, known)
         for prefix, expert in experts.items():
-            known = [_renamed(link, f"{prefix}.", "") for link in alike if link.readers[0].startswith(f"{prefix}.")]
+            known = [_renamed(link, f"{prefix}.", "") for link in similar if link.readers[0].startswith(f"{prefix}.")]
             found += [_renamed(link, "", f"{prefix}.") for link in _within(Probe(expert, expert.probe), (), known)]
         return found
 
 
 def _renamed(link: Permutation, without: str, before: str) -> Permutation:
-    """The same link between modules of other names."""
+    """The same link with other prefixes of the module names."""
     both = link.sources, link.readers
     sources, readers = (tuple(before + name.removeprefix(without) for name in names) for names in both)
     return replace(link, sources=sources, readers=readers)
 
 
-def _within(probe: Probe, apart: tuple[str, ...], alike: Sequence[Permutation]) -> list[Permutation]:
-    if alike and all(_free(probe, link.readers[0]) and _holds(probe, link) for link in alike):
-        return list(alike)
+def _within(probe: Probe, apart: tuple[str, ...], similar: Sequence[Permutation]) -> list[Permutation]:
+    if similar and all(_free(probe, link.readers[0]) and _holds(probe, link) for link in similar):
+        return list(similar)
     names = [name for name in probe.linears if name in probe.ran and not name.startswith(apart or NOWHERE)]
     spelled = {name: _spell(probe, name) for name in names}
     found: list[Permutation] = []
@@ -120,13 +120,13 @@ def _within(probe: Probe, apart: tuple[str, ...], alike: Sequence[Permutation]) 
 
 
 def _free(probe: Probe, reader: str) -> bool:
-    """Whether a reader's columns are in the order of its inputs."""
+    """Whether a reader stores its columns in the order of its inputs."""
     module = probe.linears[reader]
     return not isinstance(module, CompressedLinear) or module.input_permutation is None
 
 
 def _spell(probe: Probe, source: str) -> dict[str, Int[Tensor, " in"]]:
-    """Reader -> the one channel of the source that each of its columns depends on; readers where that is not so."""
+    """Reader -> the one channel of the source that each of its columns depends on; other readers are left out."""
     width = width_out(probe.linears[source])
     channels: dict[str, Tensor] = {}
     for bit in range(max(width - 1, 1).bit_length()):
@@ -148,12 +148,12 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _link(probe: Probe, reader: str, sources: dict[str, Tensor]) -> Permutation | None:
-    """The link to one reader, its parts found by giving all channels of each source the same values."""
+    """The link to one reader; its parts are found by giving all channels of each source the same values."""
     if not sources:
         return None
     keys, slots = torch.unique(torch.stack(list(sources.values())), dim=1, return_inverse=True)
     if any(len(torch.unique(row)) != keys.shape[1] for row in keys):
-        return None  # one channel of a source belongs to two of another
+        return None  # one channel of a source pairs with two channels of another
     probe.run({name: lambda y: y[..., :1].expand_as(y).clone() for name in sources})
     columns = probe.inputs[reader]
     heads = _classes(columns)
@@ -162,13 +162,13 @@ def _link(probe: Probe, reader: str, sources: dict[str, Tensor]) -> Permutation 
         sets.setdefault(slot, []).append(head)
     kinds = {kind: i for i, kind in enumerate(dict.fromkeys(tuple(sets[s]) for s in range(keys.shape[1])))}
     if len(kinds) == keys.shape[1]:
-        return None  # no two channels are treated alike
+        return None  # no two channels are computed in the same way
     parts = torch.tensor([kinds[tuple(sets[s])] for s in range(keys.shape[1])])
     return Permutation(tuple(sources), (reader,), keys, slots, parts)
 
 
 def _classes(columns: Tensor) -> list[int]:
-    """A number for every column, the same for columns that are alike: [tokens, in]."""
+    """A number for every column of [tokens, in]; equal columns have equal numbers."""
     first: list[int] = []
     numbers = []
     for j in range(columns.shape[1]):
@@ -182,7 +182,7 @@ def _classes(columns: Tensor) -> list[int]:
 
 
 def _random_order(link: Permutation) -> Int[Tensor, " slots"]:
-    """An order that moves slots within their parts."""
+    """A random order of the slots that keeps every slot in its part."""
     draw = torch.Generator().manual_seed(0)
     order = torch.arange(len(link.parts))
     for part in link.parts.unique():
@@ -192,7 +192,7 @@ def _random_order(link: Permutation) -> Int[Tensor, " slots"]:
 
 
 def _holds(probe: Probe, link: Permutation) -> bool:
-    """Whether a random order changes nothing; a linear that never ran might read the same channels."""
+    """Whether a random order leaves the output unchanged; a linear that never ran could read the same channels."""
     silent = [m for name, m in probe.readers.items() if name not in probe.ran]
     if any(width_in(module) == len(link.slots) for module in silent):
         return False
@@ -214,13 +214,13 @@ def _row_order(channels: Tensor, order: Tensor, width: int) -> Int[Tensor, " out
 
 
 def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], forward: Forward) -> Fold:
-    """Give slot i what slot order[i] held: rows and biases of the sources, columns of the readers.
+    """Move the content of slot order[i] to slot i: rows and biases of the sources, columns of the readers.
 
-    Tried on a float32 copy of the block first, or on the block when it is in float32, and left undone where the
-    block's output changes (relative error above FOLD_TOLERANCE). Orders must keep to the link's parts.
+    The order must keep every slot in its part. The rewrite is first tried in float32, on a copy of the block unless the
+    block is in float32. It is undone when the block's output changes (relative error of at least FOLD_TOLERANCE).
     """
-    assert torch.equal(order.sort().values, torch.arange(len(order))), "an order holds every slot once"
-    assert torch.equal(link.parts[order], link.parts), "slots trade places within their part only"
+    assert torch.equal(order.sort().values, torch.arange(len(order))), "an order must hold every slot once"
+    assert torch.equal(link.parts[order], link.parts), "slots must stay in their part"
     for name, expert in in_experts(block).items():
         if all(place.startswith(name + ".") for place in (*link.sources, *link.readers)):
             block, link, forward = expert, _renamed(link, name + ".", ""), expert.probe
@@ -238,7 +238,7 @@ def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], f
 
 
 def _reorder(block: nn.Module, link: Permutation, order: Tensor) -> Callable[[], None]:
-    """Write an order into the weights; returns what takes it back."""
+    """Write an order into the weights; return a function that undoes it."""
     modules = [block.get_submodule(name) for name in (*link.sources, *link.readers)]
     undo = remember(*modules)
     for module, channels in zip(modules, link.channels, strict=False):

@@ -1,8 +1,8 @@
-"""Runs of one block that differ in one thing: an output is scaled, shifted or made equal, and inputs are recorded.
+"""Probe runs of one block: change one output (scale, shift or equalize it) and record the inputs of all readers.
 
-Every linear's output is centred over the tokens and shifted by noise of its own size, the same in all runs, so that no
-channel is silent (behind a ReLU, half of the channels may be zero on a short text). Runs are made in float32, on a
-copy where the block is not.
+In all runs, the output of each linear is centred over the tokens and shifted by the same noise of its own size, so that
+no channel is silent (after a ReLU, half of the channels may be zero on a short text). Runs are in float32; a block in
+another dtype is copied.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Forward = Callable[[nn.Module], Tensor]
 """One forward pass of a block on fixed inputs, cast to the dtype of the block's parameters: block -> hidden states."""
 
 Change = Callable[[Tensor], Tensor]
-"""What a run does to the tensor that passes a place."""
+"""A change that a run applies to an input or an output of a module."""
 
 
 def readers_of(block: nn.Module) -> dict[str, nn.Module]:
-    """All modules that multiply their input by a matrix [out, in]: linears, and routers, which hold one themselves."""
+    """All modules that multiply their input by a matrix [out, in]: linears, and routers with a matrix of their own."""
     found = linears(block)
     for name, module in block.named_modules():
         weight = module._parameters.get("weight")
@@ -37,20 +37,20 @@ def readers_of(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def norms_of(block: nn.Module) -> dict[str, nn.Module]:
-    """All modules with a one-dimensional weight: they may scale their output channel by channel."""
+    """All modules with a one-dimensional weight, which may scale their output per channel."""
     named = block.named_modules()
     return {n: m for n, m in named if (w := m._parameters.get("weight")) is not None and w.dim() == 1}
 
 
 def width_in(module: nn.Module) -> int:
-    """How many input columns a linear or a router has."""
+    """The number of input columns of a linear or a router."""
     if isinstance(module, (*LINEARS, CompressedLinear)):
         return CompressedLinear.of(module).shape[1]
     return module.get_parameter("weight").shape[1]
 
 
 def width_out(module: nn.Module) -> int:
-    """How many channels a linear or a norm writes."""
+    """The number of output channels of a linear or a norm."""
     if isinstance(module, (*LINEARS, CompressedLinear)):
         return CompressedLinear.of(module).shape[0]
     return module.get_parameter("weight").shape[0]
@@ -58,7 +58,7 @@ def width_out(module: nn.Module) -> int:
 
 @contextmanager
 def in_float32(block: nn.Module):
-    """The block itself when it is in float32, else a copy that is; experts are all exercised meanwhile."""
+    """Yield the block itself if it is in float32, else a float32 copy; all experts are exercised in the meantime."""
     floating = (t for t in (*block.parameters(), *block.buffers()) if t.is_floating_point())
     proof = block if all(t.dtype == torch.float32 for t in floating) else copy.deepcopy(block).to(torch.float32)
     with torch.no_grad(), exercised(proof):
@@ -68,7 +68,7 @@ def in_float32(block: nn.Module):
 class Probe:
     """A block in float32 and its forward pass, run with changes.
 
-    readers, norms: its modules by name. ran: the readers that saw a token in a plain run.
+    readers, norms: its modules by name. ran: the readers that saw a token in the run without changes.
     """
 
     def __init__(self, block: nn.Module, forward: Forward) -> None:
@@ -81,9 +81,9 @@ class Probe:
         self.ran = frozenset(self.base)
 
     def run(self, outputs: Mapping[str, Change] | None = None, inputs: Mapping[str, Change] | None = None) -> Tensor:
-        """The block's output with the outputs and the inputs of some modules changed.
+        """Run the block with changed outputs and inputs of some modules and return its output.
 
-        `self.inputs` holds, afterwards, what reached every reader before its own change: [tokens, in].
+        Afterwards `self.inputs` holds the input of every reader before its own change: [tokens, in].
         """
         outputs, inputs = outputs or {}, inputs or {}
         self.inputs: dict[str, Tensor] = {}
@@ -109,14 +109,14 @@ class Probe:
         return hook
 
     def reached(self, names: Iterable[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """(input before, input in the last run) of every reader with the same number of tokens in both."""
+        """(input in the plain run, input in the last run) of every reader with equal numbers of tokens in both."""
         both = [name for name in (names or self.base) if name in self.inputs and name in self.base]
         pairs = {name: (self.base[name], self.inputs[name]) for name in both}
         return {name: (x, y) for name, (x, y) in pairs.items() if x.shape == y.shape}
 
 
 def _shift(seed: int) -> Callable[..., Tensor]:
-    """Centre every channel, and add noise of the size of the output, drawn from a seed."""
+    """A hook that centres every channel and adds noise of the size of the output, drawn from a seed."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)

@@ -1,4 +1,4 @@
-"""Changing weights in place: rows and columns of linears, dense or compressed, and the weights of norms and routers."""
+"""Rewrite weights in place: rows and columns of linears, dense or compressed, and the weights of norms and routers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Rewrite = Callable[[Tensor], Tensor]
 
 
 def remember(*modules: nn.Module) -> Callable[[], None]:
-    """A function that puts weights, masks and biases of these modules back as they are now; nothing is copied."""
-    held = [(m, dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
+    """Return a function that restores the weights, masks and biases of these modules; tensors are not copied."""
+    states = [(m, dict(m._parameters), dict(m._buffers), dict(m._modules)) for m in modules]
     facts = [(m, m.sparsity) for m in modules if isinstance(m, CompressedLinear)]
 
     def undo() -> None:
-        for module, parameters, buffers, children in held:
+        for module, parameters, buffers, children in states:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
             module._modules.update(children)
@@ -29,7 +29,7 @@ def remember(*modules: nn.Module) -> Callable[[], None]:
 
 
 def rewrite_weight(module: nn.Module, change: Rewrite) -> None:
-    """Replace the matrix [out, in] of a linear or a router by change(matrix); a mask is changed along with it."""
+    """Replace the matrix [out, in] of a linear or a router by change(matrix); a mask is changed in the same way."""
     if isinstance(module, CompressedLinear):
         mask = None if module.mask is None else change(module.mask.float()) != 0
         module.put(change(module.weight), mask)
@@ -49,7 +49,7 @@ def rewrite_rows(module: nn.Module, change: Rewrite) -> None:
 
 
 def divide_norm(norm: nn.Module, divisor: Float[Tensor, " channels"], form: str) -> None:
-    """Divide what a norm writes by `divisor`, its weight being read as 'weight' or as '1 + weight'."""
+    """Divide the output of a norm by `divisor`; form: how the norm uses its weight, 'weight' or '1 + weight'."""
     weight = norm.get_parameter("weight").detach()
     factor = divisor.to(weight)
     new = weight / factor if form == "weight" else (1 + weight) / factor - 1

@@ -1,4 +1,4 @@
-"""Choosing modules by patterns: globs ('*.mlp.*') or regular expressions ('re:.*_proj')."""
+"""Select modules by patterns: globs ('*.mlp.*') or regular expressions ('re:.*_proj')."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compress.errors import TargetError, did_you_mean
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's full name matches a glob, or, after 're:', a whole regular expression."""
+    """Whether a module's full name matches a glob or, after the prefix 're:', a full regular expression."""
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
     return fnmatch.fnmatchcase(name, pattern)
@@ -22,11 +22,11 @@ def chosen(name: str, targets: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], where: str) -> list[str]:
-    """The names that match a target and no ignore pattern, in their given order.
+    """Return the names that match a target and no ignore pattern, in their given order.
 
-    where: who asks, for the error ('passes[1] gptq').
+    where: the caller, for the error message ('passes[1] gptq').
 
-    Raises TargetError when a pattern, of either kind, matches nothing, or when nothing is left.
+    Raises TargetError when a pattern of either kind matches nothing, or when no name is left.
     """
     names = list(names)
     for option, patterns in (("targets", targets), ("ignore", ignore)):
@@ -37,11 +37,14 @@ def select(names: Iterable[str], targets: Sequence[str], ignore: Sequence[str], 
                 )
     found = [name for name in names if chosen(name, targets, ignore)]
     if not found:
-        raise TargetError(f"{where}: the ignore patterns leave none of the {len(names)} linears to work on")
+        raise TargetError(
+            f"{where}: the targets and ignore patterns select none of the {len(names)} linears; "
+            "remove an ignore pattern"
+        )
     return found
 
 
 def _hint(pattern: str, names: list[str]) -> str:
-    """Near names, shown by their last parts, since most mistakes are in those."""
+    """Suggest similar names by their last parts, where most mistakes are."""
     leaves = {name.rpartition(".")[2] for name in names}
     return did_you_mean(pattern.rpartition(".")[2].strip("*"), leaves)

@@ -1,7 +1,7 @@
 """Dense bit streams: unsigned codes of 1 to 8 bits packed into int32 words, least-significant bit first.
 
-32 consecutive codes fill exactly `bits` words; codes may cross the borders of bytes and words (3, 5, 6, 7 bits). This
-is the layout of compressed-tensors' `weight_packed` (along the last axis) and `weight_zero_point` (along the first).
+32 consecutive codes fill exactly `bits` words. Codes of 3, 5, 6 and 7 bits may cross byte and word boundaries. This is
+the layout of compressed-tensors' `weight_packed` (along the last axis) and `weight_zero_point` (along the first).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def packed_width(count: int, bits: int) -> int:
-    """int32 words that `count` codes of `bits` bits take."""
+    """The number of int32 words that `count` codes of `bits` bits take."""
     return math.ceil(count * bits / 32)
 
 
 def _unit(bits: int) -> tuple[int, int]:
-    """(codes, bytes) of the shortest piece of the stream that ends where a byte does: (8, 3) for 3 bits."""
+    """(codes, bytes) of the shortest piece of the stream that ends at a byte boundary: (8, 3) for 3 bits."""
     length = math.lcm(bits, 8)
     return length // bits, length // 8
 
 
 def pack(codes: Int[Tensor, "*rows n"], bits: int) -> Int[Tensor, "*rows words"]:
-    """Pack unsigned codes along the last axis; the stream is filled up with zero bits to whole words."""
+    """Pack unsigned codes along the last axis; zero bits fill the last word."""
     lead, count = codes.shape[:-1], codes.shape[-1]
     codes = torch.nn.functional.pad(codes.to(torch.uint8), (0, -count % 32))
     per_unit, size = _unit(bits)
@@ -33,7 +33,7 @@ def pack(codes: Int[Tensor, "*rows n"], bits: int) -> Int[Tensor, "*rows words"]
     stream = [torch.zeros_like(each[0], memory_format=torch.contiguous_format) for _ in range(size)]
     for j, code in enumerate(each):
         byte, offset = divmod(j * bits, 8)
-        stream[byte] |= code << offset  # what is above the byte is cut off
+        stream[byte] |= code << offset  # bits above the byte are cut off
         if offset + bits > 8:
             stream[byte + 1] |= code >> (8 - offset)
     words = torch.stack(stream, dim=-1).reshape(*lead, -1).view(torch.int32)

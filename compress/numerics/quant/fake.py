@@ -1,11 +1,11 @@
-"""Fake quantization: a weight rounded to a grid in the forward pass, with gradients to it and to the steps of the grid.
+"""Fake quantization: round a weight to a grid in the forward pass, with gradients for the weight and the step sizes.
 
-Without learned steps, scales are found from the weight each time, and the gradient passes straight through (Bengio
-2013, arXiv 1308.3432; Ma 2024, arXiv 2402.17764). With learned ones, v~ = (q - z) * s where
+Without learned step sizes, scales are fitted to the weight in each forward pass, and the gradient passes straight
+through (Bengio 2013, arXiv 1308.3432; Ma 2024, arXiv 2402.17764). With learned step sizes, v~ = (q - z) * s where
 q = round(v / s + z) within the grid (LSQ, Esser 2020, arXiv 1902.08153, equations 1 to 3; zero points as in LSQ+,
 Bhalgat 2020, arXiv 2004.09576, equation 6):
 
-    d v~ / d v = 1 inside of the grid's range, 0 outside;
+    d v~ / d v = 1 inside the grid's range, 0 outside;
     d v~ / d s = (q - z) - v / s inside, q - z outside;
     d v~ / d z = 0 inside, -s outside.
 """
@@ -30,11 +30,11 @@ def levels(grid: Grid) -> tuple[float, float]:
 
 
 def gradient_scale(grid: Grid, count: int) -> float:
-    """1 / sqrt(n Q), of the gradient of the step of n weights, Q the highest level (LSQ, section 2.2)."""
+    """1 / sqrt(n Q): the gradient scale of the step size of n weights; Q is the highest level (LSQ, section 2.2)."""
     return 1 / math.sqrt(count * levels(grid)[1])
 
 
-class _Stepped(torch.autograd.Function):
+class _LearnedStep(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, gradient_factor: float
@@ -58,17 +58,17 @@ class _Stepped(torch.autograd.Function):
         return gradient * inside, to_scale * ctx.gradient_factor, to_zero, None, None
 
 
-def stepped(
+def learned_step(
     values: Float[Tensor, "rows groups size"],
     scale: Float[Tensor, "rows groups 1"],
     zero: Float[Tensor, "rows groups 1"] | None,
     grid: Grid,
     gradient_factor: float = 1.0,
 ) -> Float[Tensor, "rows groups size"]:
-    """Values rounded to the grid, with LSQ's gradients; share: of those of scales and zero points."""
-    return _Stepped.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
+    """Values rounded to the grid, with LSQ's gradients; gradient_factor scales those of scales and zero points."""
+    return _LearnedStep.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
 
 
 def straight(values: Float[Tensor, "*any"], rounded: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """`rounded` to the last bit, with the gradient of `values`."""
+    """`rounded`, bit for bit, with the gradient of `values` (straight-through estimator)."""
     return rounded.detach() + (values - values.detach())

@@ -1,7 +1,7 @@
 """Number grids: the finite sets of values that a weight or an activation may take.
 
-A grid says which values exist (times a scale, plus a zero point for integers); how scales are shared out over
-a weight (tensor, channel, group) is `codes`, and which layout stores them is `formats`.
+A grid defines the representable values (times a scale, plus a zero point for integers). `codes` defines which weights
+share a scale (tensor, channel, group), and `formats` defines how scales and codes are stored.
 
 Conventions for integers (those of compressed-tensors): codes q lie in [-2^(b-1), 2^(b-1) - 1];
 symmetric scale = absmax / ((qmax - qmin) / 2); asymmetric scale = (max - min) / (2^b - 1) with
@@ -23,9 +23,9 @@ from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, Float
 class Grid(ABC):
     """A set of representable values, closed under a positive scale.
 
-    name: its key in a recipe. bits: storage per value. scaling: what a scale may be and how it is stored.
-    group_size: the only number of columns that share a scale, where the grid has one. averaged: scales are the mean
-    magnitudes of what shares them, unless another search is asked for.
+    name: its key in a recipe. bits: storage per value. scaling: which scales are representable and how they are stored.
+    group_size: the only group size that the grid allows, if it fixes one. averaged: by default a scale is the mean
+    magnitude of its weights; a scale search can override this.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Grid(ABC):
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero is one of its values, as pruned weights need."""
+        """Whether zero is one of its values; pruned weights need it."""
         return True
 
     @property
     @abstractmethod
     def span(self) -> float:
-        """What the scale of a symmetric group is its largest magnitude divided by."""
+        """The divisor that turns the largest magnitude of a symmetric group into its scale."""
 
     @property
     def lowest_stored(self) -> int:
@@ -55,26 +55,26 @@ class Grid(ABC):
         return 0
 
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
-        """What weights wanted in `dtype` are computed in: float32, rounded once, unless scales are plain floats."""
+        """The dtype of computation for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
         return dtype if self.scaling.stored is None else torch.float32
 
     @abstractmethod
     def fit(
         self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(scale, zero) that cover the range [low, high], the scale rounded to what will be stored (floats to `dtype`).
+        """(scale, zero) that cover the range [low, high]; the scale is rounded to its stored form (floats to `dtype`).
 
-        low, high: any one shape; scale and zero have that shape. zero is None when symmetric. shared: what the scales
-        of the matrix have in common (`Scaling.share`); found from these ranges where it is not given.
+        low, high: of any shape; scale and zero have the same shape. zero is None when symmetric. shared: the numbers
+        that all scales of the matrix share (`Scaling.fit_shared`); None: fitted to these ranges.
         """
 
     @abstractmethod
     def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The codes of the nearest grid values, as whole numbers in the dtype of `values`."""
+        """The codes of the nearest grid values, as integers in the dtype of `values`."""
 
     @abstractmethod
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        """The values that codes stand for, in the dtype of `scale`."""
+        """Dequantize codes, in the dtype of `scale`."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SymmetricGrid(Grid):
 
 
 def _borders_below(values: Tensor, borders: Tensor) -> Tensor:
-    """How many of the sorted borders are below each value; those of a transposed tensor are copied in order first."""
+    """The number of sorted borders below each value; a transposed tensor is made contiguous first."""
     return torch.bucketize(values.contiguous(), borders)
 
 
@@ -171,8 +171,8 @@ class LevelGrid(SymmetricGrid):
 class Float4Grid(SymmetricGrid):
     """E2M1, the 4-bit float of OCP Microscaling 1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
-    The code is its bit pattern, sign * 8 + index; ties go to the even index, beyond 6 it saturates. Zero has two codes,
-    and what is rounded to it keeps its sign, as in compressed-tensors.
+    The code is its bit pattern, sign * 8 + index. Ties go to the even index; values beyond 6 saturate. Zero has two
+    codes, and a value that is rounded to zero keeps its sign, as in compressed-tensors.
     """
 
     @property
@@ -191,7 +191,7 @@ class Float4Grid(SymmetricGrid):
 
 @dataclass(frozen=True)
 class Float8Grid(SymmetricGrid):
-    """An 8-bit float; the code is its bit pattern (0..255), rounding is to nearest even with saturation."""
+    """An 8-bit float; the code is its bit pattern (0..255); values round to nearest even, with saturation."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
 
@@ -215,8 +215,8 @@ NF4_LEVELS = (
 )  # fmt: skip
 E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
-# The largest float32 that is rounded to each level but the last: the midpoint below an odd index, which gets no ties,
-# and just less than it below an even one.
+# The largest float32 that rounds to each level except the last: the midpoint below an odd index, which gets no ties,
+# and the next smaller float32 below an even one.
 E2M1_BORDERS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
 
 _GRIDS = (

@@ -1,8 +1,8 @@
-"""Learned rounding: codes that gradients can move.
+"""Learned rounding: gradients move the codes.
 
-A weight is rounded as W~ = Q(W + v * s) with a shift v within half a step for every weight, and a factor on the scale
-s of every group (AutoRound, Cheng 2023, equations 3 to 5, whose two factors of the range are one here: zero points
-stay where they are). Rounding is passed straight through in the backward pass, for any grid.
+A weight is rounded as W~ = Q(W + v * s). The shift v is at most half a step for each weight, and a factor multiplies
+the scale s of each group (AutoRound, Cheng 2023, equations 3 to 5; its two factors of the range are one here, because
+zero points stay fixed). The backward pass treats rounding as the identity, for any grid.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, store
 from compress.numerics.quant.grids import Grid
 
-LIMIT = 0.5  # of a step: a weight is rounded up or down, no further (AutoRound, section 3.2)
-FACTORS = (0.5, 1.5)  # how far a scale may go from where it began
+LIMIT = 0.5  # in steps: a weight is rounded up or down, no further (AutoRound, section 3.2)
+FACTORS = (0.5, 1.5)  # bounds of a scale, relative to its initial value
 
 
 class _Rounded(torch.autograd.Function):
-    """Q(wanted + shift * s) with s = scale * factor; everything is [rows, groups, size], scales [rows, groups, 1]."""
+    """Q(wanted + shift * s) with s = scale * factor; tensors are [rows, groups, size], scales [rows, groups, 1]."""
 
     @staticmethod
     def forward(ctx: Any, shift: Tensor, factor: Tensor, learned: LearnedRounding) -> Tensor:
@@ -38,7 +38,7 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
         scale, value, inside = ctx.saved_tensors
-        # d value / d scale: the level itself, less what stays fixed of the weight where it is not clipped
+        # d value / d scale: the level itself, minus the weight's fixed part where the value is not clipped
         level = value.sub(ctx.learned.wanted * inside).mul_(gradient)
         return gradient * scale, level.sum(-1, keepdim=True).div_(scale) * ctx.learned.scale, None
 
@@ -46,8 +46,8 @@ class _Rounded(torch.autograd.Function):
 class LearnedRounding:
     """A weight whose rounding is learned; `shift` and `factor` are the parameters.
 
-    wanted: [out, in], what is to be rounded. start: codes of it, whose scales (and zero points) are the start. mask:
-    True where weights are kept; the others stay exactly zero.
+    wanted: [out, in], the weight to round. start: its initial codes, scales and zero points. mask: True where weights
+    are kept; the others stay exactly zero.
     """
 
     def __init__(self, wanted: Float[Tensor, "out in"], start: Codes, mask: Bool[Tensor, "out in"] | None) -> None:
@@ -65,7 +65,7 @@ class LearnedRounding:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What is learned; scales that are not plain floats stay as they are."""
+        """The learned tensors; scales that are not plain floats stay fixed."""
         return [self.shift, self.factor] if self.factor.requires_grad else [self.shift]
 
     def weight(self) -> Float[Tensor, "out in"]:
@@ -77,13 +77,13 @@ class LearnedRounding:
         return weight if self.mask is None else weight * self.mask
 
     def limit(self) -> None:
-        """Bring the parameters back into their bounds, after a step."""
+        """Clamp the parameters to their bounds, after a step."""
         with torch.no_grad():
             self.shift.clamp_(-LIMIT, LIMIT)
             self.factor.clamp_(*FACTORS)
 
     def codes(self, storage: torch.dtype) -> Codes:
-        """The codes, from scales as they will be stored."""
+        """The codes, computed from the scales in their stored form."""
         with torch.no_grad():
             scale = self.scale * self.factor
             moved = torch.addcmul(self.wanted, self.shift, scale)
@@ -97,17 +97,17 @@ class LearnedRounding:
 
 
 def learned_bytes(weights: int, moments: int | None) -> int:
-    """What learning the rounding of so many weights holds beside them, with as many moments of the optimizer.
+    """Memory that learning the rounding takes in addition to the weight, for an optimizer with so many moments.
 
-    Of each weight what is wanted and its shift, in float32, and its code, in a byte; that is all before the first step
-    (None). Then the shift's gradient and moments; for the backward pass, the value that the weight is rounded to, with
-    its gradient, and, in a byte, whether it is clipped.
+    Per weight: the weight to round and its shift, in float32, and its code, one byte. This is all before the first step
+    (moments None). Then: the shift's gradient and moments; and for the backward pass the rounded value, its gradient,
+    and one byte that says whether the value is clipped.
     """
     return (4 * 2 + 1 + (0 if moments is None else 4 * (3 + moments) + 1)) * weights
 
 
 def _half_step(grid: Grid) -> float:
-    """Half of the widest distance between neighbouring levels of a grid, at scale 1."""
+    """Half of the largest distance between neighbouring levels of a grid, at scale 1."""
     one = torch.ones(1)
     levels = grid.decode(grid.encode(torch.linspace(-grid.span, grid.span, 4097), one, None), one, None).unique()
     return float(levels.diff().max()) / 2 * (1 + 1e-6)

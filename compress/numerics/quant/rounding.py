@@ -1,4 +1,4 @@
-"""Rounding inside the column sweep: the rule by which GPTQ makes codes of columns, and what it rounded to get them."""
+"""Rounding inside the column sweep: the column rule of GPTQ, with its codes and the values that it rounded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.numerics.quant.grids import Grid
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What a weight is rounded to: options of `codes.quantize`, under the same names."""
+    """The grid and scales that a weight is rounded to: options of `codes.quantize`, under the same names."""
 
     grid: Grid
     group_size: GroupSize
@@ -36,11 +36,12 @@ def round_columns(
     regroup: bool = False,
     keep_wanted: bool = False,
 ) -> Rounding:
-    """Round column by column and let the later ones make up for it (GPTQ, algorithm 1); read `codes` of the result.
+    """Round column by column and compensate each error in the later columns (GPTQ, algorithm 1).
 
-    factor: U of `linalg.inverse_factor`, in the order of the sweep. mask: True where a weight is kept. order: columns
-    as the sweep takes them, None: as they stand. Groups and their scales are fixed before columns are reordered, or,
-    with `regroup`, formed in the new order. keep_wanted: for `Rounding.wanted`.
+    Returns the rule; its `codes` are the result. factor: U of `linalg.inverse_factor`, in the order of the sweep. mask:
+    True where a weight is kept. order: the order in which the sweep takes the columns; None: unchanged. Groups and
+    their scales are fixed before columns are reordered, or, with `regroup`, formed in the new order. keep_wanted:
+    record `Rounding.wanted`.
     """
     rule = Rounding(weight, options, mask, order, regroup, keep_wanted)
     sweep(_ordered(weight, order), factor, rule)
@@ -48,8 +49,10 @@ def round_columns(
 
 
 def rounding_bytes(rows: int, width: int) -> int:
-    """What it takes to factor a Hessian, or then to round a weight [rows, width]: codes are floats until they stand in
-    one piece, and there may be a scale for every column."""
+    """Peak memory of factoring a Hessian and then rounding a weight [rows, width].
+
+    Codes are floats until they are stacked, and there may be a scale for each column.
+    """
     return max(factor_bytes(width), sweep_bytes(rows, width) + 3 * 4 * rows * width)
 
 
@@ -58,10 +61,11 @@ def _ordered(matrix: Float[Tensor, "out in"], order: Int[Tensor, " in"] | None) 
 
 
 class Rounding:
-    """The column rule of GPTQ: round each column to its group's scale, fitted when the group is reached.
+    """The column rule of GPTQ: round each column to its group's scale, fitted when the sweep reaches the group.
 
-    Options as of `round_columns`. keep_wanted: remember what each column was when its turn came, for those who round
-    it again. keep: the mask, [in, out] in the order of the sweep, or None; whoever chooses it on the way sets it.
+    Options as in `round_columns`. keep_wanted: record each column before it is rounded, so that it can be rounded
+    again. keep: the mask, [in, out] in the order of the sweep, or None; a caller that chooses the mask during the sweep
+    updates it in place.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Rounding:
         return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared)
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
-        """Values per group, for every column in the order of the sweep."""
+        """Expand values per group to every column, in the order of the sweep."""
         every = spread(per_group, width, self.options.group_size).expand(-1, width)
         return _ordered(every, self.order).T.contiguous()
 
@@ -138,7 +142,7 @@ class Rounding:
 
     @property
     def codes(self) -> Codes:
-        """What the columns were rounded to, in their original order."""
+        """The codes of all columns, in their original order."""
         if self._fixed is None:
             scale, zero = torch.cat(self._scales, dim=1), torch.cat(self._zeros, dim=1) if self._zeros else None
         else:
@@ -152,8 +156,8 @@ class Rounding:
 
     @property
     def wanted(self) -> Float[Tensor, "out in"]:
-        """What was rounded, with the errors of earlier columns made up for, in the original order of the columns."""
-        assert self._wanted is not None, "keep_wanted was not asked for"
+        """The values that were rounded, compensated for earlier columns, in the original order of the columns."""
+        assert self._wanted is not None, "keep_wanted is False"
         return self._stacked(self._wanted)
 
     def _stacked(self, columns: list[Tensor]) -> Float[Tensor, "out in"]:

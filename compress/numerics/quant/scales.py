@@ -1,9 +1,10 @@
-"""How scales are stored: the numbers that a scale itself may be, apart from the grid of the weights it belongs to.
+"""How scales are stored: the representable values of a scale, independent of the grid of its weights.
 
-A group of weights whose extent (largest magnitude, or range) is shared out over the span of a grid (its largest level,
-or its number of steps) wants the scale extent / span. `round` gives the scale that will be read back instead, so that
-codes are computed from it; `encode` and `decode` are the way to the file and back, exact for such scales. Some kinds
-have numbers that all scales of a matrix share; they are found beforehand, from the whole matrix, by `share`.
+A group of weights with a given extent (largest magnitude, or range) and a grid with a given span (its largest level, or
+its number of steps) need the scale extent / span. `round` returns the scale in its stored precision, so that codes are
+computed from the scale that a reader will see. `encode` and `decode` convert to the stored form and back, exactly for
+such scales. In some kinds all scales of a matrix share a few numbers; `fit_shared` computes them first, from the whole
+matrix.
 """
 
 from __future__ import annotations
@@ -19,60 +20,60 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """A way to store scales. The shape of extents and scales is any in `round`, [out, groups] elsewhere."""
+    """A way to store scales. `round` takes extents of any shape; elsewhere scales are [out, groups]."""
 
     @property
     def stored(self) -> torch.dtype | None:
-        """The dtype of stored scales; None when it is the storage dtype of the run."""
+        """The dtype of stored scales; None: the storage dtype of the run."""
         return torch.uint8
 
     @property
     def free(self) -> bool:
-        """Whether every positive float can be a scale, so that gradients can move it."""
+        """Whether any positive float can be a scale, so that gradients can train it."""
         return False
 
     @property
     def fused(self) -> bool:
-        """Whether matrices that read the same input must have the shared numbers in common."""
+        """Whether matrices that read the same input must have the same shared numbers."""
         return False
 
     def shared_count(self, scales: int) -> int:
-        """How many float32 numbers a matrix with so many scales has in common."""
+        """The number of float32 values that all scales of a matrix share."""
         return 0
 
     def fit_shared(
         self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
     ) -> Float[Tensor, " n"] | None:
-        """The shared numbers for a matrix of these extents.
+        """The shared numbers for a matrix with these extents.
 
-        peak: the largest magnitude among all matrices that are to share them, if there are others.
+        shared_absmax: the largest magnitude among all matrices that share the numbers; None: the matrix is alone.
         """
         return None
 
     def part(
         self, shared: Float[Tensor, " n"] | None, rows: int, groups: int, group: int
     ) -> Float[Tensor, " n"] | None:
-        """The shared numbers as they concern one group of columns alone."""
+        """The shared numbers that apply to one group of columns."""
         return shared
 
     @abstractmethod
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-        """The scale nearest to what covers the extent, always positive, as it will be read back, in extent's dtype."""
+        """The stored scale nearest to extent / span, always positive, in extent's dtype."""
 
     @abstractmethod
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
-        """Stored scales, for scales that `round` gave."""
+        """The stored form of scales that `round` returned."""
 
     @abstractmethod
     def decode(self, stored: Tensor, shared: Float[Tensor, " n"] | None) -> Float[Tensor, "out groups"]:
-        """The scales that stored ones stand for."""
+        """The scales of their stored form."""
 
 
 def positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales rounded to a float dtype, finite and above zero, in the dtype they come in.
+    """Round scales to a float dtype, finite and above zero; the result has the dtype of the input.
 
-    Zero (a group of zeros) becomes the dtype's eps, as in compressed-tensors; what underflows becomes the smallest
-    positive number, what overflows the largest.
+    Zero (a group of zeros) becomes the dtype's eps, as in compressed-tensors. A scale that underflows becomes the
+    smallest positive number; one that overflows becomes the largest.
     """
     facts = torch.finfo(dtype)
     top = min(facts.max, torch.finfo(scale.dtype).max)
@@ -128,9 +129,9 @@ class PowerOfTwo(FloatScale):
 class E8M0(Scaling):
     """An exponent in a byte, 2^(e - 127) (OCP Microscaling formats 1.0, section 5.4.1).
 
-    It is rounded as compressed-tensors does: the exponent is that of the extent less that of the span, but an extent
-    whose mantissa is at least `carry` counts as the next power of two, where the plain rule of the standard would clip
-    it most (7.5 would become 6 of E2M1).
+    Rounding follows compressed-tensors: the exponent is that of the extent minus that of the span, but an extent whose
+    mantissa is at least `carry` counts as the next power of two. The plain rule of the standard would clip such an
+    extent most (7.5 would become 6 of E2M1).
     """
 
     carry: float = 1.75
@@ -152,7 +153,7 @@ class E8M0(Scaling):
 class Float8Scale(Scaling):
     """An 8-bit float divided by one float32 number for the matrix: scale = fp8 / shared (NVFP4).
 
-    shared = 448 * span / peak, so that the scale of the largest group is the largest 8-bit float.
+    shared = 448 * span / absmax, so that the scale of the largest group is the largest 8-bit float.
     """
 
     @property
@@ -189,8 +190,8 @@ class DoubleScale(Scaling):
     """A byte per scale, times a float32 step per 256 scales, plus their mean (QLoRA, Dettmers 2023, section 3).
 
     scale = mean + (byte - 128) * step[block]; blocks run over the scales row by row. shared: [mean, step, step, ...];
-    for a part of a matrix one step for each scale. The bytes are evenly spaced, where the paper leaves it open which
-    8-bit float is meant.
+    for a part of a matrix it holds one step per scale. The bytes are evenly spaced; the paper does not say which 8-bit
+    float it uses.
     """
 
     block: int = 256
@@ -214,7 +215,7 @@ class DoubleScale(Scaling):
         return torch.cat([shared[:1], self._steps(shared, (rows, groups))[:, group]])
 
     def _steps(self, shared: Float[Tensor, " n"], shape: tuple[int, ...]) -> Float[Tensor, "out groups"]:
-        """The step of every scale."""
+        """The step of each scale."""
         steps, count = shared[1:], math.prod(shape)
         if steps.numel() != count:
             steps = steps.repeat_interleave(self.block)[:count]

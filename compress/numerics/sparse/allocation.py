@@ -1,4 +1,4 @@
-"""Sharing out a sparsity over layers: from outlier ratios, from one threshold for all, from measured errors."""
+"""Allocation of sparsity to layers: from outlier ratios, from one global threshold, or from measured errors."""
 
 from __future__ import annotations
 
@@ -10,42 +10,40 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-DROPPED = 12  # low bits of a float32 that a histogram does not see; 11 bits of mantissa stay, as many as float16 has
+DROPPED = 12  # low bits of a float32 that a histogram ignores; 11 bits of mantissa remain, as many as float16 has
 
 
 def outlier_weighed(
     ratios: Mapping[str, float], sizes: Mapping[str, int], sparsity: float, most: float
 ) -> dict[str, float]:
-    """Sparsities that are lower where the ratio of outliers is higher (OWL, Yin 2023, section 4.1; reference code).
+    """Sparsities that are lower where the outlier ratio is higher (OWL, Yin 2023, section 4.1; reference code).
 
-    Densities are the ratios stretched to an interval of length 2 * most, and moved so that their mean, weighted by
+    Densities are the ratios, stretched to an interval of length 2 * most and shifted so that their mean, weighted by
     size, is 1 - sparsity.
 
-    Raises ValueError when a layer would keep nothing or everything.
+    Raises ValueError when a layer would keep no weights or all of them.
     """
     low, high = min(ratios.values()), max(ratios.values())
     stretch = 2 * most / (high - low) if high > low else 0.0
     densities = {name: (ratio - low) * stretch for name, ratio in ratios.items()}
     mean = sum(densities[name] * size for name, size in sizes.items()) / sum(sizes.values())
     found = {name: sparsity - (density - mean) for name, density in densities.items()}
-    worst = max(found.values(), key=lambda share: abs(share - 0.5))
+    worst = max(found.values(), key=lambda value: abs(value - 0.5))
     if not 0 < worst < 1:
-        raise ValueError(
-            f"a layer would get a sparsity of {worst:.3g}, as sparsity is {sparsity:g} and lambda {most:g}"
-        )
+        raise ValueError(f"a layer would get a sparsity of {worst:.3g} from sparsity {sparsity:g} and lambda {most:g}")
     return found
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many scores have each value, up to their last bits. bins: ascending."""
+    """Counts of scores by value, with the low bits of a float32 dropped. bins: ascending."""
 
     bins: Int[Tensor, " n"]
     counts: Int[Tensor, " n"]
 
     @classmethod
     def of(cls, scores: Float[Tensor, " units"]) -> Histogram:
-        """The histogram of scores; those below zero count as zero."""
+        """The histogram of scores; scores below zero count as zero."""
         bits = scores.float().clamp(min=0).view(torch.int32) >> DROPPED  # ascending with the scores
         counts = torch.bincount(bits)
         bins = counts.nonzero()[:, 0]
@@ -53,21 +51,21 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """How many scores there are."""
+        """The number of scores."""
         return int(self.counts.sum())
 
 
 def below_threshold(histograms: Mapping[str, Histogram], sparsity: float) -> dict[str, int]:
-    """How many of each layer's scores are below the one threshold under which the share `sparsity` of all lies.
+    """Count the scores of each layer below the global threshold; the fraction `sparsity` of all scores lies below it.
 
-    The total is exact. Scores that a histogram cannot tell from the threshold are shared out over the layers in
-    proportion to how many of them each has.
+    The total is exact. Scores in the threshold's own bin are allocated to the layers in proportion to how many of them
+    each layer has.
     """
     wanted = round(sparsity * sum(h.total for h in histograms.values()))
     together = torch.zeros(1 << (31 - DROPPED), dtype=torch.int64)
     for histogram in histograms.values():
         together[histogram.bins.long()] += histogram.counts.cpu()
-    # the first bin by whose end at least `wanted` scores are passed
+    # the first bin at whose end at least `wanted` scores are counted
     cut = int(torch.searchsorted(together.cumsum(0), wanted))
     below = {name: int(h.counts[h.bins < cut].sum()) for name, h in histograms.items()}
     at = {name: int(h.counts[h.bins == cut].sum()) for name, h in histograms.items()}
@@ -76,7 +74,7 @@ def below_threshold(histograms: Mapping[str, Histogram], sparsity: float) -> dic
 
 
 def in_proportion(total: int, weights: Sequence[int]) -> list[int]:
-    """Whole numbers that sum to `total`, in proportion to the weights, none above its weight (largest remainders)."""
+    """Integers that sum to `total`, in proportion to the weights, none above its weight (largest remainders)."""
     whole = sum(weights)
     if whole == 0:
         return [0] * len(weights)
@@ -92,11 +90,11 @@ Curve = Sequence[tuple[float, float]]
 
 
 def least_error(curves: Mapping[str, Curve], sizes: Mapping[str, int], sparsity: float) -> dict[str, float]:
-    """The sparsities with the least sum of errors whose mean, weighted by size, is `sparsity`.
+    """The sparsities with the least total error whose mean, weighted by size, is `sparsity`.
 
-    Every curve is replaced by its lower convex envelope, between whose points it is taken to be straight. There the
-    steps with the least error for each weight removed, taken in that order, are the optimum (a Lagrange multiplier is
-    the slope at which they end).
+    Each curve is replaced by its lower convex envelope, linear between its points. On it, the steps with the least
+    error per removed weight, taken in that order, are the optimum (a Lagrange multiplier is the slope at which they
+    end).
     """
     hulls = {name: envelope(curve) for name, curve in curves.items()}
     found = {name: hull[0][0] for name, hull in hulls.items()}
@@ -107,9 +105,9 @@ def least_error(curves: Mapping[str, Curve], sizes: Mapping[str, int], sparsity:
     ]
     left = sparsity * sum(sizes.values()) - sum(found[name] * size for name, size in sizes.items())
     for _, name, start, stop in sorted(steps):
-        share = min((stop - start) * sizes[name], left)
-        found[name] = stop if share < left else start + share / sizes[name]
-        left -= share
+        count = min((stop - start) * sizes[name], left)
+        found[name] = stop if count < left else start + count / sizes[name]
+        left -= count
         if left <= 0:
             break
     return found

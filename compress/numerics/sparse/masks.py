@@ -1,4 +1,4 @@
-"""Masks: which weights are kept, chosen from scores by a pattern."""
+"""Masks: True for the weights that are kept; a pattern chooses them from scores."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from pydantic_core import core_schema
 from torch import Tensor
 
 WAYS = "row, layer, N:M such as 2:4, or RxC such as 4x1"
-"""What can be written as a pattern."""
+"""The patterns, for error messages."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Where zeros may stand.
+    """Where zeros are allowed.
 
-    'row': in each row alone. 'layer': anywhere in the matrix. 'N:M': N are kept of each M columns. 'RxC': whole blocks
-    of R rows and C columns, anywhere in the matrix.
+    'row': the fraction of each row. 'layer': anywhere in the matrix. 'N:M': N of each M consecutive columns are kept.
+    'RxC': blocks of R rows and C columns, anywhere in the matrix.
     """
 
     text: str = "row"
 
     def __post_init__(self) -> None:
         if self.text == "global":
-            raise ValueError("one threshold for all layers is 'allocate: global', with pattern: layer")
+            raise ValueError(
+                "pattern global is not known; for one threshold over all layers use allocate: global, pattern: layer"
+            )
         if self.text not in ("row", "layer") and self.n_of_m is None and self.block is None:
-            raise ValueError(f"pattern {self.text!r} is not known; write {WAYS}")
+            raise ValueError(f"pattern {self.text!r} is not known; use {WAYS}")
         if self.n_of_m is not None and not 0 < self.n_of_m[0] < self.n_of_m[1]:
             n, m = self.n_of_m
             raise ValueError(f"pattern {self.text!r} keeps {n} of {m}; N must be at least 1 and smaller than M")
         if self.block is not None and (min(self.block) < 1 or self.block == (1, 1)):
-            raise ValueError(f"pattern {self.text!r}: blocks need at least one row and column; 1x1 is called layer")
+            raise ValueError(
+                f"pattern {self.text!r}: a block needs at least one row and one column; write layer instead of 1x1"
+            )
 
     @property
     def n_of_m(self) -> tuple[int, int] | None:
@@ -53,24 +57,24 @@ class Pattern:
 
     @property
     def span(self) -> int:
-        """Columns that are decided on together: M, C, or 1."""
+        """The number of columns that are decided together: M, C, or 1."""
         if self.n_of_m is not None:
             return self.n_of_m[1]
         return self.block[1] if self.block is not None else 1
 
     def whole(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """(rows, columns) that whole units of the pattern cover; what is beyond them stays dense."""
+        """(rows, columns) that whole units of the pattern cover; the remainder stays dense."""
         rows, width = shape
         high = self.block[0] if self.block is not None else 1
         return rows // high * high, width // self.span * self.span
 
     def keep(self, score: Float[Tensor, "out in"], density: float) -> Bool[Tensor, "out in"]:
-        """True for the weights to keep: those of the highest score; exactly round(density * n) of each unit.
+        """True for the weights to keep: the highest scores, exactly round(density * n) of each unit.
 
-        An N:M pattern has its own density N/M. The score of a block is the mean of its weights'. Rows and columns after
-        the last whole unit stay dense. Ties go to the lower column, with N:M in every other row to the higher one: of a
-        model whose weights were rounded before, a sixth of the groups has ties, and if they fell alike in all rows,
-        so would the errors.
+        An N:M pattern has its own density N/M. The score of a block is the mean score of its weights. Rows and columns
+        after the last whole unit stay dense. Ties go to the lower column; with N:M, in every other row to the higher
+        one. In a model with quantized weights a sixth of the groups has ties, and the same choice in all rows would
+        correlate the errors.
         """
         if self.text == "row":
             return top(score, round(density * score.shape[1]))
@@ -91,10 +95,10 @@ class Pattern:
         return kept.reshape(rows // high, width // wide).repeat_interleave(high, 0).repeat_interleave(wide, 1)
 
     def units(self, score: Float[Tensor, "out in"]) -> Float[Tensor, " units"]:
-        """The scores of what is kept or removed as one: of blocks, otherwise of weights; row by row.
+        """Scores of the units that are kept or removed as a whole: blocks, or single weights; row by row.
 
-        Scores below zero are those of weights that are gone: they add nothing to their block, and a block of them alone
-        is below all others.
+        A score below zero marks a weight that is already removed. Such a weight adds nothing to the score of its block;
+        a block of only such weights is below all others.
         """
         if self.block is None:
             return score.reshape(-1)
@@ -103,7 +107,7 @@ class Pattern:
         return (blocks.clamp(min=0).mean((1, 3)) - (blocks.amax((1, 3)) < 0).to(score.dtype)).reshape(-1)
 
     def removed(self, shape: tuple[int, int], density: float) -> int:
-        """How many weights `keep` removes from a matrix of this shape."""
+        """The number of weights that `keep` removes from a matrix of this shape."""
         rows, width = self.whole(shape)
         if self.n_of_m is not None:
             n, m = self.n_of_m
@@ -114,7 +118,7 @@ class Pattern:
         return (rows * width // size - round(density * (rows * width // size))) * size
 
     def refuses(self, shape: tuple[int, int], density: float) -> str | None:
-        """Why nothing would be removed from a matrix of this shape; None where something is."""
+        """Why the pattern would remove nothing from a matrix of this shape; None when it removes something."""
         rows, width = shape
         if 0 in self.whole(shape):
             return f"pattern {self.text} has no whole unit in its {rows} rows of {width}; leave it out (ignore)"
@@ -127,7 +131,7 @@ class Pattern:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        """A recipe spells a pattern as a string."""
+        """Read a pattern from a string of a recipe."""
         parse = core_schema.no_info_plain_validator_function(lambda v: v if isinstance(v, cls) else cls(_text(v)))
         return core_schema.json_or_python_schema(
             json_schema=parse,
@@ -137,18 +141,18 @@ class Pattern:
 
 
 def _text(value: Any) -> str:
-    """The text of a pattern; YAML 1.1 reads an unquoted 2:4 as the base-60 number 124."""
+    """Return the text of a pattern; YAML 1.1 reads an unquoted 2:4 as the base-60 number 124."""
     if isinstance(value, int) and not isinstance(value, bool):
-        raise ValueError(f'pattern {value} is a number; N:M needs quotes in YAML: "{value // 60}:{value % 60}"')
+        raise ValueError(f'pattern {value} is a number; quote N:M in YAML: "{value // 60}:{value % 60}"')
     if not isinstance(value, str):
-        raise ValueError(f"pattern {value!r} is not text; write {WAYS}")
+        raise ValueError(f"pattern {value!r} is not a string; use {WAYS}")
     return value
 
 
 def top(
     score: Float[Tensor, "rows n"], count: int, last: Bool[Tensor, " rows"] | None = None
 ) -> Bool[Tensor, "rows n"]:
-    """True for the `count` highest of each row, ties to the lower index; to the higher one in rows where `last`."""
+    """True for the `count` highest of each row; ties go to the lower index, in rows with `last` to the higher one."""
     size = score.shape[1]
     if count in (0, size):
         return torch.full_like(score, count > 0, dtype=torch.bool)

@@ -1,15 +1,16 @@
-"""Which order of columns keeps the most under N:M: a greedy search over stripes of M columns with two escapes.
+"""The column order that keeps the most under N:M: a greedy search over stripes of M columns with two escapes.
 
-A stripe is M columns that stand together; which of its weights are kept depends on what columns are in it, not on
-their order. Channels of stripes are swapped as long as that keeps more (Pool & Yu 2021, section 4), best swaps first.
+A stripe is M adjacent columns. Its mask depends on which columns it holds, not on their order. Columns are swapped
+between stripes while this increases the kept score (Pool & Yu 2021, section 4), best swaps first.
 
-Swaps are valued all at once. Let x_c be the scores of column c, [rows], and t_c, row by row, what a column must exceed
-to be kept in c's place: the Nth largest of the M - 1 others of its stripe. In c's place column d keeps
-sum(max(x_d - t_c, 0)) more than none does, which is half of |x_d - t_c| + x_d - t_c. What is linear cancels in a swap:
+The gains of all swaps are computed at once. Let x_c be the scores of column c, [rows], and t_c the threshold per row
+that a column must exceed to be kept in place of c: the Nth largest of the M - 1 others of its stripe. In that place,
+column d adds sum(max(x_d - t_c, 0)) to the kept score, which is half of |x_d - t_c| + x_d - t_c. The linear terms
+cancel in a swap:
 
     gain(c, d) = (L[c, d] + L[d, c] - L[c, c] - L[d, d]) / 2,   L[c, d] = sum over rows of |x_d - t_c|
 
-so that a table of L1 distances tells the gain of every swap there is, and a swap changes 2 M of its rows.
+A table of L1 distances therefore gives the gain of every possible swap, and a swap changes 2 M of its rows.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-EXACT = 1 << 22  # differences that are summed up one by one; more are interpolated
+EXACT = 1 << 22  # up to so many differences are summed exactly; more are interpolated
 KNOTS = 6  # of the interpolation
-LIKE = 128  # stripes that knots are fitted to
-CHUNK = 1 << 23  # numbers of a temporary tensor
-WINDOW = 4096  # columns that are searched together, which takes a table of WINDOW^2 numbers
-TABLE_ROWS = 2048  # rows that swaps are valued on, evenly spaced; those that are made are measured on all
-LEAST = 1e-7  # of what is kept: a gain below it is rounding
-DRAFT_STRIPES = 16  # fewer are not drafted
-PATIENCE, DRAFT_LEAST = 3, 5e-4  # drafts in a row that gain less than this share end them
-REGRESSIONS = 1 / 16  # swaps that lose, per stripe
-SUBSETS, PARTITIONS = 600, 6000  # of a group of stripes that is optimized jointly
+LIKE = 128  # stripes that the knots are fitted to
+CHUNK = 1 << 23  # elements of a temporary tensor
+WINDOW = 4096  # columns that are searched together; their table has WINDOW^2 elements
+TABLE_ROWS = 2048  # rows, evenly spaced, on which gains are estimated; swaps that are made are measured on all rows
+LEAST = 1e-7  # relative to the kept score: a smaller gain is rounding error
+DRAFT_STRIPES = 16  # with fewer stripes there is no draft
+PATIENCE, DRAFT_LEAST = 3, 5e-4  # the draft ends after so many consecutive rounds with a smaller relative gain
+REGRESSIONS = 1 / 16  # swaps with a loss, per stripe
+SUBSETS, PARTITIONS = 600, 6000  # limits for a group of stripes that is optimized jointly
 
 
 def search(
     score: Float[Tensor, "rows in"], n: int, m: int, escapes: int = 2, seed: int = 0
 ) -> tuple[Int[Tensor, " in"], float, float]:
-    """(order, kept before, kept after): column j is to be what column order[j] is now; the scores kept under n:m.
+    """(order, kept before, kept after): new column j is old column order[j]; kept is the sum of scores kept under n:m.
 
-    score: at least 0. Never keeps less than before. Columns behind the last whole stripe stay where they are. escapes:
-    how often the search goes on from a local optimum, each by some swaps that lose a little and by optimizing random
-    groups of stripes jointly; what ends worse is taken back. seed: of what is drawn, on the CPU.
+    score: at least 0. The result never keeps less than before. Columns after the last whole stripe do not move.
+    escapes: how often the search leaves a local optimum, each time with some swaps of small loss and a joint
+    optimization of random groups of stripes; an escape that ends worse is undone. seed: of the random choices, on the
+    CPU.
     """
     width = score.shape[1] // m * m
     order = torch.arange(score.shape[1], device=score.device)
@@ -60,43 +62,43 @@ def search(
 
 
 def largest(values: Float[Tensor, "*batch m rows"], count: int) -> list[Float[Tensor, "*batch rows"]]:
-    """The `count` largest of m, the largest first, row by row: insertion, which is fast for the few that m is."""
+    """The `count` largest of m per row, in descending order: insertion, which is fast for small m."""
     found: list[Tensor] = []
     for j in range(values.shape[-2]):
         value = values[..., j, :]
-        for k, held in enumerate(found):
-            found[k] = torch.maximum(held, value)
-            value = torch.minimum(held, value)
+        for k, kept in enumerate(found):
+            found[k] = torch.maximum(kept, value)
+            value = torch.minimum(kept, value)
         if len(found) < count:
             found.append(value)
     return found
 
 
 def thresholds(stripes: Float[Tensor, "stripes m rows"], n: int) -> Float[Tensor, "stripes m rows"]:
-    """What must be exceeded to be kept in a column's place: the nth largest of the others of its stripe."""
+    """The thresholds that replace each column: the nth largest of the other columns of its stripe."""
     *_, last, next_ = largest(stripes, n + 1)
     last, next_ = last[:, None], next_[:, None]
-    return torch.where(stripes >= last, next_, last)  # without one of those that are kept, the next one is
+    return torch.where(stripes >= last, next_, last)  # without a kept column, the next one is kept
 
 
 class Distances:
-    """L1 distances to the columns x, [in, rows]: exact where few are asked for, otherwise interpolated in t.
+    """L1 distances to the columns x, [in, rows]: exact for few distances, otherwise interpolated in t.
 
-    Row by row, |x - t| is linear in t but for a kink at x. Between KNOTS values in each row it is interpolated, which
-    is exact unless x and t fall between the same two. All distances are then one matrix product: the weights of the
+    Row by row, |x - t| is linear in t except for a kink at x. It is interpolated between KNOTS values per row, which
+    is exact unless x and t fall into the same interval. All distances are then one matrix product: the weights of the
     knots for each t, [a, rows * knots], times |x - knot|, [in, rows * knots], which is computed once.
     """
 
     def __init__(self, x: Float[Tensor, "in rows"], like: Float[Tensor, "some rows"]) -> None:
-        """like: what t will be like; the knots are quantiles of it."""
+        """like: a sample of the distribution of t; the knots are its quantiles."""
         self.x = x
-        share = torch.linspace(0, 1, KNOTS, device=x.device)
-        self.knots = like.quantile(share, dim=0).T.contiguous()
+        fractions = torch.linspace(0, 1, KNOTS, device=x.device)
+        self.knots = like.quantile(fractions, dim=0).T.contiguous()
         self.width = (self.knots[:, 1:] - self.knots[:, :-1]).clamp(min=1e-30)
         self.far = (x[..., None] - self.knots).abs_().flatten(1)
 
     def __call__(self, t: Float[Tensor, "a rows"], columns: Int[Tensor, " b"] | None = None) -> Float[Tensor, "a b"]:
-        """The sum over rows of |x - t| for some columns, or all."""
+        """The sum over rows of |x - t|, for some columns or all."""
         count = len(self.x) if columns is None else len(columns)
         if t.numel() * count <= EXACT:
             return torch.cdist(t, self.x if columns is None else self.x[columns], p=1)
@@ -104,18 +106,20 @@ class Distances:
         return torch.cat([self._weights(part) @ far for part in t.split(max(1, CHUNK // far.shape[0]))])
 
     def _weights(self, t: Float[Tensor, "a rows"]) -> Float[Tensor, "a rows*knots"]:
-        """What makes t of its two neighbours among the knots."""
-        rise = t.unsqueeze(-1).sub(self.knots[:, :-1]).div_(self.width).clamp_(0, 1)  # of each interval: what t passed
-        found = t.new_empty(*t.shape, KNOTS)
-        found[..., 0], found[..., 1:] = 1, rise
-        found[..., :-1] -= rise
-        return found.flatten(1)
+        """The weights of the knots that interpolate t."""
+        rise = (
+            t.unsqueeze(-1).sub(self.knots[:, :-1]).div_(self.width).clamp_(0, 1)
+        )  # fraction of each interval below t
+        weights = t.new_empty(*t.shape, KNOTS)
+        weights[..., 0], weights[..., 1:] = 1, rise
+        weights[..., :-1] -= rise
+        return weights.flatten(1)
 
 
 class Stripes:
     """Columns in stripes of m, of which n are kept in each row.
 
-    order: the columns by stripe. kept: what each stripe keeps, on all rows.
+    order: the columns of each stripe. kept: the score that each stripe keeps, over all rows.
     """
 
     def __init__(self, columns: Float[Tensor, "in rows"], n: int, m: int) -> None:
@@ -129,39 +133,39 @@ class Stripes:
 
     @property
     def total(self) -> float:
-        """What is kept."""
+        """The total score that is kept."""
         return float(self.kept.sum())
 
     def measured(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, " stripes"]:
-        """What stripes of these columns keep."""
+        """The scores that stripes of these columns keep."""
         size = max(1, CHUNK // (self.m * self.columns.shape[1]))
         parts = [torch.stack(largest(self.columns[some], self.n)) for some in order.split(size)]
         return torch.cat([part.sum(-1, dtype=torch.float64).sum(0) for part in parts])
 
     def needed(self, order: Int[Tensor, "stripes m"]) -> Float[Tensor, "stripes m few"]:
-        """The thresholds of the columns of some stripes, on a few rows."""
+        """The thresholds of the columns of some stripes, on the rows of the table."""
         size = max(1, CHUNK // (self.m * self.few.shape[1]))
         return torch.cat([thresholds(self.few[some], self.n) for some in order.split(size)])
 
     def put(self, which: Int[Tensor, " some"], order: Int[Tensor, "some m"], kept: Float[Tensor, " some"]) -> None:
-        """Give some stripes other columns."""
+        """Replace the columns of some stripes."""
         self.order[which], self.kept[which] = order, kept
 
     def swap(self, pairs: Int[Tensor, "pairs 2"], places: Int[Tensor, "pairs 2"], force: bool = False) -> Tensor:
-        """Swap one column of each pair of stripes with one of the other, where that keeps more, or all (`force`).
+        """Swap one column between the two stripes of each pair, where this keeps more, or always (`force`).
 
-        pairs: of stripes, each in one pair at most. Returns True for the pairs that were swapped.
+        pairs: of stripes, each stripe in at most one pair. Returns True for the pairs that were swapped.
         """
         new = self.order[pairs]  # [pairs, 2, m]
         each = torch.arange(len(pairs), device=pairs.device)
-        one, other = new[each, 0, places[:, 0]], new[each, 1, places[:, 1]]
-        new[each, 0, places[:, 0]], new[each, 1, places[:, 1]] = other, one
+        first, second = new[each, 0, places[:, 0]], new[each, 1, places[:, 1]]
+        new[each, 0, places[:, 0]], new[each, 1, places[:, 1]] = second, first
         return self.replace(pairs, new, force)
 
     def replace(
         self, groups: Int[Tensor, "groups size"], new: Int[Tensor, "groups size m"], force: bool = False
     ) -> Tensor:
-        """Give groups of stripes new columns where that keeps more, or everywhere; returns True where it was done."""
+        """Replace the columns of groups of stripes where this keeps more, or always; True where they were replaced."""
         kept = self.measured(new.flatten(0, 1)).reshape(groups.shape)
         better = kept.sum(1) > self.kept[groups].sum(1) * (1 + LEAST)
         done = torch.ones_like(better) if force else better
@@ -170,7 +174,7 @@ class Stripes:
 
 
 def mutual(gain: Float[Tensor, "stripes stripes"]) -> Int[Tensor, "pairs 2"]:
-    """Pairs of stripes of which each is the other's best, with a gain: doing the best first would do these, too."""
+    """Pairs of stripes that are each other's best, with a gain; taking the best pair first would choose them too."""
     value, best = gain.max(1)
     each = torch.arange(len(gain), device=gain.device)
     chosen = (best[best] == each) & (each < best) & (value > 0)
@@ -178,7 +182,7 @@ def mutual(gain: Float[Tensor, "stripes stripes"]) -> Int[Tensor, "pairs 2"]:
 
 
 def _draft(stripes: Stripes, distances: Distances, draw: torch.Generator) -> None:
-    """Swaps among one column of each stripe, drawn anew each time: a table M^2 times smaller, while that gains much."""
+    """Swap among one random column per stripe, while that gains much; the table is M^2 times smaller."""
     calm, each = 0, torch.arange(len(stripes), device=stripes.order.device)
     while calm < PATIENCE and len(stripes) > DRAFT_STRIPES:
         place = torch.randint(stripes.m, (len(stripes),), generator=draw).to(each.device)
@@ -194,9 +198,9 @@ def _draft(stripes: Stripes, distances: Distances, draw: torch.Generator) -> Non
 
 
 class Table:
-    """The best swap of each pair of stripes, kept up to date for the stripes that change.
+    """The best swap of each pair of stripes, updated for the stripes that change.
 
-    gain: of the best swap of each pair. place: where its columns stand, as one number.
+    gain: of the best swap of each pair. place: the positions of its two columns, encoded as one number.
     """
 
     def __init__(self, stripes: Stripes, distances: Distances) -> None:
@@ -208,7 +212,7 @@ class Table:
         self.refresh(torch.arange(count, device=stripes.order.device))
 
     def refresh(self, changed: Int[Tensor, " some"]) -> None:
-        """Value the swaps of some stripes anew."""
+        """Recompute the gains of the swaps of some stripes."""
         for some in changed.split(max(1, CHUNK // self.distances.far.shape[1])):
             order = self.stripes.order[some]
             self.far[order.flatten()] = self.distances(self.stripes.needed(order).flatten(0, 1))
@@ -230,31 +234,31 @@ class Table:
         self.place[:, some] = (there * m + here).T.to(torch.int16)
 
     def at(self, pairs: Int[Tensor, "pairs 2"]) -> Int[Tensor, "pairs 2"]:
-        """Where the columns of the best swap of each pair stand."""
+        """The positions of the two columns of the best swap of each pair."""
         place = self.place[pairs[:, 0], pairs[:, 1]].long()
         return torch.stack((place // self.stripes.m, place % self.stripes.m), 1)
 
     def forbid(self, pairs: Int[Tensor, "pairs 2"]) -> None:
-        """Leave the swaps of these pairs out until one of both stripes changes."""
+        """Exclude the swaps of these pairs until one of their stripes changes."""
         self.gain[pairs[:, 0], pairs[:, 1]] = -torch.inf
         self.gain[pairs[:, 1], pairs[:, 0]] = -torch.inf
 
     def climb(self) -> None:
-        """Swap as long as that keeps more."""
+        """Swap while this keeps more."""
         while len(pairs := mutual(self.gain)):
             made = self.stripes.swap(pairs, self.at(pairs))
             self.refresh(pairs[made].flatten())
             self.forbid(pairs[~made])
 
     def restore(self, order: Int[Tensor, "stripes m"], kept: Float[Tensor, " stripes"]) -> None:
-        """Take the stripes back to how they were."""
+        """Restore the stripes to an earlier state."""
         changed = (self.stripes.order != order).any(1).nonzero()[:, 0]
         self.stripes.put(changed, order[changed], kept[changed])
         self.refresh(changed)
 
 
 def _optimize(stripes: Stripes, escapes: int, draw: torch.Generator) -> None:
-    """Climb, and go on from local optima."""
+    """Climb to a local optimum, then escape and climb again."""
     if len(stripes) < 2:
         return
     sample = stripes.order[:: -(-len(stripes) // LIKE)]
@@ -272,10 +276,10 @@ def _optimize(stripes: Stripes, escapes: int, draw: torch.Generator) -> None:
 
 
 def _regress(table: Table, draw: torch.Generator) -> None:
-    """Make some swaps that lose little, climb without taking them back, then climb with that allowed."""
+    """Make some swaps of small loss and climb, first with these pairs excluded, then with them allowed."""
     loss = -table.gain
     usual = loss[loss < torch.inf].median() if len(loss) > 1 else loss.new_ones(())
-    chance = torch.rand(loss.shape, generator=draw).to(loss)  # another choice after each escape that was taken back
+    chance = torch.rand(loss.shape, generator=draw).to(loss)  # a different choice after an escape that was undone
     pairs = mutual((chance + chance.T) * torch.exp(-loss / usual.clamp(min=1e-30)))
     if not len(pairs):
         return
@@ -290,7 +294,7 @@ def _regress(table: Table, draw: torch.Generator) -> None:
 
 
 def _joint(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
-    """Divide the columns of random groups of stripes anew, in the best way there is; returns those that changed."""
+    """Divide the columns of random groups of stripes anew, in the best way; return the stripes that changed."""
     size = min(group_size(stripes.m), len(stripes))
     groups = torch.randperm(len(stripes), generator=draw)[: len(stripes) // size * size].reshape(-1, size)
     groups = groups.to(stripes.order.device)
@@ -309,7 +313,7 @@ def _joint(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
 
 @cache
 def group_size(m: int) -> int:
-    """How many stripes of m are optimized jointly: as many as there are not too many ways for."""
+    """The number of stripes of m that are optimized jointly: the largest within the limits."""
     size = 1
     while math.comb((size + 1) * m, m) <= SUBSETS and ways_count(size + 1, m) <= PARTITIONS:
         size += 1
@@ -317,7 +321,7 @@ def group_size(m: int) -> int:
 
 
 def ways_count(size: int, m: int) -> int:
-    """In how many ways size * m columns can be divided into stripes of m."""
+    """The number of ways to divide size * m columns into stripes of m."""
     return math.factorial(size * m) // math.factorial(m) ** size // math.factorial(size)
 
 

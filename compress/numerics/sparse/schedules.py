@@ -1,4 +1,4 @@
-"""How sparsity grows over the steps of a training, and masks on the way to an N:M pattern."""
+"""Sparsity schedules over training steps, and masks on the way to an N:M pattern."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from compress.numerics.sparse.masks import Pattern, top
 
 @dataclass(frozen=True)
 class Cubic:
-    """Sparsity that grows fast at first and slowly at last (Zhu & Gupta 2017, equation 1).
+    """The cubic sparsity schedule: fast growth at first, slow growth at the end (Zhu & Gupta 2017, equation 1).
 
-    s_t = s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3 for t = t_0, t_0 + dt, ..., t_0 + n dt; in between it stays.
+    s_t = s_f + (s_i - s_f) (1 - (t - t_0) / (n dt))^3 for t = t_0, t_0 + dt, ..., t_0 + n dt; constant in between.
 
-    initial, final: s_i, s_f. begin: t_0. end: the last of these steps is the last that is not behind it. every: dt.
+    initial, final: s_i, s_f. begin: t_0. end: no update comes after this step. every: dt.
     """
 
     initial: float
@@ -28,20 +28,20 @@ class Cubic:
 
     @property
     def rises(self) -> int:
-        """n: how often it rises; once at least."""
+        """n: the number of updates after the first; at least 1."""
         return max(1, (self.end - self.begin) // self.every)
 
     @property
     def last(self) -> int:
-        """The step from which on it is final."""
+        """The first step with the final sparsity."""
         return min(self.begin + self.rises * self.every, self.end)
 
     def due(self, step: int) -> bool:
-        """Whether the sparsity is another than in the step before."""
+        """Whether the sparsity changes at this step."""
         return step == self.last or (self.begin <= step < self.last and (step - self.begin) % self.every == 0)
 
     def at(self, step: int) -> float:
-        """The sparsity after so many steps; none before the first."""
+        """The sparsity at a step; 0 before the first update."""
         if step < self.begin:
             return 0.0
         if step >= self.last:
@@ -50,12 +50,12 @@ class Cubic:
         return self.final + (self.initial - self.final) * left**3
 
 
-def partly(pattern: Pattern, score: Float[Tensor, "out in"], density: float) -> Bool[Tensor, "out in"]:
-    """What to keep at a density on the way to the pattern; at the pattern's own density, `pattern.keep`.
+def partial_mask(pattern: Pattern, score: Float[Tensor, "out in"], density: float) -> Bool[Tensor, "out in"]:
+    """The mask for a density on the way to the pattern; at the pattern's own density it equals `pattern.keep`.
 
-    An N:M pattern has but one density N/M: here it is a share of the groups of M that keep N only, those that lose the
-    least score; groups from which something was removed before (scores below 0) are the first, so that masks made from
-    one another only shrink.
+    An N:M pattern has only the density N/M. A higher density applies the pattern to a fraction of the groups of M: to
+    those with the least removed score. Groups that already lost weights (scores below 0) come first, so that a sequence
+    of masks only shrinks.
     """
     if pattern.n_of_m is None:
         return pattern.keep(score, density)

@@ -1,12 +1,12 @@
-"""How much each weight matters to pruning, from its magnitude and the norm of its input."""
+"""Pruning scores of weights, from their magnitudes and the norms of their inputs."""
 
 from __future__ import annotations
 
 from jaxtyping import Float
 from torch import Tensor
 
-RIA_EXPONENT = 0.5  # RIA, section 4.1: how much the inputs count
-SMALLEST = 1e-30  # sums of rows and columns of zeros are kept above this, so that their scores are zero
+RIA_EXPONENT = 0.5  # RIA, section 4.1: exponent of the input norm
+SMALLEST = 1e-30  # lower bound of row and column sums, so that rows and columns of zeros score zero
 
 
 def wanda(weight: Float[Tensor, "out in"], norm: Float[Tensor, " in"]) -> Float[Tensor, "out in"]:

@@ -1,4 +1,4 @@
-"""Pruning inside the column sweep: the rule by which SparseGPT chooses zeros, alone or before columns are rounded."""
+"""Pruning inside the column sweep: SparseGPT's choice of zeros, alone or combined with rounding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from compress.numerics.sparse.masks import Pattern
 
 
 class Sparsifying:
-    """The column rule of SparseGPT (Frantar 2023, algorithm 1): zeros are chosen when their columns are reached.
+    """The column rule of SparseGPT (Frantar 2023, algorithm 1): zeros are chosen when the sweep reaches their columns.
 
-    What is removed has the least w^2 / U_jj^2, by which the error grows: in each `block` of columns the share of the
-    pattern, and of N:M patterns, which have no such blocks, the M - N least of each M. Columns that are kept are handed
-    to `inner`, which rounds them.
+    It removes the weights with the least w^2 / U_jj^2, the increase of the error: with a row or layer pattern, the
+    fraction 1 - density of each `block` of columns; with an N:M pattern, M - N of each M. `inner` rounds the kept
+    weights of each column.
 
-    pivots: U_jj, in the order of the columns; infinite for those that cost nothing. mask: what may be kept at all, in
-    this order. rounding: makes the inner rule, with the mask [out, in] that is filled in as zeros are chosen.
+    pivots: U_jj, in the order of the columns; infinite for columns without cost. mask: True for weights that may be
+    kept, in this order. rounding: makes the inner rule from the mask [out, in], which is updated in place as zeros are
+    chosen.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class Sparsifying:
         self.block = None if pattern.n_of_m is not None else block
         self._allowed = None if mask is None else mask.T
         self._keep = torch.ones(len(pivots), rows, dtype=torch.bool, device=pivots.device)  # a column is contiguous
-        self._decided = 0  # columns whose zeros are chosen
-        self.inner = None if rounding is None else rounding(self._keep.T)  # which sees all that is written to _keep
+        self._decided = 0  # the number of columns whose zeros are chosen
+        self.inner = None if rounding is None else rounding(self._keep.T)  # a view: it sees later writes to _keep
 
     def __call__(self, weight: Float[Tensor, "out in"], factor: Float[Tensor, "in in"]) -> Float[Tensor, "out in"]:
         """The weight after the sweep."""
@@ -47,15 +48,15 @@ class Sparsifying:
         return sweep(weight, factor, self, lookahead, self.pattern.span)
 
     def kept(self, order: Int[Tensor, " in"] | None) -> Bool[Tensor, "out in"]:
-        """What was kept, in the original order of the columns."""
+        """The mask, in the original order of the columns."""
         return (self._keep if order is None else self._keep[order.argsort()]).T.contiguous()
 
     def choose(self, column: int, values: Float[Tensor, "columns out"]) -> None:
-        """Choose what is kept of the columns from `column` on."""
+        """Choose the kept weights of the columns from `column` on."""
         columns = slice(column, column + values.shape[0])
         score = (values / self.pivots[columns, None]).square_()
         if not bool(score.any()):
-            score = values.square()  # inputs that were always zero: by magnitude
+            score = values.square()  # inputs that are always zero: score by magnitude
         if self._allowed is not None:
             score = score.masked_fill_(~self._allowed[columns], -1)
         kept = self.pattern.keep(score.T, self.density).T
@@ -74,7 +75,7 @@ class Sparsifying:
             return
         size = inner.options.group_size
         if isinstance(size, int):
-            # the group's scale is to fit what will be kept; what is not chosen yet is foreseen from how it looks now
+            # The group's scale must fit the kept weights: predict the zeros that are not chosen yet
             ahead = max(self._decided, column)
             self.choose(ahead, rest[ahead - column : size])
         inner.open(column, rest)
@@ -89,7 +90,7 @@ class Sparsifying:
 
 
 def order_by(diagonal: Float[Tensor, " in"], span: int) -> Int[Tensor, " in"]:
-    """Columns of large input first, those that are decided together side by side; a tail of fewer stays last."""
+    """Order columns by descending input energy, in units of `span` adjacent columns; an incomplete unit stays last."""
     whole = len(diagonal) // span * span
     units = diagonal[:whole].view(-1, span).sum(1).argsort(descending=True, stable=True)
     first = (units[:, None] * span + torch.arange(span, device=diagonal.device)).view(-1)

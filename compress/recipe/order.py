@@ -1,0 +1,56 @@
+"""The order of passes in a recipe: check it by facts, and name passes and facts in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress.api.facts import Fact
+from compress.api.options import Place, spoken
+from compress.api.passes import Pass
+from compress.errors import RecipeError
+
+
+def recipe_error(path: Place, message: str) -> RecipeError:
+    """The error for a mistake at a place in the recipe's data."""
+    where = spoken(path)
+    return RecipeError(f"{where}: {message}" if where else message, path)
+
+
+def label(index: int, step: Pass) -> str:
+    """The name of a pass in errors and reports: 'passes[1] gptq'."""
+    return f"passes[{index}] {step.key()}"
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Raise RecipeError when a pass lacks a fact that it needs, or comes after one that it excludes.
+
+    When two passes may work on different layers, `pipeline.resolve` checks them layer by layer, with the model open.
+    """
+    made: list[tuple[str, Pass]] = []
+    for index, step in enumerate(passes):
+        for before, earlier in made:
+            for fact in sorted(step.never_after & earlier.facts()):
+                if _surely_meet(earlier, step):
+                    message = f"the model is {in_words(fact)} by {before} already; put {step.key()} before it"
+                    raise recipe_error(("passes", index, step.key()), message)
+        for fact in sorted(step.after):
+            if not any(fact in earlier.facts() for _, earlier in made):
+                message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
+                raise recipe_error(("passes", index, step.key()), message)
+        made.append((label(index, step), step))
+
+
+def _surely_meet(first: Pass, second: Pass) -> bool:
+    """Whether two passes share a layer in every model: one targets all layers, or both have the same targets."""
+    everywhere = any("*" in step.targets and not step.left_out for step in (first, second))
+    return everywhere or (first.targets, first.left_out) == (second.targets, second.left_out)
+
+
+def in_words(fact: Fact) -> str:
+    """The name of a fact in messages, such as 'pruned' for masked."""
+    return {
+        "masked": "pruned",
+        "quantized": "quantized",
+        "activations_quantized": "given quantized inputs",
+        "cache_quantized": "given a rounded KV cache",
+    }[fact]

@@ -38,6 +38,12 @@ class EvaluationContext:
     layers: Sequence[Mapping[str, Any]] = ()
 
 
+class Record(BaseModel):
+    """A typed part of report.json; an unknown key in it is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
 class Evaluator(BaseModel, ABC):
     """One measurement. An evaluator is its configuration: a frozen value whose fields are its options.
 

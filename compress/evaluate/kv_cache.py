@@ -6,11 +6,10 @@ from collections import defaultdict
 from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.evaluate.base import EvaluationContext, Evaluator, SummaryRow, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
 from compress.formats.base import CacheScheme
 from compress.model.kv_cache import caching, rounded_caches, roundings, stated_scheme, watching
 from compress.model.objective import without_cache
@@ -19,11 +18,7 @@ from compress.numerics.metrics import relative_error
 UNROUNDED = CacheScheme(None, None)
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class BytesPerToken(_Record):
+class BytesPerToken(Record):
     """Bytes of one token's keys and values over all attentions, before and after rounding.
 
     Rounded keys and values count with the bits of their grid and their scales per token, others in the storage dtype.
@@ -33,7 +28,7 @@ class BytesPerToken(_Record):
     after: float
 
 
-class RoundingError(_Record):
+class RoundingError(Record):
     """Relative error of the keys, or the values, of attentions that are rounded in the same way."""
 
     attentions: int
@@ -41,7 +36,7 @@ class RoundingError(_Record):
     largest_error: float
 
 
-class KVCacheResult(_Record):
+class KVCacheResult(Record):
     """stated: whether config.json tells other programs to round. of: errors of the probe's keys and values, by what is
     rounded and how. attentions: the `CacheScheme` of each attention, as JSON.
     """

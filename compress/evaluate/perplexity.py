@@ -9,14 +9,13 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 from jaxtyping import Int
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run
 from compress.data.ids import corpus_sha256, model_ids
 from compress.errors import NumericError
-from compress.evaluate.base import EvaluationContext, Evaluator, SummaryRow, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
 from compress.model.forward import total_loss
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.model.open.load import load
@@ -25,15 +24,13 @@ from compress.model.open.opening import folder_of
 LARGEST = 700  # nats; exp overflows a float64 above 709
 
 
-class Score(BaseModel):
+class Score(Record):
     """Loss and perplexity of one model on one text.
 
     loss: mean loss in nats over the targets of all windows. tokens: number of targets. seconds: wall time. of: the kind
     of the targets, 'next tokens' or 'masked tokens', whose perplexities cannot be compared. perplexity: exp(loss),
     infinity when that overflows.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     loss: float
     tokens: int
@@ -42,10 +39,8 @@ class Score(BaseModel):
     perplexity: float
 
 
-class TextQuality(BaseModel):
+class TextQuality(Record):
     """The scores of both models on one text of [windows, length] token ids. sha256: of the ids."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     text: str
     windows: int

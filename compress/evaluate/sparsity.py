@@ -7,25 +7,22 @@ from dataclasses import asdict
 from math import prod
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.passes import Step
 from compress.errors import VerificationError
-from compress.evaluate.base import EvaluationContext, Evaluator, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, Texts
 from compress.families.pruning import Pruning, PruningPass
 from compress.model.linear import CompressedLinear
 
 TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding
 
 
-class LayerSparsity(BaseModel):
+class LayerSparsity(Record):
     """Shares of zeros. asked: the sparsity asked of the layer. due: in whole units of the pattern, without its dense
     tail. achieved: zeros counted in the checkpoint.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     asked: float
     due: float

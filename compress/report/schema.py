@@ -13,13 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self
 
 from compress.evaluate import EVALUATORS
+from compress.evaluate.base import Record
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
-
-
-class ModelIdentity(_Record):
+class ModelIdentity(Record):
     """The base model: where it comes from, its class, and the digest of its files."""
 
     source: str
@@ -27,7 +24,7 @@ class ModelIdentity(_Record):
     fingerprint: str
 
 
-class Sizes(_Record):
+class Sizes(Record):
     """Bytes of the dense model, of the checkpoint's tensors and of its weight files; number of layers that passes
     worked on, their weights, and their bytes and bits per weight in the checkpoint.
     """
@@ -41,7 +38,7 @@ class Sizes(_Record):
     bits_per_weight: float
 
 
-class LayerRow(_Record):
+class LayerRow(Record):
     """What one pass did to one layer.
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token reached the layer. sparsity: share of zeros
@@ -56,21 +53,21 @@ class LayerRow(_Record):
     due: float | None = None
 
 
-class Cost(_Record):
+class Cost(Record):
     """Time and peak memory of a phase of the run."""
 
     seconds: float
     peak_bytes: int
 
 
-class HeldOut(_Record):
+class HeldOut(Record):
     """The best loss on held-out sequences, and the training step that it belongs to."""
 
     step: int
     held_out: float
 
 
-class Training(_Record):
+class Training(Record):
     """A pass that trained: mean loss of the first and the last quarter of its steps, steps done of all steps, number of
     trained parameters by kind, seconds, indices of held-out sequences, best held-out loss, and the values of each step.
     """
@@ -86,14 +83,14 @@ class Training(_Record):
     curve: list[dict[str, int | float]]
 
 
-class Predicted(_Record):
+class Predicted(Record):
     """What the plan predicted before the run: bytes of all tensors, and peak memory."""
 
     tensor_bytes: int
     memory_bytes: int
 
 
-class Verification(_Record):
+class Verification(Record):
     """layers: compressed layers that were read back bit for bit. own, transformers: largest absolute difference of
     logits between the computed model and the one read by compress.load, by transformers. skipped: why transformers did
     not read it.
@@ -105,7 +102,7 @@ class Verification(_Record):
     skipped: str | None
 
 
-class JournalEntry(_Record):
+class JournalEntry(Record):
     """One `Entry` of the run's journal."""
 
     kind: str
@@ -114,14 +111,14 @@ class JournalEntry(_Record):
     figures: dict[str, Any]
 
 
-class Journal(_Record):
+class Journal(Record):
     """The entries of the run's journal, and their number by kind."""
 
     counts: dict[str, int]
     entries: list[JournalEntry]
 
 
-class Reproduction(_Record):
+class Reproduction(Record):
     """What the bytes depend on: the resolved recipe, digests of run and calibration data, dtypes, machine, versions.
 
     packages: version of each, None where it is not installed.

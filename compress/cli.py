@@ -156,18 +156,20 @@ def passes() -> None:
             click.echo(f"    {name} = {option.default!r}: {option.description}")
 
 
-def _print_report(report: dict[str, Any], folder: Path) -> None:
-    from compress.report.markdown import checks, costs, evidence, journal
+def _print_report(values: dict[str, Any], folder: Path) -> None:
+    from compress.report.schema import Report
+    from compress.report.sections import checks, journal, size_and_quality, time_and_memory
 
-    _print_table(f"{report['model']['source']} -> {folder}", ("", "before", "after", "ratio"), evidence(report))
-    _print_table("", ("phase", "seconds", "peak memory, MB"), costs(report))
-    for line in [*checks(report), *(entry.removeprefix("- ") for entry in journal(report))]:
+    report = Report.from_json(values)
+    _print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
+    _print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
+    for line in [*checks.lines(report), *journal.lines(report)]:
         click.echo(line)
-    click.echo(f"checkpoint sha256: {report['checkpoint_sha256']}")
+    click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")
     click.echo(f"report: {folder / 'report.md'}")
 
 
-def _print_table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     shown = Table(title=title or None, title_justify="left")
     for i, name in enumerate(head):
         shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")

@@ -63,7 +63,7 @@ def test_run_prints_the_evidence(spell, tmp_path):
     text = " ".join(done.stdout.split())
     assert f"checkpoint sha256: {report['checkpoint_sha256']}" in text and "report.md" in text
     assert "codes of 21 layers read back bit for bit" in text
-    assert f"{report['quality'][0]['compressed']['perplexity']:.2f}" in text
+    assert f"{report['perplexity'][0]['compressed']['perplexity']:.2f}" in text
     assert "model.layers.0 passes[0] rtn 0/3" in " ".join(done.stderr.split())  # no terminal: plain lines
     assert "\x1b" not in done.output
 
@@ -106,7 +106,7 @@ def test_eval_agrees_with_the_report(spell, texts, tmp_path):
     report = json.loads((out / "report.json").read_text())
     done = call("eval", out, "--text", texts["test"], "--windows", 2, "--length", 64)
     assert done.exit_code == 0
-    assert f"{report['quality'][0]['compressed']['perplexity']:.4f}" in done.stdout and "next tokens" in done.stdout
+    assert f"{report['perplexity'][0]['compressed']['perplexity']:.4f}" in done.stdout and "next tokens" in done.stdout
 
 
 def test_passes_lists_every_pass_with_every_option():

@@ -57,7 +57,7 @@ def asked(recipe, folder, words):
 
 def test_the_triple_loss_from_a_recipe_to_a_checkpoint(asked, words, tmp_path):
     report = compress.run(asked(RTN(**RTN4), Distill(**TRIPLE, steps=12, learning_rate=0.01)), tmp_path).report
-    (quality,) = report["quality"]
+    (quality,) = report["perplexity"]
     assert quality["base"]["of"] == quality["compressed"]["of"] == "masked tokens"
     assert quality["base"]["tokens"] == quality["compressed"]["tokens"] == 8 * 3  # 15% of 22
     assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is not None
@@ -185,7 +185,7 @@ def test_without_a_mask_token_nothing_begins_that_needs_one(recipe, tiny_folder,
 def test_without_a_mask_token_all_else_is_done(recipe, tiny_folder, tmp_path, tiny, ids):
     measured = compress.Evaluate(perplexity=())
     compress.run(recipe(RTN(**RTN4), model=tiny_folder("bert"), eval=measured), tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text())["quality"] == []
+    assert json.loads((tmp_path / "report.json").read_text())["perplexity"] == []
     compress.apply(tiny("bert"), [DropBlocks(count=1), compress.Wanda()], ids())
     with pytest.raises(ModelError, match=r"pass one to compress.apply \(tokenizer=\)"):
         compress.apply(tiny("bert"), [Finetune(steps=1)], ids())

@@ -63,7 +63,7 @@ def test_it_runs_as_written_and_ships_what_its_baseline_says(path, tmp_path):
     assert Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
     assert result.report["verified"]["own"] == 0
     assert result.report["verified"]["transformers"] == 0 or result.report["verified"]["skipped"]
-    quality, size = result.report["quality"][0], result.report["size"]
+    quality, size = result.report["perplexity"][0], result.report["size"]
     assert size["checkpoint_bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
     wanted = STORED["recipes"].get(path.stem)
     if wanted is not None:

@@ -1,1 +1,36 @@
-"""Evidence: what a model is worth, measured on the checkpoint as it was shipped."""
+"""The evaluators, one file per measurement; the file's name is the key in report.json. Nothing is registered by hand.
+
+The compressed model is measured as it was read back from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.api.discovery import classes_by_file
+from compress.evaluate.base import EvaluationContext, Evaluator, Texts
+
+EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Evaluator)
+"""The class of every evaluator by its key."""
+
+
+def measure_all(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, texts: Texts, context: EvaluationContext
+) -> dict[str, dict[str, Any] | None]:
+    """The results of all evaluators that apply to the model, by key.
+
+    Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint.
+    """
+    ordered = sorted(EVALUATORS.items(), key=lambda item: item[1].needs_base)
+    return {
+        key: evaluator().measure(model, tokenizer, texts, context)
+        for key, evaluator in ordered
+        if evaluator.needs_base or context.which == "compressed"
+    }
+
+
+def combine_all(compressed: dict[str, dict[str, Any] | None], base: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
+    """The values in report.json by key, from the results of `measure_all` on both models."""
+    return {key: EVALUATORS[key]().combine(result, base.get(key)) for key, result in compressed.items()}

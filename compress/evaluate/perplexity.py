@@ -1,42 +1,53 @@
-"""Perplexity: exp of the mean loss of the tokens that a model is asked for, over non-overlapping windows."""
+"""Perplexity: exp of the mean loss per target token, over non-overlapping windows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.journal import Journal
+from compress.api.context import Run
 from compress.data.ids import corpus_sha256, model_ids
 from compress.errors import NumericError
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
 from compress.model.forward import total_loss
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.model.open.load import load
 from compress.model.open.opening import folder_of
 
+LARGEST = 700  # nats; exp overflows a float64 above 709
 
-@dataclass(frozen=True)
-class Perplexity:
-    """loss: mean loss in nats over all windows' targets. tokens: how many targets. seconds: wall time. of: what the
-    targets are, 'next tokens' or 'masked tokens', which cannot be compared with one another.
+
+class Score(Record):
+    """Loss and perplexity of one model on one text.
+
+    loss: mean loss in nats over the targets of all windows. tokens: number of targets. seconds: wall time. of: the kind
+    of the targets, 'next tokens' or 'masked tokens', whose perplexities cannot be compared. perplexity: exp(loss),
+    infinity when that overflows.
     """
 
     loss: float
     tokens: int
     seconds: float
-    of: str = NEXT_TOKENS.of
+    of: str
+    perplexity: float
 
-    @property
-    def perplexity(self) -> float:
-        """exp(loss), infinity when that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+class TextQuality(Record):
+    """The scores of both models on one text of [windows, length] token ids. sha256: of the ids."""
+
+    text: str
+    windows: int
+    length: int
+    sha256: str
+    base: Score
+    compressed: Score
 
 
 def perplexity(
@@ -44,14 +55,14 @@ def perplexity(
     ids: Int[Tensor, "windows length"],
     progress: Callable[[int, int], None] | None = None,
     lm_objective: LMObjective = NEXT_TOKENS,
-) -> Perplexity:
-    """Mean loss of each token given those before it in its window; the first of each window has no loss.
+) -> Score:
+    """Mean loss of each token given the tokens before it in its window; the first token of a window is no target.
 
-    With another prediction (`prediction_of`): of the masked tokens given the others of their window, under masks that
-    depend on the number of the window alone, so that they are the same for every model.
+    With another objective (`objective_of`): of the masked tokens given the other tokens of their window. The masks
+    depend on the index of the window alone, so they are the same for every model.
     progress(done, of) is called after every window.
 
-    Raises NumericError when a loss is NaN, ModelError for next tokens of a model that predicts masked ones.
+    Raises NumericError when a loss is NaN, ModelError for next tokens of a model that predicts masked tokens.
     """
     total, tokens, begin = 0.0, 0, perf_counter()
     for i, window in enumerate(ids):
@@ -62,45 +73,73 @@ def perplexity(
             raise NumericError(f"the model's loss is NaN on window {i} of the evaluation text")
         if progress is not None:
             progress(i + 1, len(ids))
-    return Perplexity(total / tokens, tokens, perf_counter() - begin, lm_objective.of)
+    loss, seconds = total / tokens, perf_counter() - begin
+    return Score(loss=loss, tokens=tokens, seconds=seconds, of=lm_objective.of, perplexity=exponential(loss))
+
+
+def exponential(loss: float) -> float:
+    """exp(loss), infinity when that overflows."""
+    return math.exp(loss) if loss < LARGEST else math.inf
+
+
+class Perplexity(Evaluator):
+    """Perplexity of both models on every evaluation text."""
+
+    needs_base: ClassVar[bool] = True
+    result_type: ClassVar[Any] = list[TextQuality]
+
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        texts: Texts,
+        context: EvaluationContext,
+    ) -> dict[str, Any]:
+        """By text: windows, length and sha256 of its ids, and the score.
+
+        Raises NumericError, ModelError.
+        """
+        found: dict[str, Any] = {}
+        for name, ids in texts.items():
+            message = f"perplexity of the {context.which} model on {name}"
+
+            def tell(done: int, of: int, message: str = message) -> None:
+                context.run.journal.add("progress", "evaluate", message, done=done, of=of)
+
+            facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
+            score = perplexity(model, ids, tell, objective_of(model, tokenizer))
+            found[name] = {**facts, "score": score.model_dump()}
+        return found
+
+    def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]]:
+        """One `TextQuality` per text, as JSON."""
+        assert compressed is not None and base is not None
+        return [
+            {"text": name}
+            | {key: value for key, value in found.items() if key != "score"}
+            | {"base": base[name]["score"], "compressed": found["score"]}
+            for name, found in compressed.items()
+        ]
+
+    def summary(self, result: Sequence[TextQuality]) -> list[SummaryRow]:
+        rows = []
+        for text in result:
+            before, after, of = text.base.perplexity, text.compressed.perplexity, text.base.of
+            kind = "perplexity" if of == NEXT_TOKENS.of else f"perplexity of {of}"
+            name = f"{kind}, {text.text} ({text.windows} x {text.length} tokens)"
+            rows.append((name, f"{before:.2f}", f"{after:.2f}", f"{after / before:.3f}x"))
+        return rows
 
 
 def evaluate_texts(
     source: str, texts: Sequence[str], windows: int | None, length: int | None, dtype: str = "auto"
-) -> dict[str, Perplexity]:
-    """Perplexity by text for a checkpoint folder, a hub id or a .gguf file.
+) -> Mapping[str, Score]:
+    """The score by text of a checkpoint folder, a hub id or a .gguf file.
 
-    Raises ModelError, CalibrationError; all texts are found before the first one is measured.
+    Raises ModelError, CalibrationError; all texts are read before the first one is measured.
     """
     model, tokenizer = load(Path(folder_of(source)), dtype)
-    lm_objective = objective_of(model, tokenizer)
+    objective_of(model, tokenizer)  # an unknown mask token is an error before texts are read
     ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
-    return {text: perplexity(model, found, lm_objective=lm_objective) for text, found in ids.items()}
-
-
-def perplexities(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    texts: Mapping[str, Int[Tensor, "windows length"]],
-    which: str,
-    journal: Journal,
-) -> dict[str, Perplexity]:
-    """Perplexity by the name of each text; `which` model it is, for the journal."""
-    found: dict[str, Perplexity] = {}
-    for name, ids in texts.items():
-        message = f"perplexity of the {which} model on {name}"
-
-        def tell(done: int, of: int, message: str = message) -> None:
-            journal.add("progress", "evaluate", message, done=done, of=of)
-
-        found[name] = perplexity(model, ids, tell, objective_of(model, tokenizer))
-    return found
-
-
-def record(
-    name: str, ids: Int[Tensor, "windows length"], base: Perplexity, compressed: Perplexity
-) -> dict[str, Any]:  # fmt: skip
-    """What the report says of a text."""
-    facts = {"text": name, "windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
-    both = {"base": base, "compressed": compressed}
-    return facts | {which: asdict(m) | {"perplexity": m.perplexity} for which, m in both.items()}
+    found = Perplexity().measure(model, tokenizer, ids, EvaluationContext(Run()))
+    return {text: Score.model_validate(values["score"]) for text, values in found.items()}

@@ -6,7 +6,8 @@ import gc
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from compress.api.journal import Entry, Journal
 from compress.api.passes import ModelPass, Pass, Step
 from compress.data.ids import corpus_sha256
 from compress.errors import CalibrationError, ShortageError
-from compress.evaluate.kv_cache import cache_report
-from compress.evaluate.perplexity import Perplexity, perplexities, record
+from compress.evaluate import combine_all, measure_all
+from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
@@ -37,15 +38,15 @@ from compress.model.save import block_tensors, dense_linear_names, outside_tenso
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, fingerprint, open_folder
 from compress.pipeline.engine import ended, segments, work_on_whole
-from compress.pipeline.evidence import build_report
 from compress.pipeline.plan import Plan, plan_of, update_plan
 from compress.pipeline.resolve import calibration_ids, eval_ids, predicted, resolve, storage_dtype, teachers
 from compress.pipeline.restore import restore
-from compress.pipeline.sparsity import check_sparsity
-from compress.pipeline.verify import verify
+from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe
-from compress.report.markdown import write_report
+from compress.report.build import build_report, reproduction, sizes
+from compress.report.schema import Predicted, Verification
+from compress.report.write import write_report
 from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep, needs_data
 from compress.train.options import TrainingOptions
@@ -346,37 +347,37 @@ class Job:
             reference = load_file(folder / WORK / PROBE_FILE)
             caches = {n: v["sha256"] for entry in self.manifest.shards.values() for n, v in entry.caches.items()}
             verified, model = verify(self.recipe, self.opened.dtype, folder, digests, reference, self.context, caches)
-            cached = cache_report(model, reference["ids"], self.context)
-            results = [result for entry in self.manifest.shards.values() for result in entry.results]
-            sparsity = check_sparsity(self.steps, results, model)
-        compressed = self._measure("compressed", model)
+            settled = update_plan(self.ended, self.schemes(), self.context.format, self.context.storage)
+            written = sum(entry.size_bytes for entry in self.manifest.shards.values())
+            check_size(folder, written, settled.checkpoint_bytes)
+        results = [result for entry in self.manifest.shards.values() for result in entry.results]
+        evaluated = EvaluationContext(self.context, "compressed", reference["ids"], self.steps, results)
+        compressed = self._measure(model, evaluated)
         del model
         gc.collect()  # models hold cycles
         with self._source() as dense:
-            base = self._measure("base", dense)
-        quality = [record(name, ids, base[name], compressed[name]) for name, ids in self.texts.items()]
+            base = self._measure(dense, replace(evaluated, which="base"))
         hashed = corpus_sha256(self.ids)
-        settled = update_plan(self.ended, self.schemes(), self.context.format, self.context.storage)
+        layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
         report = build_report(
-            self.recipe,
             self.opened,
             self.context,
-            self.manifest,
-            self.planned,
-            settled,
-            verified,
-            quality,
-            hashed,
-            sparsity,
-            cached,
+            folder,
+            size=sizes(folder, settled.dense_bytes, settled.checkpoint_bytes, layers),
+            predicted=Predicted(tensor_bytes=self.planned.checkpoint_bytes, memory_bytes=self.planned.memory_bytes),
+            verified=Verification(**asdict(verified)),
+            layers=[r for block in self.opened.blocks for r in self.manifest.shards[block.name].results],
+            training=self.manifest.training,
+            evaluations=combine_all(compressed, base),
+            reproduce=reproduction(self.recipe, self.opened, self.context, self.manifest.fingerprint, hashed),
         )
         write_report(report, folder)
-        return Result(folder, report, self.context.journal)
+        return Result(folder, report.to_json(), self.context.journal)
 
-    def _measure(self, which: str, model: PreTrainedModel) -> dict[str, Perplexity]:
-        """Perplexity of a model on every text."""
+    def _measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
+        """The results of all evaluators on a model."""
         with self.context.phase("evaluate"):
-            return perplexities(model, self.opened.tokenizer, self.texts, which, self.context.journal)
+            return measure_all(model, self.opened.tokenizer, self.texts, context)
 
 
 def _never(block: Block) -> bool:

@@ -87,6 +87,14 @@ def verify(
     return Verified(len(digests), own, theirs, None), model
 
 
+def check_size(folder: Path, written_bytes: int, planned_bytes: int) -> None:
+    """Raise VerificationError when the tensors of a checkpoint have another size than its plan says."""
+    if written_bytes != planned_bytes:
+        raise VerificationError(
+            f"{folder}: holds {written_bytes} bytes of tensors, but the plan predicted {planned_bytes}"
+        )
+
+
 def _compare_with_transformers(
     model: PreTrainedModel,
     other: nn.Module,

@@ -1,4 +1,4 @@
-"""Curves of trainings: one line of text each for report.md, and all of them as one picture, training.svg."""
+"""Curves of recorded values over steps: as lines of text for report.md, and as one picture, training.svg."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from math import isfinite
-from typing import Any
+
+FILE = "training.svg"
+
+Curve = Sequence[Mapping[str, float]]
+"""Points in order: 'step', and the values recorded there, by name."""
 
 Series = list[tuple[float, float]]
 """(step, value), in order."""
 
 HEIGHTS = "▁▂▃▄▅▆▇█"
-LONGEST = 48  # characters of a line of text: points that share one are averaged
+LONGEST = 48  # characters of a line of text; points that share a character are averaged
 NAMES = {"loss": "loss", "held_out": "held out", "sparsity": "sparsity", "flips": "mask flips"}
 PANEL, PLOT, LEFT, TOP = (360, 190), (280, 120), 60, 36  # pixels: of a panel with its texts, of the curve, its corner
 COLORS = ("#1f77b4", "#d62728")
 
 
-def series(curve: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """What a curve tells, by its name in words; losses and shares, not the rate, which the recipe says."""
+def series(curve: Curve) -> dict[str, Series]:
+    """The finite values of a curve by display name; the learning rate is left out, since the recipe states it."""
     found: dict[str, Series] = {}
     for point in curve:
         for key, value in point.items():
@@ -29,7 +33,7 @@ def series(curve: Sequence[Mapping[str, float]]) -> dict[str, Series]:
 
 
 def spark(values: Sequence[float]) -> str:
-    """A curve as a line of text: each character as high as the mean of its points, from the least to the largest."""
+    """Values as a line of text: the height of each character is the mean of its points, scaled to the range."""
     count = min(len(values), LONGEST)
     cuts = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -38,22 +42,22 @@ def spark(values: Sequence[float]) -> str:
     return "".join(HEIGHTS[round((m - low) / (high - low) * top) if high > low else 0] for m in means)
 
 
-def sparks(training: Mapping[str, Any]) -> str:
-    """The curves of all trainings as text: name, first value, curve, last value."""
+def sparks(curves: Mapping[str, Curve]) -> str:
+    """Curves by label as text; a line for each value: name, first value, curve, last value."""
     lines = []
-    for label, record in training.items():
+    for label, curve in curves.items():
         lines.append(label)
-        for name, points in series(record["curve"]).items():
+        for name, points in series(curve).items():
             values = [value for _, value in points]
             lines.append(f"  {name:<10} {values[0]:>9.4g} {spark(values)} {values[-1]:.4g}")
     return "\n".join(lines)
 
 
-def picture(training: Mapping[str, Any]) -> str:
-    """The curves of all trainings as an SVG: a row for each, losses in the first panel, every share in its own."""
+def picture(curves: Mapping[str, Curve]) -> str:
+    """Curves by label as an SVG: a row for each, with losses in the first panel and every share in its own panel."""
     rows = []
-    for label, record in training.items():
-        found = series(record["curve"])
+    for label, curve in curves.items():
+        found = series(curve)
         losses = {name: found.pop(name) for name in ("loss", "held out") if name in found}
         rows.append((label, [losses, *({name: points} for name, points in found.items())]))
     width = PANEL[0] * max(len(panels) for _, panels in rows)
@@ -68,7 +72,7 @@ def picture(training: Mapping[str, Any]) -> str:
 
 
 def _panel(label: str, lines: Mapping[str, Series], x: int, y: int) -> str:
-    """One panel: curves over steps, the largest and the least value and the last step beside the axes."""
+    """One panel: curves over steps; the axes are labelled with the largest and the least value and the last step."""
     points = [point for line in lines.values() for point in line]
     last = max((step for step, _ in points), default=1) or 1
     low, high = min((v for _, v in points), default=0.0), max((v for _, v in points), default=1.0)

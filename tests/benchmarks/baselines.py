@@ -34,7 +34,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             report = compress.run(on_pico(compress.Recipe.from_yaml(path)), folder).report
         found[path.stem] = figures(report)
-        quality = report["quality"][0]
+        quality = report["perplexity"][0]
         text = {key: quality[key] for key in ("text", "windows", "length", "sha256")}
         text["base_perplexity"] = round(quality["base"]["perplexity"], 4)
         print(f"{path.stem}: {stored.get(path.stem)} -> {found[path.stem]}", flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
 
 def figures(report: dict) -> dict[str, float]:
     """The figures of a report that are kept."""
-    quality, size = report["quality"][0], report["size"]
+    quality, size = report["perplexity"][0], report["size"]
     return {
         "perplexity": round(quality["compressed"]["perplexity"], 4),
         "bits_per_weight": round(size["bits_per_weight"], 4),

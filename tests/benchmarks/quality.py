@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         seconds = perf_counter() - begin
         shared_absmax = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         report = job.finish().report
-    quality, size = report["quality"][0], report["size"]
+    quality, size = report["perplexity"][0], report["size"]
     values = (
         Path(path).name,
         quality["compressed"]["perplexity"],

@@ -8,8 +8,9 @@ import compress
 from compress import Magnitude, Wanda
 from compress.api.passes import LayerPass, Solution
 from compress.errors import NumericError, TargetError, VerificationError
-from compress.pipeline.sparsity import check_sparsity
+from compress.evaluate.sparsity import check_sparsity
 from compress.report.markdown import markdown
+from compress.report.schema import Report
 
 NAMES = ["a", "b"]
 
@@ -75,7 +76,7 @@ def test_without_pruning_there_is_nothing_to_tell(recipe, tiny_folder, tmp_path)
     assert check_sparsity([("passes[0]", compress.RTN(), NAMES)], [], model_of(a=0, b=0)) is None
     asked = recipe(compress.RTN(group_size=16), model=tiny_folder("llama"), save={"format": "native"})
     report = compress.run(asked, tmp_path / "out").report
-    assert report["sparsity"] is None and "## Sparsity" not in markdown(report)
+    assert report["sparsity"] is None and "## Sparsity" not in markdown(Report.from_json(report))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_a_run_tells_the_zeros_of_every_layer_of_its_checkpoint(family, format_,
     for name, layer in found["layers"].items():
         weight = loaded.get_submodule(name).weight
         assert layer["achieved"] == int((weight == 0).sum()) / weight.numel() >= layer["due"]
-    page = markdown(result.report)
+    page = markdown(Report.from_json(result.report))
     assert f"Of {len(found['layers'])} layers; due: in whole units of the pattern" in page
     assert f"| all, by weight | {found['asked']:.4f} | {found['due']:.4f} | {found['achieved']:.4f} |" in page
 

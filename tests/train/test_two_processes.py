@@ -121,8 +121,8 @@ def test_compress_run_in_two_processes_is_one_run(tmp_path, kind):
             torch.testing.assert_close(tensor, others[name], rtol=1e-3, atol=1e-4, msg=name)
         else:
             assert torch.equal(tensor, others[name]), name
-    kept = one["quality"][0]["compressed"]["loss"]
-    assert two["quality"][0]["compressed"]["loss"] == pytest.approx(kept, abs=1e-3)
+    kept = one["perplexity"][0]["compressed"]["loss"]
+    assert two["perplexity"][0]["compressed"]["loss"] == pytest.approx(kept, abs=1e-3)
     assert not list((folders["two"] / "out" / ".compress").glob("passes"))
 
     # killed in the training of the whole model, with a state on disk

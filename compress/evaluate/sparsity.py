@@ -1,31 +1,65 @@
-"""What pruning owed and what came of it: zeros are counted in the checkpoint, after it was read back."""
+"""Sparsity: what was asked of the pruned layers, and the zeros that the checkpoint holds after it was read back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.passes import Step
 from compress.errors import VerificationError
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, Texts
 from compress.families.pruning import Pruning, PruningPass
 from compress.model.linear import CompressedLinear
 
 TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding
 
 
+class LayerSparsity(Record):
+    """Shares of zeros. asked: the sparsity asked of the layer. due: in whole units of the pattern, without its dense
+    tail. achieved: zeros counted in the checkpoint.
+    """
+
+    asked: float
+    due: float
+    achieved: float
+
+
+class SparsityResult(LayerSparsity):
+    """Means over all pruned layers, weighted by their size, and the shares of each layer."""
+
+    layers: dict[str, LayerSparsity]
+
+
+class Sparsity(Evaluator):
+    """The sparsity that was asked for and the sparsity of the checkpoint; None where no pass prunes."""
+
+    result_type: ClassVar[Any] = SparsityResult
+
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        texts: Texts,
+        context: EvaluationContext,
+    ) -> dict[str, Any] | None:
+        """Raises VerificationError, see `check_sparsity`."""
+        return check_sparsity(context.steps, context.layers, model)
+
+
 def check_sparsity(
     steps: Sequence[Step], results: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> dict[str, Any] | None:
-    """The section 'sparsity' of a report; None where nothing was to be pruned.
+    """A `SparsityResult` as JSON; None where no pass prunes.
 
     steps: all passes. results: every `LayerResult`, as a mapping. model: the checkpoint, read back.
 
-    Raises VerificationError when a pass has left one of its layers out, has asked for less (or more) than its own
-    sparsity over all layers, or a layer of the checkpoint holds fewer zeros than were due.
+    Raises VerificationError when a pass has left out one of its layers, when the sparsities that it asked of its layers
+    do not average to its own, or when a layer of the checkpoint holds fewer zeros than are due.
     """
     pruned = [(label, step, names) for label, step, names in steps if isinstance(step, Pruning)]
     if not pruned:

@@ -1,0 +1,76 @@
+"""Evaluator: one measurement of a model, with one signature for all of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from jaxtyping import Int
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.api.context import Run
+from compress.api.passes import Step
+
+Texts = Mapping[str, Int[Tensor, "windows length"]]
+"""Token ids of the evaluation texts, by the name of the text."""
+
+SummaryRow = tuple[str, str, str, str]
+"""A row of the report's first table: quantity, before, after, ratio."""
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """The run that a model comes from.
+
+    run: its device, storage dtype, format and journal. which: whether the base or the compressed model is measured.
+    probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
+    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings.
+    """
+
+    run: Run
+    which: Literal["base", "compressed"] = "compressed"
+    probe: Int[Tensor, "1 length"] | None = None
+    steps: Sequence[Step] = ()
+    layers: Sequence[Mapping[str, Any]] = ()
+
+
+class Record(BaseModel):
+    """A typed part of report.json; an unknown key in it is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evaluator(BaseModel, ABC):
+    """One measurement. An evaluator is its configuration: a frozen value whose fields are its options.
+
+    An evaluator is one file of this folder; the file's name is its key in report.json.
+    needs_base: whether the base model is measured too, or only the compressed one. result_type: the type of `combine`'s
+    value, which a `Report` validates; Any accepts every JSON value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    needs_base: ClassVar[bool] = False
+    result_type: ClassVar[Any] = Any
+
+    @abstractmethod
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        texts: Texts,
+        context: EvaluationContext,
+    ) -> dict[str, Any] | None:
+        """Measure one model; the result is plain JSON. None: the measurement does not apply to this model."""
+
+    def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> Any:
+        """The value in report.json, from the results of `measure` on both models; base is None unless `needs_base`."""
+        return {"base": base, "compressed": compressed} if self.needs_base else compressed
+
+    def summary(self, result: Any) -> list[SummaryRow]:
+        """The rows that the report's table of size and quality shows for a result of `result_type`."""
+        return []

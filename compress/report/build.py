@@ -1,0 +1,123 @@
+"""Build a Report from the values that a run hands over."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.api.context import Run
+from compress.formats.containers.files import file_sha256
+from compress.model.open.opening import OpenModel
+from compress.numerics.dtypes import dtype_name
+from compress.recipe.schema import Recipe
+from compress.report.schema import Predicted, Report, Reproduction, Sizes, Verification
+from compress.version import __version__
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "compressed-tensors",
+    "gguf",
+)
+DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml")
+"""Files of an output folder that are not part of the checkpoint."""
+
+
+def build_report(
+    opened: OpenModel,
+    run: Run,
+    folder: Path,
+    *,
+    size: Sizes,
+    predicted: Predicted,
+    verified: Verification,
+    layers: Sequence[Mapping[str, Any]],
+    training: Mapping[str, Any],
+    evaluations: Mapping[str, Any],
+    reproduce: Reproduction,
+) -> Report:
+    """The report on the checkpoint in `folder`.
+
+    layers: the fields of `LayerRow`, in the order of the model. training: the fields of `Training` by the label of the
+    pass. evaluations: the results of all evaluators by key.
+    """
+    files = checkpoint_files(folder)
+    values = {
+        "compress": __version__,
+        "model": {
+            "source": reproduce.recipe["model"],
+            "class": type(opened.model).__name__,
+            "fingerprint": opened.fingerprint,
+        },
+        "size": size,
+        "layers": layers,
+        "costs": {name: asdict(cost) for name, cost in run.costs.items()},
+        "training": training,
+        "predicted": predicted,
+        "verified": verified,
+        "journal": {
+            "counts": run.journal.counts(),
+            "entries": [asdict(entry) for entry in run.journal.entries],
+        },
+        "reproduce": reproduce,
+        "files": files,
+        "checkpoint_sha256": hashlib.sha256("".join(f"{n} {h}\n" for n, h in files.items()).encode()).hexdigest(),
+    }
+    return Report.from_json(values | dict(evaluations))
+
+
+def reproduction(
+    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str
+) -> Reproduction:
+    """What the bytes of a run depend on; fingerprint: of the run, as its manifest has it."""
+    return Reproduction(
+        recipe=recipe.model_dump(mode="json"),
+        fingerprint=fingerprint,
+        calibration_sha256=calibration_sha256,
+        compute_dtype=dtype_name(opened.dtype),
+        storage_dtype=dtype_name(run.storage),
+        device=str(opened.device),
+        threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: _version(name) for name in PACKAGES},
+    )
+
+
+def sizes(folder: Path, dense_bytes: int, tensor_bytes: int, compressed: Sequence[tuple[int, int]]) -> Sizes:
+    """The sizes of the checkpoint in `folder`; compressed: (weights, bytes) of every layer that passes worked on."""
+    weights = sum(count for count, _ in compressed)
+    packed = sum(size_bytes for _, size_bytes in compressed)
+    return Sizes(
+        dense_bytes=dense_bytes,
+        tensor_bytes=tensor_bytes,
+        checkpoint_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        compressed_layers=len(compressed),
+        compressed_weights=weights,
+        compressed_bytes=packed,
+        bits_per_weight=8 * packed / weights,
+    )
+
+
+def checkpoint_files(folder: Path) -> dict[str, str]:
+    """The sha256 of every file of the checkpoint, by file name; `DESCRIPTIONS` are not part of it."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name not in DESCRIPTIONS)
+    return {name: file_sha256(folder / name) for name in names}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

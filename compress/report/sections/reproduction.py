@@ -1,0 +1,36 @@
+"""Section: the resolved recipe, digests and versions, to reproduce the checkpoint."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import yaml
+
+from compress.report.schema import Report
+from compress.report.sections.base import Section, table
+
+
+class Reproduction(Section):
+    """The recipe as YAML, and a table of digests and versions."""
+
+    title: ClassVar[str] = "Reproduction"
+    order: ClassVar[int] = 100
+
+    def render(self, report: Report) -> str:
+        recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False)
+        return f"```yaml\n{recipe}```\n\n{table(('', ''), rows(report))}"
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """Rows (name, digest or version)."""
+    again = report.reproduce
+    found = [
+        ("compress", report.compress),
+        ("checkpoint sha256", report.checkpoint_sha256),
+        ("model fingerprint", report.model.fingerprint),
+        ("calibration sha256", again.calibration_sha256),
+        ("computed in, stored in", f"{again.compute_dtype}, {again.storage_dtype}"),
+        ("device, threads", f"{again.device}, {again.threads}"),
+        ("python, platform", f"{again.python}, {again.platform}"),
+    ]
+    return found + [(name, version) for name, version in again.packages.items() if version]

@@ -1,0 +1,48 @@
+"""Section: size of the checkpoint, and the summary of every evaluator, before and after."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from compress.evaluate import EVALUATORS
+from compress.evaluate.base import SummaryRow
+from compress.numerics.dtypes import DTYPES
+from compress.report.schema import Report
+from compress.report.sections.base import MB, Section, table
+
+HEAD = ("", "before", "after", "ratio")
+
+
+class SizeAndQuality(Section):
+    """A table with the rows of `rows`."""
+
+    title: ClassVar[str] = "Size and quality"
+    order: ClassVar[int] = 10
+
+    def render(self, report: Report) -> str:
+        return table(HEAD, rows(report))
+
+
+def rows(report: Report) -> list[SummaryRow]:
+    """Rows (quantity, before, after, ratio): bytes, bits per weight, and those of every evaluator."""
+    size = report.size
+    dense = size.dense_bytes
+    bits = 8 * DTYPES[report.reproduce.storage_dtype].itemsize
+    found = [
+        (
+            "checkpoint, MB",
+            f"{dense / MB:.1f}",
+            f"{size.checkpoint_bytes / MB:.1f}",
+            f"{dense / size.checkpoint_bytes:.2f}x smaller",
+        ),
+        (
+            f"bits per weight, {size.compressed_layers} layers",
+            f"{bits:.2f}",
+            f"{size.bits_per_weight:.3f}",
+            f"{bits / size.bits_per_weight:.2f}x smaller",
+        ),
+    ]
+    for key, result in report.evaluations.items():
+        if key in EVALUATORS and result is not None:
+            found += EVALUATORS[key]().summary(result)
+    return found

@@ -1,0 +1,72 @@
+"""The contract of evaluators, applied to each of them."""
+
+import json
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from compress import RTN, KVCache, Wanda, apply
+from compress.api.context import Run
+from compress.evaluate import EVALUATORS, combine_all, measure_all
+from compress.evaluate.base import EvaluationContext
+from compress.report.schema import Report
+
+every_evaluator = pytest.mark.parametrize("key", EVALUATORS)
+
+
+def test_they_are_found_by_their_files():
+    assert {"kv_cache", "perplexity", "sparsity"} <= EVALUATORS.keys() and "base" not in EVALUATORS
+    assert all(kind.__module__ == f"compress.evaluate.{key}" for key, kind in EVALUATORS.items())
+
+
+def test_their_keys_are_free_in_the_report():
+    assert EVALUATORS.keys() & Report.model_fields.keys() == set()
+
+
+@every_evaluator
+def test_an_evaluator_is_a_frozen_value_with_defaults(key):
+    evaluator = EVALUATORS[key]()
+    assert evaluator == EVALUATORS[key]() and evaluator.__doc__
+    with pytest.raises(ValidationError):
+        EVALUATORS[key](magic=1)
+
+
+@pytest.fixture
+def measured(pico_model, pico_ids):
+    """The results on a model that is pruned, quantized and rounds its KV cache, and on the base model."""
+    steps = [Wanda(sparsity=0.5), KVCache(), RTN(group_size=32)]
+    targets = [name for name, m in pico_model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    layers = [{"layer": n, "by": "passes[0] wanda", "asked": 0.5, "due": 0.5} for n in targets]
+    located = [("passes[0] wanda", steps[0], targets)]
+    context = EvaluationContext(Run(), "base", pico_ids[:1], located, layers)
+    texts = {"a": pico_ids[:2]}
+    base = measure_all(pico_model, None, texts, context)
+    model = apply(pico_model, steps, pico_ids)
+    compressed = measure_all(model, None, texts, EvaluationContext(Run(), "compressed", pico_ids[:1], located, layers))
+    return base, compressed
+
+
+def test_only_what_needs_the_base_model_measures_it(measured):
+    base, compressed = measured
+    assert base.keys() == {key for key, kind in EVALUATORS.items() if kind.needs_base}
+    assert compressed.keys() == EVALUATORS.keys()
+    assert list(compressed)[-1] == "perplexity"  # what rejects a wrong checkpoint comes first
+
+
+def test_results_are_plain_json_of_the_type_that_is_declared(measured):
+    base, compressed = measured
+    combined = combine_all(compressed, base)
+    for key, result in combined.items():
+        assert result and json.loads(json.dumps(result)) == result
+        evaluator = EVALUATORS[key]()
+        typed = TypeAdapter(evaluator.result_type).validate_python(result)
+        assert all(len(row) == 4 for row in evaluator.summary(typed))
+    (text,) = combined["perplexity"]
+    assert (text["text"], text["windows"]) == ("a", 2)
+    assert text["base"] == base["perplexity"]["a"]["score"] != text["compressed"]
+
+
+def test_what_does_not_apply_is_none(pico_model, pico_ids):
+    found = measure_all(pico_model, None, {}, EvaluationContext(Run(), "compressed", pico_ids[:1]))
+    assert found == {"kv_cache": None, "sparsity": None, "perplexity": {}}

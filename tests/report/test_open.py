@@ -1,0 +1,97 @@
+"""An evaluator is one file and a section is one file: a run finds both without another change."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+import compress
+from compress import evaluate
+from compress.api.discovery import classes_by_file
+from compress.evaluate import EVALUATORS
+from compress.evaluate.base import Evaluator
+from compress.report import sections
+from compress.report.sections import SECTIONS
+from compress.report.sections.base import Section
+
+EVALUATOR = '''
+"""Number of tensors of a model, and of parameters in them."""
+
+from __future__ import annotations
+
+from compress.evaluate.base import Evaluator
+
+
+class ToyCount(Evaluator):
+    """Counts."""
+
+    needs_base = True
+    dtypes: bool = False
+
+    def measure(self, model, tokenizer, texts, context):
+        return {"tensors": len(model.state_dict()), "which": context.which, "texts": sorted(texts)}
+
+    def summary(self, result):
+        return [("tensors", str(result["base"]["tensors"]), str(result["compressed"]["tensors"]), "")]
+'''
+
+SECTION = '''
+"""Section: the counts."""
+
+from compress.report.sections.base import Section
+
+
+class ToyText(Section):
+    """One line."""
+
+    title = "Tensors"
+    order = 35
+
+    def render(self, report):
+        found = report.evaluations["toy_count"]
+        return f"{found['compressed']['tensors']} after {found['base']['tensors']}."
+'''
+
+
+@pytest.fixture
+def toys(tmp_path, monkeypatch):
+    """A file in the folder of the evaluators, and one in the folder of the sections."""
+    for package, name, text, known, base in (
+        (evaluate, "toy_count", EVALUATOR, EVALUATORS, Evaluator),
+        (sections, "toy_text", SECTION, SECTIONS, Section),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
+        found = classes_by_file(package.__name__, package.__path__, base)
+        assert found.keys() - known.keys() == {name}
+        monkeypatch.setitem(known, name, found[name])
+    yield
+    for name in ("compress.evaluate.toy_count", "compress.report.sections.toy_text"):
+        sys.modules.pop(name)
+
+
+def test_a_run_finds_an_evaluator_and_a_section_by_their_files(toys, recipe, tmp_path):
+    asked = recipe(compress.RTN(group_size=32), save={"format": "native"})
+    result = compress.run(asked, tmp_path / "out")
+    stored = json.loads((tmp_path / "out" / "report.json").read_text())
+    found = stored["toy_count"]
+    assert found == result.report["toy_count"]
+    assert (found["base"]["which"], found["compressed"]["which"]) == ("base", "compressed")
+    assert found["compressed"]["tensors"] > found["base"]["tensors"]  # codes and scales
+    assert found["base"]["texts"] == list(asked.eval.perplexity)
+    page = (tmp_path / "out" / "report.md").read_text()
+    counts = found["base"]["tensors"], found["compressed"]["tensors"]
+    assert f"| tensors | {counts[0]} | {counts[1]} |  |" in page
+    section = f"## Tensors\n\n{counts[1]} after {counts[0]}.\n"
+    assert page.index("## Checks") < page.index(section) < page.index("## Relative output error")
+
+
+@pytest.mark.parametrize("key", SECTIONS)
+def test_every_section_has_a_title_and_a_place_of_its_own(key):
+    assert SECTIONS[key].__module__ == f"compress.report.sections.{key}"
+    assert [kind for kind in SECTIONS.values() if kind.title == SECTIONS[key].title] == [SECTIONS[key]]
+    assert [kind for kind in SECTIONS.values() if kind.order == SECTIONS[key].order] == [SECTIONS[key]]

@@ -15,7 +15,7 @@ import compress
 from compress.api.journal import Journal
 from compress.errors import OutputError, RecipeError, TargetError
 
-PICO = Path(__file__).parent / "pico" / "model"
+PICO = Path(__file__).parents[1] / "pico" / "model"
 CHAIN = f"""
 model: {PICO}
 calibration: {{source: embedded, sequences: 8, length: 64}}

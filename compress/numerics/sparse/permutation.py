@@ -264,14 +264,14 @@ def _optimize(stripes: Stripes, escapes: int, draw: torch.Generator) -> None:
     table.climb()
     for _ in range(escapes):
         best = stripes.order.clone(), stripes.kept.clone()
-        table.refresh(_joint(stripes, draw))
+        table.refresh(divide_jointly(stripes, draw))
         table.climb()
-        _regress(table, draw)
+        regress(table, draw)
         if stripes.total <= float(best[1].sum()):
             table.restore(*best)
 
 
-def _regress(table: Table, draw: torch.Generator) -> None:
+def regress(table: Table, draw: torch.Generator) -> None:
     """Make some swaps that lose little, climb without taking them back, then climb with that allowed."""
     loss = -table.gain
     usual = loss[loss < torch.inf].median() if len(loss) > 1 else loss.new_ones(())
@@ -289,7 +289,7 @@ def _regress(table: Table, draw: torch.Generator) -> None:
         table.climb()
 
 
-def _joint(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
+def divide_jointly(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
     """Divide the columns of random groups of stripes anew, in the best way there is; returns those that changed."""
     size = min(group_size(stripes.m), len(stripes))
     groups = torch.randperm(len(stripes), generator=draw)[: len(stripes) // size * size].reshape(-1, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,9 +82,9 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tiny matrices gain nothing from threads, and sums in one order are what makes bytes comparable."""
-    torch.set_num_threads(1)
+def threads():
+    """One, or COMPRESS_TEST_THREADS: tiny matrices gain nothing from more, but all must hold with more, too."""
+    torch.set_num_threads(int(os.environ.get("COMPRESS_TEST_THREADS", "1")))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,12 +1,14 @@
 """The rules of the house, read from the source: floors, sizes, words that must not stand there. CONTRIBUTING.md tells why.
 
-Every rule is a function from a source text to what breaks it, so that each is also shown a text that does.
+Every rule is a function from a source text to the list of places that break it, so that each is also shown a text that
+does. One test holds one rule for all modules, and its message names every place that breaks it.
 """
 
 import ast
 import re
+from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import pairwise
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -20,14 +22,34 @@ FILES = {
 }
 """Every module of the package by its dotted name."""
 
-ORDER = (
-    "errors", "version", "numerics", "kernels", "weights", "formats", "model", "data", "api", "train", "stream", "families",
-    "passes", "recipe", "evaluate", "report", "pipeline", "cli", "__main__",
-)  # fmt: skip
-"""The folders and top files of the package from the lowest to the highest; a module imports from lower ones only."""
+FOLDERS = {
+    "errors": "the small tree of errors that a user can meet",
+    "version": "one number",
+    "numerics": "`quant/` (grids, codes, scales, rounding), `sparse/` (masks, scores, schedules), linear algebra: pure functions",
+    "kernels": "the forward pass of packed weights, with its slow obvious reference",
+    "weights": "the parts and transforms of a layer, one class for each kind",
+    "formats": "layouts on disk, the descriptions that they write, and the containers that hold them",
+    "model": "opening, structure, reshaping, `CompressedLinear`, the KV cache, saving",
+    "data": "texts and calibration ids",
+    "api": "all that an author of a pass imports: the sizes of a pass, observers, options, facts, the journal",
+    "train": "the one training loop: objectives, teachers, parametrizations, schedules",
+    "stream": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
+    "families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
+    "passes": "one file per algorithm; passes never import each other",
+    "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
+    "evaluate": "perplexity, and what rounding keys and values costs",
+    "report": "report.json as a page and as curves",
+    "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
+    "cli": "parse, call, print; no logic",
+    "__main__": "`python -m compress`",
+}
+"""The folders and top files of the package and what is in them, from the lowest to the highest."""
 
-FLOORS = {PACKAGE: len(ORDER)} | {f"{PACKAGE}.{name}": floor for floor, name in enumerate(ORDER)}
-"""A module stands on the floor of the longest name here that it begins with; imports go down or stay."""
+FLOORS = {PACKAGE: len(FOLDERS)} | {f"{PACKAGE}.{name}": floor for floor, name in enumerate(FOLDERS)}
+"""A module stands on the floor of its folder; it imports from its own folder and from lower ones."""
+
+TOP = {"__init__", "__main__", "cli", "errors", "version"}
+"""The files at the top of the package; all others are in folders."""
 
 LATE_IMPORTS = {
     "compress.cli": "torch takes seconds to import, which `compress --help` should not",
@@ -53,6 +75,33 @@ ORDINARY = {
     "sam",
 }  # fmt: skip
 """Model types that are also words one needs."""
+
+KINDS_ASKED: dict[str, str] = {}
+"""'module: class' where code outside weights/ and kernels/ asks which kind of part a weight is, and why."""
+
+FAMILIES_ASKED: dict[str, str] = {
+    "compress.pipeline.engine: ReshapingPass": "what comes after it works on another model",
+    "compress.pipeline.plan: Pruning": "what it asks to be zero is told",
+    "compress.pipeline.resolve: Pruning": "its pattern has to fit the width",
+    "compress.pipeline.resolve: Quantizing": "its spec decides the layout",
+    "compress.pipeline.resolve: ReshapingPass": "its outcome is another configuration",
+    "compress.pipeline.sparsity: Pruning": "what it asked for is compared with what is there",
+    "compress.pipeline.sparsity: PruningPass": "its allocation says what was due to each layer",
+}
+"""'module: class' where the pipeline asks which pass, or family of passes, a step is, and why."""
+
+PRIVATE_IN_TESTS: dict[str, str] = {
+    "_write_block": "interrupts a run after one of its blocks",
+    "_site": "looks at the masks between two passes of a sweep",
+    "_context": "looks at the masks between two passes of a sweep",
+}
+"""Private names of the package that tests use, and why."""
+
+FOREIGN = {
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_is_view", "_name_or_path", "_parameters", "_protected_args",
+    "_shared_state",
+}  # fmt: skip
+"""Private names of torch, transformers, accelerate and click, for which they have no public ones."""
 
 DOCUMENTED_ELSEWHERE = {"forward", "extra_repr", "model_post_init"}
 """Methods of torch and pydantic that are overridden here."""
@@ -194,6 +243,62 @@ def asked_class_names(tree: ast.AST) -> list[str]:
     return [f"line {c.lineno}" for c in comparisons if asked.search(ast.unparse(c))]
 
 
+def classes_in(*places: str) -> frozenset[str]:
+    """The names of all classes that modules in these folders define."""
+    modules = [name for name in FILES if name.startswith(tuple(f"{place}." for place in places))]
+    return frozenset(n.name for module in modules for n in ast.walk(tree_of(module)) if isinstance(n, ast.ClassDef))
+
+
+def kinds_of_parts() -> frozenset[str]:
+    """The classes of `compress.weights` but those that all kinds have in common."""
+    base = f"{PACKAGE}.weights.base"
+    common = {n.name for n in ast.walk(tree_of(base)) if isinstance(n, ast.ClassDef)} if base in FILES else set()
+    return classes_in(f"{PACKAGE}.weights") - common
+
+
+def kinds_of_passes() -> frozenset[str]:
+    return classes_in(f"{PACKAGE}.families", f"{PACKAGE}.passes")
+
+
+def asked_kinds(tree: ast.AST, kinds: Iterable[str]) -> list[str]:
+    """The classes among `kinds` that code asks for: with isinstance, issubclass, `type(x) is` or a case of match."""
+    found = []
+    for node in ast.walk(tree):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass"):
+            asked = node.args[1:]
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+            asked = node.comparators
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        names = {dotted(inner).rpartition(".")[2] for part in asked for inner in ast.walk(part)}
+        found += sorted(names & set(kinds))
+    return found
+
+
+PRIVATE = re.compile(r"_[a-z]\w*")
+PRIVATE_PATH = re.compile(r"[A-Za-z]\w*(?:\.\w+)*\._[a-z]\w*")
+PATCHERS = {"setattr", "getattr", "delattr", "hasattr", "setitem", "delitem", "object"}
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Private names that are imported, read from another object, or written as text for those who patch."""
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            own = PRIVATE.fullmatch(node.attr) and dotted(node.value) in ("self", "cls")
+            names = [] if own else [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and PRIVATE_PATH.fullmatch(node.value):
+            names = [node.value.rpartition(".")[2]]
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in PATCHERS:
+            names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        found += [f"line {node.lineno}: {name}" for name in names if PRIVATE.fullmatch(name) and name not in FOREIGN]
+    return found
+
+
 def undocumented(tree: ast.Module, documented: frozenset[str] = frozenset()) -> list[str]:
     """Public functions and classes, and methods that no class describes, without a docstring."""
     found = [] if ast.get_docstring(tree) else ["the module"]
@@ -222,29 +327,37 @@ def documented_methods() -> frozenset[str]:
 MACHINE_PATH = re.compile(r"(?<![\w.~}/])/(?:" + "|".join(("work", "tmp", "home", "root", "Users", "mnt")) + r")/\w")
 
 
-# The tests: every module, each rule
+# The tests: each rule, all modules
 
 
-modules = pytest.mark.parametrize("module", FILES)
+def broken(rule: Callable[[str], Iterable[object]], modules: Iterable[str] = FILES) -> str:
+    """A line 'module: place' for every place that breaks the rule; empty when none does."""
+    return "\n".join(f"{module}: {place}" for module in modules for place in rule(module))
 
 
-@modules
-def test_every_module_stands_on_a_floor(module):
-    assert floor_of(module) is not None, f"{module}: give it a floor in FLOORS, as DESIGN has it"
+def holds(rule: Callable[[str], Iterable[object]], remedy: str, modules: Iterable[str] = FILES) -> None:
+    found = broken(rule, modules)
+    assert not found, f"{remedy}\n{found}"
 
 
-@modules
-def test_imports_only_go_down(module):
-    assert upward(module, tree_of(module)) == []
+def test_every_module_is_in_a_folder_that_is_described():
+    holds(lambda m: ["no floor"] if floor_of(m) is None else [], "give it a place in FOLDERS, as DESIGN has it")
+
+
+def test_at_most_five_files_are_at_the_top():
+    assert {path.stem for path in (ROOT / PACKAGE).glob("*.py")} == TOP and len(TOP) <= 5
+
+
+def test_imports_only_go_down():
+    holds(lambda m: upward(m, tree_of(m)), "imports of a higher folder")
 
 
 def test_imports_make_no_cycle():
-    """Not even on one floor."""
-    below = {
-        module: {n for n, node in own_imports(tree_of(module)) if node not in type_checking(tree_of(module))} - {module}
-        for module in FILES
-        if module != PACKAGE
-    }
+    """Not even in one folder."""
+    below = {}
+    for module in FILES.keys() - {PACKAGE}:
+        seen_by_checkers = type_checking(tree_of(module))
+        below[module] = {n for n, node in own_imports(tree_of(module)) if node not in seen_by_checkers} - {module}
     done: set[str] = set()
 
     def descend(module, path):
@@ -258,23 +371,39 @@ def test_imports_make_no_cycle():
         descend(module, [])
 
 
-@modules
-def test_the_package_is_not_imported_inside_functions(module):
-    assert module in LATE_IMPORTS or late_imports(tree_of(module)) == []
+def test_the_package_is_not_imported_inside_functions():
+    holds(lambda m: () if m in LATE_IMPORTS else late_imports(tree_of(m)), "imports inside of functions")
 
 
-@pytest.mark.parametrize("module", [name for name in FILES if name.startswith("compress.passes.")])
-def test_passes_do_not_know_each_other(module):
-    imported = [name for name, _ in own_imports(tree_of(module))]
-    assert [name for name in imported if name.startswith("compress.passes")] == []
+def test_passes_do_not_know_each_other():
+    passes = [name for name in FILES if name.startswith(f"{PACKAGE}.passes.")]
+    imported = lambda m: [n for n, _ in own_imports(tree_of(m)) if n.startswith(f"{PACKAGE}.passes")]  # noqa: E731
+    holds(imported, "a pass imports another", passes)
 
 
-@modules
-def test_sizes(module):
-    lines = len(FILES[module].read_text(encoding="utf-8").splitlines())
-    assert lines <= FILE_LINES or module in LONG_FILES
-    too_long = long_functions(tree_of(module), FUNCTION_LINES)
-    assert [f for f in too_long if f"{module}:{f.partition(':')[0]}" not in LONG_FUNCTIONS] == []
+def test_only_weights_and_kernels_ask_which_kind_a_part_is():
+    """They ask the part for what they need; a new kind touches one file."""
+    inside = (f"{PACKAGE}.weights", f"{PACKAGE}.kernels")
+    outside = [name for name in FILES if not name.startswith(inside)]
+    asked = lambda m: [c for c in asked_kinds(tree_of(m), kinds_of_parts()) if f"{m}: {c}" not in KINDS_ASKED]  # noqa: E731
+    holds(asked, "a kind of part is asked for; let the part answer", outside)
+
+
+def test_the_pipeline_asks_for_no_family_of_passes():
+    """It asks a pass for its facts and needs; a new family touches one file."""
+    pipeline = [name for name in FILES if name.startswith(f"{PACKAGE}.pipeline")]
+    asked = lambda m: [c for c in asked_kinds(tree_of(m), kinds_of_passes()) if f"{m}: {c}" not in FAMILIES_ASKED]  # noqa: E731
+    holds(asked, "a family of passes is asked for; let the pass answer", pipeline)
+
+
+def test_sizes():
+    def too_long(module):
+        lines = len(FILES[module].read_text(encoding="utf-8").splitlines())
+        whole = [f"{lines} lines"] if lines > FILE_LINES and module not in LONG_FILES else []
+        parts = long_functions(tree_of(module), FUNCTION_LINES)
+        return whole + [f for f in parts if f"{module}:{f.partition(':')[0]}" not in LONG_FUNCTIONS]
+
+    holds(too_long, f"more than {FILE_LINES} lines in a file, or {FUNCTION_LINES} in a function")
 
 
 def test_most_files_and_functions_are_short():
@@ -285,39 +414,78 @@ def test_most_files_and_functions_are_short():
     assert long <= (1 - USUAL) * count
 
 
-@modules
-def test_nothing_prints(module):
-    assert prints(tree_of(module)) == []
+def test_nothing_prints():
+    holds(lambda m: prints(tree_of(m)), "only the command line prints, by click")
 
 
-@modules
-def test_nothing_reads_the_environment(module):
-    assert module in ENVIRONMENT or environment(tree_of(module)) == []
+def test_nothing_reads_the_environment():
+    holds(lambda m: () if m in ENVIRONMENT else environment(tree_of(m)), "only the command line reads the environment")
 
 
-@modules
-def test_errors_are_caught_by_their_names(module):
-    assert [f for f in broad_excepts(tree_of(module)) if f"{module}:{f}" not in BROAD] == []
+def test_errors_are_caught_by_their_names():
+    holds(lambda m: [f for f in broad_excepts(tree_of(m)) if f"{m}:{f}" not in BROAD], "name the errors")
 
 
-@modules
-def test_no_file_can_run_code(module):
-    assert unsafe_readers(tree_of(module)) == []
+def test_no_file_can_run_code():
+    holds(lambda m: unsafe_readers(tree_of(m)), "models and recipes are data")
 
 
-@modules
-def test_no_architecture_is_named(module):
-    assert architectures(FILES[module].read_text(encoding="utf-8")) == set()
+def test_no_architecture_is_named():
+    holds(lambda m: sorted(architectures(FILES[m].read_text(encoding="utf-8"))), "structure is found, not known")
 
 
-@modules
-def test_no_class_is_known_by_its_name(module):
-    assert asked_class_names(tree_of(module)) == []
+def test_no_class_is_known_by_its_name():
+    holds(lambda m: asked_class_names(tree_of(m)), "structure is found, not known")
 
 
-@modules
-def test_all_that_is_public_is_documented(module):
-    assert undocumented(tree_of(module), documented_methods()) == []
+def test_all_that_is_public_is_documented():
+    holds(lambda m: undocumented(tree_of(m), documented_methods()), "write a docstring")
+
+
+def test_tests_use_no_private_names():
+    """A private name may change with every change of what is inside; tests are about what is outside."""
+    files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    found = {name: private_names(tree) for name, tree in trees.items()}
+    private = lambda name: [place for place in found[name] if place.split()[-1] not in PRIVATE_IN_TESTS]  # noqa: E731
+    holds(private, "make it public where it is a unit of its own, or test what it is for", trees)
+    used = {place.split()[-1] for places in found.values() for place in places}
+    assert set(PRIVATE_IN_TESTS) <= used, "an exception has outlived its reason"
+
+
+def required_dependencies() -> list[str]:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    [listed] = re.findall(r"^dependencies = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    return re.findall(r'^\s*"([A-Za-z0-9_.-]+)', listed, re.MULTILINE)
+
+
+def test_every_required_dependency_is_imported():
+    """What few need is an extra."""
+    imported = set()
+    for module in FILES:
+        for node in ast.walk(tree_of(module)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            imported |= {name.partition(".")[0] for name in names}
+    given = {plain(d) for name, found in packages_distributions().items() if name in imported for d in found}
+    required = required_dependencies()
+    assert len(required) > 5 and [name for name in required if plain(name) not in given] == []
+
+
+def plain(name: str) -> str:
+    """The name of a distribution as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def table_of_folders() -> str:
+    """CONTRIBUTING.md's table of the folders, from the highest to the lowest."""
+    rows = [f"| `{name}{'.py' if name in TOP else '/'}` | {text} |" for name, text in reversed(FOLDERS.items())]
+    return "\n".join(["| `compress/` | |", "|---|---|", *rows])
+
+
+def test_the_table_of_folders_is_that_of_the_tests():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert table_of_folders() in text, f"put this into CONTRIBUTING.md:\n{table_of_folders()}"
 
 
 def shipped_files() -> list[Path]:
@@ -351,12 +519,12 @@ def test_no_exception_has_outlived_its_reason():
     for place in LONG_FUNCTIONS:
         module, _, function = place.partition(":")
         assert function in {f.partition(":")[0] for f in long_functions(tree_of(module), FUNCTION_LINES)}
-
-
-def test_floors_fall_towards_the_errors():
-    """The floors in the order in which DESIGN lists them."""
-    floors = [FLOORS[f"{PACKAGE}.{name}"] for name in ORDER]
-    assert all(below < above for below, above in pairwise(floors))
+    for place in KINDS_ASKED:
+        module, _, name = place.partition(": ")
+        assert name in asked_kinds(tree_of(module), kinds_of_parts())
+    for place in FAMILIES_ASKED:
+        module, _, name = place.partition(": ")
+        assert name in asked_kinds(tree_of(module), kinds_of_passes()), f"{place} is no longer there"
 
 
 @pytest.mark.parametrize(
@@ -384,6 +552,15 @@ def test_floors_fall_towards_the_errors():
         (unsafe_readers, "np.load(path, allow_pickle=True)"),
         (asked_class_names, "if type(module).__name__ == 'Attention': pass"),
         (asked_class_names, "if config.model_type in ('a', 'b'): pass"),
+        (lambda tree: asked_kinds(tree, {"Kind"}), "isinstance(x, weights.Kind)"),
+        (lambda tree: asked_kinds(tree, {"Kind"}), "isinstance(x, Other | Kind)"),
+        (lambda tree: asked_kinds(tree, {"Kind"}), "issubclass(kind, (Other, Kind))"),
+        (lambda tree: asked_kinds(tree, {"Kind"}), "type(x) is Kind"),
+        (lambda tree: asked_kinds(tree, {"Kind"}), "match x:\n    case Kind(): pass"),
+        (private_names, "from compress.model.open import _fetch"),
+        (private_names, "store._items"),
+        (private_names, "patch.setattr(loop, '_take', f)"),
+        (private_names, "patch.setattr('compress.train.loop.Trainer._take', f)"),
         (undocumented, "def public(): pass"),
         (undocumented, "'''Doc.'''\nclass Public:\n    '''Doc.'''\n    def method(self): pass"),
     ],

@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from pydantic import ValidationError
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -31,6 +32,22 @@ PICO = Path(__file__).parent / "pico" / "model"
 SIZES = (LayerPass, BlockPass, ModelPass)
 
 every_pass = pytest.mark.parametrize("key", PASSES)
+
+
+def all_passes(check):
+    """One test for all passes, of what takes no time; it fails with a line for every pass that is not as it should be."""
+
+    def test():
+        found = []
+        for key in PASSES:
+            try:
+                check(key)
+            except (AssertionError, pytest.fail.Exception) as error:
+                found.append(f"{key}: {error}")
+        assert not found, "\n".join(found)
+
+    test.__name__, test.__doc__, test.__module__ = check.__name__, check.__doc__, check.__module__
+    return test
 
 
 @cache
@@ -112,7 +129,7 @@ def test_every_algorithm_has_a_recipe_and_a_test_of_its_name():
     assert set(PASSES) <= tests
 
 
-@every_pass
+@all_passes
 def test_key_class_and_recipe_have_one_name(key):
     step = PASSES[key]
     assert step.key() == key
@@ -120,7 +137,7 @@ def test_key_class_and_recipe_have_one_name(key):
     assert chain_of(key)[-1].key() == key
 
 
-@every_pass
+@all_passes
 def test_it_says_what_it_does_and_where_it_was_published(key):
     step = PASSES[key]
     assert inspect.getdoc(step) and step.__doc__, "a sentence of its own, not its base's"
@@ -132,7 +149,7 @@ def test_it_says_what_it_does_and_where_it_was_published(key):
 # A frozen value
 
 
-@every_pass
+@all_passes
 def test_it_is_a_frozen_value_of_exactly_one_size(key):
     step = chain_of(key)[-1]
     assert sum(isinstance(step, size) for size in SIZES) == 1
@@ -143,7 +160,7 @@ def test_it_is_a_frozen_value_of_exactly_one_size(key):
     assert hash(step) == hash(changed(step)) and step == changed(step)
 
 
-@every_pass
+@all_passes
 def test_unknown_options_are_errors_with_a_hint(key):
     step = chain_of(key)[-1]
     with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
@@ -152,13 +169,13 @@ def test_unknown_options_are_errors_with_a_hint(key):
         Recipe.from_text(f"model: m\npasses:\n  - {key}: {{tragets: '*'}}\n", "r")
 
 
-@every_pass
+@all_passes
 def test_it_survives_a_round_trip_through_yaml(key):
     recipe = Recipe(model="m", passes=chain_of(key))
     assert Recipe.from_text(recipe.to_yaml()) == recipe
 
 
-@every_pass
+@all_passes
 def test_its_facts_are_told_consistently(key):
     step = chain_of(key)[-1]
     assert type(step).makes <= step.facts()
@@ -171,15 +188,10 @@ def test_its_facts_are_told_consistently(key):
 
 
 @every_pass
-def test_it_changes_something_and_gives_finite_weights(key, applied):
+def test_it_changes_something_and_the_same_again_and_leaves_all_else_alone(key, applied, ids):
+    """Finite weights; neither the global random state nor what was asked changes, and neither has a say in the result."""
     assert applied(key).keys() != weights_of(fresh()).keys() or differing(applied(key), weights_of(fresh()))
     assert all(bool(torch.isfinite(t).all()) for t in applied(key).values() if t.is_floating_point())
-
-
-@pytest.mark.few(13)
-@every_pass
-def test_apply_is_deterministic_and_leaves_all_else_alone(key, applied, ids):
-    """Neither the global random state nor what was asked changes, and neither has a say in the result."""
     model, chain, given = fresh(), chain_of(key), ids.clone()
     before = [hash(step) for step in chain]
     torch.manual_seed(20)
@@ -197,7 +209,7 @@ def test_run_ships_the_weights_that_apply_makes(key, applied, recipe, tmp_path):
     files = {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()}
     asked = recipe(*chain_of(key), save={"format": "native", "verify": "own"})
     result = compress.run(asked, tmp_path / "out")
-    assert result.report["verified"]["own"] == 0
+    assert result.report["verified"]["own"] <= LOGITS
     shipped, _ = compress.load(result.folder)
     assert differing(weights_of(shipped), applied(key)) == []
     assert {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in PICO.iterdir()} == files
@@ -312,7 +324,7 @@ def test_patterns_that_match_nothing_are_errors(key, ids, recipe, tmp_path):
             compress.run(recipe(*lost, save={"format": "native"}), tmp_path / option)
 
 
-@every_pass
+@all_passes
 def test_a_wrong_regular_expression_is_an_error_at_once(key):
     with pytest.raises(ValidationError, match="is not a regular expression"):
         changed(chain_of(key)[-1], targets=["re:("])
@@ -328,7 +340,7 @@ def test_data_is_asked_for_where_it_is_needed(key, applied):
         assert differing(weights_of(compress.apply(fresh(), chain)), applied(key)) == []
 
 
-@every_pass
+@all_passes
 def test_the_order_that_it_declares_is_checked_before_any_work(key):
     """After a pass that makes what it must not find, it is refused."""
     step = chain_of(key)[-1]

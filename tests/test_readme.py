@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from tolerances import LOGITS
 
 import compress
 from compress import Recipe
@@ -78,7 +79,7 @@ def test_every_python_block_runs(number, tmp_path, monkeypatch):
     names: dict = {}
     exec(compile(smaller(PYTHON[number]), f"README.md, Python block {number + 1}", "exec"), names)
     if "result" in names:
-        assert names["result"].report["verified"]["own"] == 0
+        assert names["result"].report["verified"]["own"] <= LOGITS
 
 
 def test_the_python_of_the_readme_is_its_recipe():

@@ -3,11 +3,12 @@
 import importlib
 import json
 import platform
-from functools import cache
+from itertools import combinations
 
 import pytest
 import yaml
 from on_pico import MEASURED, PICO, RECIPES, ROOT, on_pico
+from tolerances import LOGITS
 from transformers import AutoTokenizer
 
 import compress
@@ -18,36 +19,32 @@ from compress.errors import TargetError
 STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
 MOST_WORSE = 1.02  # kernels of another CPU may break ties otherwise; a broken algorithm loses more
 
-read = cache(Recipe.from_yaml)
-every_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-
 
 def test_there_are_recipes_for_all_passes_and_some_chains():
     stems = {path.stem for path in RECIPES}
     assert stems >= {*compress.PASSES, "chain", "demo"}
 
 
-@every_recipe
-def test_it_begins_with_what_it_is_for(path):
-    first = path.read_text(encoding="utf-8").splitlines()[0]
-    assert first.startswith("# ") and first.rstrip().endswith((".", ":"))
+def test_every_recipe_begins_with_what_it_is_for():
+    first = {path.stem: path.read_text(encoding="utf-8").splitlines()[0].rstrip() for path in RECIPES}
+    assert {n: line for n, line in first.items() if not (line.startswith("# ") and line.endswith((".", ":")))} == {}
 
 
-@every_recipe
-def test_it_round_trips(path):
-    recipe = Recipe.from_yaml(path)
-    assert Recipe.from_text(recipe.to_yaml()) == recipe
-    assert Recipe.from_data(yaml.safe_load(path.read_text(encoding="utf-8"))) == recipe
-    again = Recipe.from_text(recipe.to_yaml()).to_yaml()
-    assert again == recipe.to_yaml()
+def test_every_recipe_round_trips():
+    lost = []
+    for path in RECIPES:
+        recipe = Recipe.from_yaml(path)
+        again = Recipe.from_text(recipe.to_yaml())
+        other = Recipe.from_data(yaml.safe_load(path.read_text(encoding="utf-8")))
+        lost += [] if recipe == again == other and again.to_yaml() == recipe.to_yaml() else [path.stem]
+    assert lost == []
 
 
-@every_recipe
-def test_it_writes_only_what_differs_or_matters(path):
-    """No recipe names a model of one machine, and no two recipes are the same."""
-    recipe = read(path)
-    assert recipe.model.count("/") == 1 and not recipe.model.startswith((".", "/"))
-    assert [other.stem for other in RECIPES if read(other) == recipe] == [path.stem]
+def test_no_recipe_names_a_model_of_one_machine_and_no_two_are_the_same():
+    recipes = {path.stem: Recipe.from_yaml(path) for path in RECIPES}
+    models = {name: recipe.model for name, recipe in recipes.items()}
+    assert {n: m for n, m in models.items() if m.count("/") != 1 or m.startswith((".", "/"))} == {}
+    assert [(a, b) for a, b in combinations(recipes, 2) if recipes[a] == recipes[b]] == []
 
 
 QUICK = {"demo"}  # the passes of all others run in the contract's tests
@@ -61,8 +58,8 @@ def test_it_runs_as_written_and_ships_what_its_baseline_says(path, tmp_path):
     recipe = on_pico(Recipe.from_yaml(path))
     result = compress.run(recipe, tmp_path)
     assert Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
-    assert result.report["verified"]["own"] == 0
-    assert result.report["verified"]["transformers"] == 0 or result.report["verified"]["skipped"]
+    assert result.report["verified"]["own"] <= LOGITS
+    assert result.report["verified"]["skipped"] or result.report["verified"]["transformers"] <= LOGITS
     quality, size = result.report["perplexity"][0], result.report["size"]
     assert size["checkpoint_bytes"] == sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
     wanted = STORED["recipes"].get(path.stem)

@@ -70,7 +70,7 @@ class AWQ(WeightGrid, BlockPass):
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
             read = _members(seen, chosen & set(link.readers))
-            scale = self._scale(block, read, link.readers, link.equalize, log)
+            scale = self.scale_of(block, read, link.readers, link.equalize, log)
             if scale is None:
                 continue
             done = fold(block, link, scale, inputs.probe)
@@ -94,13 +94,13 @@ class AWQ(WeightGrid, BlockPass):
             where = ", ".join(names)
             log("note", f"{where}: nothing that writes their input can take a scale, so none is searched")
             return
-        scale = self._scale(block, {fed: names}, names, lambda scale: scale, log)
+        scale = self.scale_of(block, {fed: names}, names, lambda scale: scale, log)
         if scale is not None:
             for name in names:
                 replace_linear(block, name).rescale_input(scale)
             fed.divide(scale)
 
-    def _scale(
+    def scale_of(
         self, block: nn.Module, read: Mapping[Fed, Sequence[str]], readers: Sequence[str], equalize: Equalize, log: Log
     ) -> Float[Tensor, " in"] | None:
         """The scale with the least error; None where that is no scaling, or no token came by."""

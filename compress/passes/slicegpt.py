@@ -56,7 +56,7 @@ class SliceGPT(ReshapingPass):
                         f"{where}: {block.name}.{name} is left out by targets or ignore, but the hidden width is "
                         "uniform in a configuration: all blocks become narrower, or none"
                     )
-        config = changed(model.config, {**width.edits, **_untying(model)})
+        config = changed(model.config, {**width.edits, **untying(model)})
         if config is None:
             raise ModelError(f"{where}: no configuration has {self._left(model.config.hidden_size, where)} channels")
         return config
@@ -79,12 +79,12 @@ class SliceGPT(ReshapingPass):
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
         where, ids = run.label or self.key(), run.calibration
         config, dtype = self.outcome(model, where), next(model.parameters()).dtype
-        own = _own_head(model)
+        own = with_own_head(model)
         width = hidden_width(own, lambda size: self._left(size, where))
-        readers = _readers(own, width, ids[:1, :PROBE], where)
-        folded = _folded(own, readers, ids[:1, :PROBE], where)
-        rotation, energy = principal_components(_covariance(folded, list(readers), ids, run, where))
-        turned, error = _turned(folded, width, list(readers), rotation, ids[:1, :PROBE], where)
+        readers = readers_of_norms(own, width, ids[:1, :PROBE], where)
+        folded = fold_norms(own, readers, ids[:1, :PROBE], where)
+        rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, where))
+        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], where)
         left = next(iter(width.axes.values()))[1]
         kept = torch.arange(left, device=energy.device)
         new = with_fewer(folded, config, turned, width, kept, ids[:1, :PROBE], where)
@@ -93,14 +93,14 @@ class SliceGPT(ReshapingPass):
         become(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
 
 
-def _untying(model: PreTrainedModel) -> dict[Path, Any]:
+def untying(model: PreTrainedModel) -> dict[Path, Any]:
     """What lets the head have a weight of its own."""
     return {("tie_word_embeddings",): False} if getattr(model, "all_tied_weights_keys", None) else {}
 
 
-def _own_head(model: PreTrainedModel) -> PreTrainedModel:
+def with_own_head(model: PreTrainedModel) -> PreTrainedModel:
     """The model in float32, its head no longer tied. Raises ModelError."""
-    config = changed(model.config, _untying(model))
+    config = changed(model.config, untying(model))
     plain = {name: tensor.float() for name, tensor in tensors(model).items()}
     own = None if config is None else build(model, config, plain)
     if own is None or getattr(own, "all_tied_weights_keys", None):
@@ -108,7 +108,7 @@ def _own_head(model: PreTrainedModel) -> PreTrainedModel:
     return own
 
 
-def _readers(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
+def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
     """The linears that read each norm of hidden states. Raises ModelError where one reads something else."""
     wanted = set(width.modules("in", model))
     found: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ def _readers(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> d
     return found
 
 
-def _folded(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:
+def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:
     """The same function with norms that only divide: what they multiply by is in the weights that read them.
 
     Raises ModelError where the function would be another one.
@@ -151,7 +151,7 @@ def _folded(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tenso
     )
 
 
-def _covariance(
+def covariance_of(
     model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, where: str
 ) -> Float[Tensor, "hidden hidden"]:
     """Of what all norms write, over all tokens: each token counts alike, since norms divide by its size."""
@@ -169,7 +169,7 @@ def _covariance(
     return seen.hessian
 
 
-def _turned(
+def rotate(
     model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, where: str
 ) -> tuple[dict[str, Tensor], float]:
     """(the weights with hidden states rotated, how far the logits are from before). Raises ModelError."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import NumericError
-from compress.numerics.linalg import ESCALATION, RETRIES, inverse_factor
+from compress.numerics.linalg import ESCALATION, RETRIES, SMALL, inverse_factor, inverse_of_upper
 
 
 def positive_definite(size, seed, condition=100.0):
@@ -29,6 +29,20 @@ def test_the_factor_is_that_of_the_inverse_of_the_damped_matrix(size, seed, damp
     exact = torch.linalg.inv(exact + damping * exact.diagonal().mean() * torch.eye(size, dtype=torch.float64))
     torch.testing.assert_close(factor.T @ factor, exact.float(), rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(factor, torch.linalg.cholesky(exact, upper=True).float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [SMALL + 1, 3 * SMALL])
+def test_a_wide_triangle_is_inverted_by_halves(size):
+    hessian = positive_definite(size, 1)
+    triangle = torch.linalg.cholesky(hessian.double(), upper=True)
+    inverse = inverse_of_upper(triangle)
+    assert torch.equal(inverse, inverse.triu())
+    torch.testing.assert_close(inverse @ triangle, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-9)
+    factor, _ = inverse_factor(hessian, 0.01)
+    damped = hessian.double() + 0.01 * hessian.double().diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(
+        factor.double().T @ factor.double() @ damped, torch.eye(size).double(), rtol=0, atol=1e-3
+    )
 
 
 def test_a_diagonal_matrix_by_hand():

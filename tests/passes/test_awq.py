@@ -72,7 +72,7 @@ def test_one_salient_channel_decides_the_scale(notes):
     step, fed = AWQ(weights="int4", group_size="channel", duo=False), fed_by(rows)
     block = nn.ModuleDict({"x": nn.Linear(2, 1, bias=False).requires_grad_(False)})
     block["x"].weight.copy_(weight)
-    scale = step._scale(block, {fed: ["x"]}, ["x"], lambda s: s, notes)
+    scale = step.scale_of(block, {fed: ["x"]}, ["x"], lambda s: s, notes)
     # s = (0.005, 50)^alpha / 0.5^alpha, so s_1 / s_0 = 10^(4 alpha). At alpha = 0.25 the step, 1 in units of the first
     # column, makes 0.4 * 10 a whole number: only 7.5, rounded to 7 or 8 as always, is still wrong.
     assert float(scale[1] / scale[0]) == pytest.approx(10, rel=1e-4)

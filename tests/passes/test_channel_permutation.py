@@ -8,6 +8,7 @@ from gated import Gated
 from masks import kept_score
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from tolerances import LOGITS
 from torch import nn
 
 import compress
@@ -180,7 +181,7 @@ def chain(*more):
 def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     native = compress.run(recipe(*chain(), save={"format": "native"}), tmp_path / "native").report
     dense = compress.run(recipe(*chain(), save={"format": "dense"}), tmp_path / "dense")
-    assert native["verified"]["own"] == dense.report["verified"]["own"] == 0
+    assert max(native["verified"]["own"], dense.report["verified"]["own"]) <= LOGITS
     here, plain = compress.load(tmp_path / "native")[0], compress.load(tmp_path / "dense")[0]
     layer = here.get_submodule(Q)
     assert layer.scheme.input_permuted and layer.scheme.sparsity.text == "2:4"
@@ -200,7 +201,7 @@ def test_quantization_keeps_the_permuted_mask(recipe, tmp_path, format_):
     steps = chain(compress.GPTQ(weights="int8", group_size=32))
     save = {"format": format_} | ({"sparse": "always"} if format_ == "native" else {})
     report = compress.run(recipe(*steps, save=save), tmp_path).report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= LOGITS
     model, _ = compress.load(tmp_path)
     for name in (Q, UP, DOWN, OUT):
         layer = CompressedLinear.of(model.get_submodule(name))
@@ -218,7 +219,7 @@ def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, t
         compress.run(recipe(*chain(quantizing)), tmp_path / "keep")
     steps = ChannelPermutation(escapes=0, unlinked="skip"), Wanda(pattern="2:4"), quantizing
     report = compress.run(recipe(*steps), tmp_path / "skip").report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= LOGITS
 
 
 @pytest.mark.slow

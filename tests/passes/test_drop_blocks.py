@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tolerances import LOGITS, near
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -47,7 +48,7 @@ def test_a_block_that_does_nothing_goes_first_and_is_not_missed(pico_model, pico
     before, journal = logits(pico_model, pico_ids[:1]), Journal()
     compress.apply(pico_model, [DropBlocks(count=1, by=by)], pico_ids[:2, :32], journal=journal)
     assert dropped(journal) == [1] and len(pico_model.model.layers) == 2
-    assert torch.equal(logits(pico_model, pico_ids[:1]), before)
+    assert near(logits(pico_model, pico_ids[:1]), before)
 
 
 def test_influence_by_hand(pico_model, pico_ids):
@@ -146,7 +147,7 @@ def test_the_rest_is_a_stock_model_that_computes_what_the_others_did(family, tin
     folder = tiny_folder(family)
     asked = recipe(DropBlocks(count=1, keep=[0, -1]), model=folder, save={"format": "dense"})
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= LOGITS
     original = AutoModelForCausalLM.from_pretrained(folder).eval()
     with skipping(find_blocks(original), [1]):
         wanted = logits(original, ids())
@@ -190,7 +191,7 @@ def test_the_chain_drop_round_learn(recipe, tmp_path, manifest_of):
     planned = plan(asked)
     result = compress.run(asked, tmp_path)
     verified = result.report["verified"]
-    assert (verified["layers"], verified["own"], verified["transformers"]) == (14, 0, 0)
+    assert verified["layers"] == 14 and max(verified["own"], verified["transformers"]) <= LOGITS
     assert result.report["size"]["tensor_bytes"] == planned.checkpoint_bytes
     assert [layer.passes[0] for layer in planned.layers] == ["passes[0] drop_blocks"] * 14
     assert result.report["size"]["dense_bytes"] == plan(recipe(RTN())).dense_bytes  # of the model as it came

@@ -6,6 +6,7 @@ import pytest
 import torch
 from draws import random
 from pydantic import ValidationError
+from tolerances import LOGITS
 
 import compress
 from compress.errors import TargetError
@@ -89,7 +90,7 @@ def test_pruned_weights_stay_zero_also_where_zero_points_are_any_number(layer_of
 def test_zero_points_in_floats_are_stored_planned_and_read(recipe, tmp_path):
     step = HQQ(group_size=32, zero_point="float")
     report = compress.run(recipe(step, save={"format": "native"}), tmp_path).report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= LOGITS
     assert report["size"]["tensor_bytes"] == report["predicted"]["tensor_bytes"]
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.mlp.up_proj")
     assert layer.zero.is_floating_point() and layer.scheme.float_zeros

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from tolerances import LOGITS, near
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -136,7 +137,7 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     steps = [KVCache(**options)] if format_ == "dense" else [KVCache(**options), RTN(group_size=32)]
     result = compress.run(recipe(*steps, save={"format": format_}), tmp_path)
     verified, section = result.report["verified"], result.report["kv_cache"]
-    assert verified["own"] == 0 and (verified["transformers"] == 0 or format_ == "native")
+    assert verified["own"] <= LOGITS and (format_ == "native" or verified["transformers"] <= LOGITS)
     assert section["stated"] == stated and len(section["attentions"]) == 3
     config = json.loads((tmp_path / "config.json").read_text())
     assert (CONFIG_KEY in config) == (not stated)
@@ -148,7 +149,7 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     assert not hasattr(model.config, CONFIG_KEY)
     if stated:  # others round, too, without being told by us
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        assert torch.equal(logits(other, pico_ids), logits(model, pico_ids))
+        assert near(logits(other, pico_ids), logits(model, pico_ids))
 
 
 @pytest.mark.few(3)
@@ -159,13 +160,13 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
 def test_families_are_verified_with_transformers(family, stated, recipe, tiny_folder, tmp_path):
     """A scheme is stated where the reader can find heads in the configuration; else it could not load the checkpoint."""
     report = compress.run(recipe(KVCache(**FP8), model=tiny_folder(family)), tmp_path).report
-    assert report["verified"]["transformers"] == 0 and report["kv_cache"]["stated"] == stated
+    assert report["verified"]["transformers"] <= LOGITS and report["kv_cache"]["stated"] == stated
 
 
 @pytest.mark.parametrize("step", [KVCache(**FP8), RTN(targets="*.self_attn.*", group_size=16)])
 def test_dense_experts_beside_what_is_quantized_are_not_for_transformers(step, recipe, tiny_folder, tmp_path):
     report = compress.run(recipe(step, model=tiny_folder("qwen3-moe")), tmp_path).report
-    assert report["verified"]["own"] == 0 and "experts that are dense" in report["verified"]["skipped"]
+    assert report["verified"]["own"] <= LOGITS and "experts that are dense" in report["verified"]["skipped"]
 
 
 def test_the_report_says_what_it_saves_and_what_it_costs(recipe, tmp_path):

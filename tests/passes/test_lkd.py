@@ -15,8 +15,8 @@ from compress.api.passes import BlockPass
 from compress.errors import TargetError
 from compress.families.reconstruction import block_error, relative_square
 from compress.model.linear import CompressedLinear
-from compress.train import loop
 from compress.train.loop import STATE
+from compress.train.student import Student
 
 FIRST = "model.layers.0.*"
 RTN3 = {"weights": "int3", "group_size": 32}
@@ -173,15 +173,15 @@ class Killed(Exception):
 def test_a_run_killed_inside_of_a_block_ends_with_the_same_bytes(recipe, tmp_path, monkeypatch):
     asked = recipe(GPTQ(**RTN3), LKD(train="norms", steps=4, checkpoint_every=2, learning_rate=0.01))
     wanted = compress.run(asked, tmp_path / "whole").report
-    real, taken = loop._Trainer._take, []
+    real, taken = Student.adjust, []
 
-    def dying(self, step):
-        taken.append(step)
+    def dying(self):
+        taken.append(self)
         if len(taken) == 8:
             raise Killed
-        real(self, step)
+        real(self)
 
-    monkeypatch.setattr(loop._Trainer, "_take", dying)
+    monkeypatch.setattr(Student, "adjust", dying)  # once in every step
     with pytest.raises(Killed):
         compress.run(asked, tmp_path / "killed")
     (state,) = (tmp_path / "killed" / ".compress" / "passes").glob(f"*/{STATE}")  # that of the first block is gone

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -137,7 +138,7 @@ def test_the_rest_is_a_stock_model(family, tiny_folder, recipe, ids, tmp_path):
     asked = recipe(Narrow(**STOCK[family]), model=tiny_folder(family), save={"format": "dense"})
     planned = plan(asked)
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] == 0 and report["size"]["tensor_bytes"] == planned.checkpoint_bytes
+    assert report["verified"]["own"] <= LOGITS and report["size"]["tensor_bytes"] == planned.checkpoint_bytes
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ours, _ = compress.load(tmp_path)
     assert near(logits(plain, ids()), logits(ours, ids()), 1e-6)
@@ -152,7 +153,8 @@ def test_the_chain_narrow_prune_round_learn(recipe, tmp_path):
     chain = [Narrow(ffn=0.2, multiple=32), Wanda(sparsity=0.3), GPTQ(group_size=32), compress.Distill(steps=2)]
     asked = recipe(*chain)
     report = compress.run(asked, tmp_path).report
-    assert (report["verified"]["layers"], report["verified"]["own"], report["verified"]["transformers"]) == (21, 0, 0)
+    verified = report["verified"]
+    assert verified["layers"] == 21 and max(verified["own"], verified["transformers"]) <= LOGITS
     assert report["size"]["tensor_bytes"] == plan(asked).checkpoint_bytes
     assert report["sparsity"]["achieved"] >= report["sparsity"]["due"] > 0.297  # in whole weights per row
     assert json.loads((tmp_path / "config.json").read_text())["intermediate_size"] == 224

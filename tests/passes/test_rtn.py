@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from draws import random
 from pydantic import ValidationError
 
 from compress.api.observers import Nothing
-from compress.numerics.quant.codes import Percentile, quantize
+from compress.numerics.quant.codes import Percentile
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.rtn import RTN
 
@@ -26,17 +27,66 @@ def test_by_hand(layer_of):
     assert solution.activations is None
 
 
-@pytest.mark.parametrize("weights", GRIDS)
+def by_the_conventions(weight, bits, size, symmetric):
+    """(codes, scale, zero) of one group after the other in numpy: the conventions of compressed-tensors, in float32."""
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    steps, codes, scales, zeros = np.float32(highest - lowest), np.zeros_like(weight), [], []
+    for start in range(0, weight.shape[1], size):
+        group = weight[:, start : start + size]
+        low, high = np.minimum(group.min(1, keepdims=True), 0), np.maximum(group.max(1, keepdims=True), 0)
+        scale = np.maximum(-low, high) / (steps / 2) if symmetric else (high - low) / steps
+        zero = np.clip(np.rint(lowest - low / scale), lowest, highest) if not symmetric else np.zeros_like(scale)
+        codes[:, start : start + size] = np.clip(np.rint(group / scale + zero), lowest, highest)
+        scales.append(scale)
+        zeros.append(zero)
+    return codes, np.concatenate(scales, 1), np.concatenate(zeros, 1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group_size", [8, 5, "channel", "tensor"])
-@pytest.mark.parametrize("scale", ["absmax", "mse"])
-def test_every_option_reaches_the_codes(layer_of, weights, group_size, scale):
-    weight, own = random(4, 24), GRIDS[weights].group_size
-    group_size = own or group_size
-    found = solve(RTN(weights=weights, group_size=group_size, scale=scale), weight, layer_of()).weight
-    wanted = quantize(weight, GRIDS[weights], group_size, True, scale)
-    assert torch.equal(found.codes, wanted.codes)
-    assert torch.equal(found.scale, wanted.scale)
-    assert (found.grid, found.group_size) == (GRIDS[weights], group_size)
+def test_integers_are_those_of_the_conventions(layer_of, group_size, symmetric):
+    """Of a whole tensor: as one row of all its weights; 5 leaves a short last group."""
+    weight = random(4, 24, seed=1).numpy()
+    for bits in (2, 3, 4, 8):
+        rtn = RTN(weights=f"int{bits}", group_size=group_size, symmetric=symmetric)
+        found = solve(rtn, torch.from_numpy(weight), layer_of()).weight
+        flat = weight.reshape(1, -1) if group_size == "tensor" else weight
+        size = group_size if isinstance(group_size, int) else flat.shape[1]
+        codes, scale, zero = by_the_conventions(flat, bits, size, symmetric)
+        assert found.codes.float().numpy().tolist() == codes.reshape(4, 24).tolist()
+        assert found.scale.numpy() == pytest.approx(scale, rel=1e-6)
+        assert found.zero is None if symmetric else found.zero.float().numpy().tolist() == zero.tolist()
+
+
+OTHER_GRIDS = {  # of the row 3, -1, 0.4, -6, each worked out by hand
+    "fp8_e4m3": [3, -72 * 6 / 448, 30 * 6 / 448, -6],  # steps of 16, 8 and 2 around 224, -74.67 and 29.87
+    "fp8_e5m2": [3, -10240 * 6 / 57344, 3584 * 6 / 57344, -6],  # 9557 is nearer to 10240, 3823 to 3584
+    "fp4_e2m1": [3, -1, 0.5, -6],  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    "fp4_e2m1_pow2": [3, -1, 0.5, -6],
+    "mxfp4": [3, -1, 0.5, -6],  # the largest, 6, gives 2^0
+    "nvfp4": [3, -1, 0.5, -6],  # global 448 * 6 / 6, local 448: exactly 1
+    "nf4": [6 * 0.44070982933, 6 * -0.18477343022, 6 * 0.07958029955, -6],  # QLoRA, appendix E
+    "ternary": [0, 0, 0, -6],
+    "binary": [6, -6, 6, -6],
+}
+
+
+@pytest.mark.parametrize("weights", OTHER_GRIDS)
+def test_other_grids_by_hand(layer_of, weights):
+    size = GRIDS[weights].group_size or 4
+    row = torch.zeros(1, size).index_copy(1, torch.arange(4), torch.tensor([[3.0, -1.0, 0.4, -6.0]]))
+    found = solve(RTN(weights=weights, group_size=size, scale="absmax"), row, layer_of()).weight
+    assert found.dense()[0, :4].tolist() == pytest.approx(OTHER_GRIDS[weights], rel=1e-6)
+    assert (found.grid, found.group_size) == (GRIDS[weights], size)
+
+
+def test_a_scale_of_least_error_cuts_an_outlier(layer_of):
+    weight = random(4, 64) ** 3
+    largest, best = (
+        solve(RTN(weights="int3", group_size=32, scale=scale), weight, layer_of()).weight for scale in ("absmax", "mse")
+    )
+    assert (best.scale <= largest.scale).all() and (best.scale < largest.scale).any()
+    assert (best.dense() - weight).norm() < 0.95 * (largest.dense() - weight).norm()
 
 
 def test_asymmetric_codes_have_a_zero_point_and_less_error_on_shifted_weights(layer_of):

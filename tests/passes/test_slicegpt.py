@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerances import LOGITS
 from transformers import AutoModelForCausalLM, Starcoder2Config
 
 import compress
@@ -11,7 +12,7 @@ from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
 from compress.model.reshape.widths import hidden_width
 from compress.passes import slicegpt
-from compress.passes.slicegpt import _covariance, _folded, _own_head, _readers, _turned
+from compress.passes.slicegpt import covariance_of, fold_norms, readers_of_norms, rotate, with_own_head
 from compress.pipeline.plan import plan
 
 SMALL = {"num_hidden_layers": 2, "rms_norm_eps": 1e-12}
@@ -60,15 +61,15 @@ def test_a_rank_higher_than_what_is_left_loses_something(tiny, ids):
 
 def test_norms_are_folded_and_any_rotation_changes_nothing(tiny, ids):
     """Their weights are 1 afterwards, each in the linears that read it; a random rotation is as good as any."""
-    model = _own_head(tiny("qwen3", tie_word_embeddings=True))
+    model = with_own_head(tiny("qwen3", tie_word_embeddings=True))
     before, width = logits(model, ids()), hidden_width(model, lambda size: 24)
-    readers = _readers(model, width, ids(1), "here")
+    readers = readers_of_norms(model, width, ids(1), "here")
     assert readers["model.norm"] == ["lm_head"] and len(readers) == 7
-    folded = _folded(model, readers, ids(1), "here")
+    folded = fold_norms(model, readers, ids(1), "here")
     assert near(logits(folded, ids()), before, 1e-5)
     assert all(bool((folded.get_submodule(name).weight == 1).all()) for name in readers)
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)))
-    turned, error = _turned(folded, width, list(readers), rotation, ids(1), "here")
+    turned, error = rotate(folded, width, list(readers), rotation, ids(1), "here")
     assert error < 1e-5 and not torch.allclose(turned["lm_head.weight"], folded.lm_head.weight, atol=1e-2)
 
 
@@ -83,7 +84,7 @@ def test_the_covariance_is_that_of_what_norms_write(tiny, ids):
         hook.remove()
     rows = torch.cat(written)
     assert rows.shape == (2 * 16 * 3, 32)
-    found = _covariance(model, norms, ids(2), Run(), "here")
+    found = covariance_of(model, norms, ids(2), Run(), "here")
     assert torch.allclose(found, 2 * rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4)
 
 
@@ -108,7 +109,7 @@ def test_the_rest_is_a_stock_model(family, tiny_folder, recipe, ids, tmp_path):
     asked = recipe(SliceGPT(sparsity=0.25), model=tiny_folder(family), save={"format": "dense"})
     planned = plan(asked)
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] == 0 and report["size"]["tensor_bytes"] == planned.checkpoint_bytes
+    assert report["verified"]["own"] <= LOGITS and report["size"]["tensor_bytes"] == planned.checkpoint_bytes
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ours, _ = compress.load(tmp_path)
     assert plain.config.hidden_size == 24 and near(logits(plain, ids()), logits(ours, ids()), 1e-6)
@@ -118,7 +119,8 @@ def test_the_rest_is_a_stock_model(family, tiny_folder, recipe, ids, tmp_path):
 def test_the_chain_slice_round_learn(recipe, tmp_path):
     chain = [SliceGPT(sparsity=0.25, multiple=32), compress.GPTQ(group_size=32), compress.Distill(steps=2)]
     report = compress.run(recipe(*chain), tmp_path).report
-    assert (report["verified"]["layers"], report["verified"]["own"], report["verified"]["transformers"]) == (21, 0, 0)
+    verified = report["verified"]
+    assert verified["layers"] == 21 and max(verified["own"], verified["transformers"]) <= LOGITS
 
 
 # Bad input
@@ -182,14 +184,16 @@ def test_norms_with_a_bias_are_refused(ids):
 
 def test_a_norm_that_something_else_reads_is_refused(tiny, ids, monkeypatch):
     """Folded into half of its readers, it is another model."""
-    real = slicegpt._readers
-    monkeypatch.setattr(slicegpt, "_readers", lambda *given: {n: names[:1] for n, names in real(*given).items()})
+    real = slicegpt.readers_of_norms
+    monkeypatch.setattr(
+        slicegpt, "readers_of_norms", lambda *given: {n: names[:1] for n, names in real(*given).items()}
+    )
     with pytest.raises(ModelError, match="folded into the linears that read them .* something else reads them, too"):
         compress.apply(tiny("llama", **SMALL), [SliceGPT(sparsity=0.25)], ids())
 
 
 def test_a_head_that_stays_tied_is_refused(tiny, ids, monkeypatch):
-    monkeypatch.setattr(slicegpt, "_untying", lambda model: {})
+    monkeypatch.setattr(slicegpt, "untying", lambda model: {})
     with pytest.raises(ModelError, match="its head cannot have a weight of its own"):
         compress.apply(tiny("llama", **SMALL, tie_word_embeddings=True), [SliceGPT(sparsity=0.25)], ids())
 

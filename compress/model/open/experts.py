@@ -150,7 +150,7 @@ def open_experts(model: nn.Module) -> list[str]:
     """
     notes: list[str] = []
     proved: dict[tuple[object, ...], str | None] = {}
-    names = _stored_names(model)
+    names = stored_names(model)
     for name, module in list(model.named_modules()):
         if not name or (layouts := _layouts(module, names)) is None:
             continue
@@ -239,7 +239,7 @@ def _refuted(module: nn.Module, layout: Layout) -> str | None:
     return None if error < PROOF_TOLERANCE else f"the opened form computes other values (relative error {error:.1g})"
 
 
-def _stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """3-D parameter -> the names of one expert's linears that transformers merges into it when loading a checkpoint."""
     found: dict[str, tuple[str, ...]] = {}
     for converter in _conversions(model):

@@ -268,14 +268,14 @@ def _optimize(stripes: Stripes, escapes: int, draw: torch.Generator) -> None:
     table.climb()
     for _ in range(escapes):
         best = stripes.order.clone(), stripes.kept.clone()
-        table.refresh(_joint(stripes, draw))
+        table.refresh(divide_jointly(stripes, draw))
         table.climb()
-        _regress(table, draw)
+        regress(table, draw)
         if stripes.total <= float(best[1].sum()):
             table.restore(*best)
 
 
-def _regress(table: Table, draw: torch.Generator) -> None:
+def regress(table: Table, draw: torch.Generator) -> None:
     """Make some swaps of small loss and climb, first with these pairs excluded, then with them allowed."""
     loss = -table.gain
     usual = loss[loss < torch.inf].median() if len(loss) > 1 else loss.new_ones(())
@@ -293,7 +293,7 @@ def _regress(table: Table, draw: torch.Generator) -> None:
         table.climb()
 
 
-def _joint(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
+def divide_jointly(stripes: Stripes, draw: torch.Generator) -> Int[Tensor, " changed"]:
     """Divide the columns of random groups of stripes anew, in the best way; return the stripes that changed."""
     size = min(group_size(stripes.m), len(stripes))
     groups = torch.randperm(len(stripes), generator=draw)[: len(stripes) // size * size].reshape(-1, size)

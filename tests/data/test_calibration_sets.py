@@ -13,7 +13,7 @@ from compress.data import ids as ids_of
 from compress.data import sources
 from compress.model.open.opening import open_model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SETS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "calibration").glob("*.yaml")}
 KEYS = {"source", "revision", "config", "files", "split", "seed", "count", "length", "template", "sha256"}
 EMBEDDED = SETS["embedded"]

@@ -2,6 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
+from tolerances import LOGITS
 
 import compress
 from compress.errors import RecipeError, TargetError
@@ -133,7 +134,7 @@ def test_the_plan_the_checkpoint_and_both_readers_follow(recipe, tmp_path):
     assert (ends[DOWN].grid.name, ends[DOWN].group_size) == ("int8", "channel")
     assert ends["model.layers.0.self_attn.q_proj"] is None
     report = compress.run(recipe(step), tmp_path).report
-    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] == 0
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] <= LOGITS
     assert report["verified"]["layers"] == 15
     model, _ = compress.load(tmp_path)
     assert {name: getattr(model.get_submodule(name), "scheme", None) is None for name in ends} == {

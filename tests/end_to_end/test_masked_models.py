@@ -8,6 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from encoders import VOCAB, tokenizer
+from tolerances import LOGITS
 
 import compress
 from compress import RTN, Distill, DropBlocks, Finetune
@@ -60,7 +61,7 @@ def test_the_triple_loss_from_a_recipe_to_a_checkpoint(asked, words, tmp_path):
     (quality,) = report["perplexity"]
     assert quality["base"]["of"] == quality["compressed"]["of"] == "masked tokens"
     assert quality["base"]["tokens"] == quality["compressed"]["tokens"] == 8 * 3  # 15% of 22
-    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is not None
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is not None
     assert "| perplexity of masked tokens, " in (tmp_path / "report.md").read_text()
     model, known = compress.load(tmp_path)
     with torch.no_grad():

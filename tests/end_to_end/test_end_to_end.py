@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tolerances import LOGITS
 
 import compress
 from compress.api.journal import Journal
 from compress.errors import OutputError, RecipeError, TargetError
 
-PICO = Path(__file__).parent / "pico" / "model"
+PICO = Path(__file__).parents[1] / "pico" / "model"
 CHAIN = f"""
 model: {PICO}
 calibration: {{source: embedded, sequences: 8, length: 64}}
@@ -53,8 +54,8 @@ def test_recipe_and_python_are_equal_and_give_equal_bytes(finished, tmp_path):
 
 def test_both_readers_give_the_computed_logits(finished):
     verified = finished.report["verified"]
-    assert verified["layers"] == 21 and verified["own"] == 0
-    assert verified["transformers"] == 0 or verified["skipped"]
+    assert verified["layers"] == 21 and verified["own"] <= LOGITS
+    assert verified["skipped"] or verified["transformers"] <= LOGITS
 
 
 def test_the_mask_survives_quantization(finished):
@@ -142,8 +143,8 @@ def test_a_target_that_matches_nothing(tmp_path):
 def test_every_kind_of_codes_reads_back(options, tmp_path):
     recipe = chain_in_python().model_copy(update={"passes": (compress.RTN(**options),)})
     report = compress.run(recipe, tmp_path).report
-    assert report["verified"]["own"] == 0
-    assert report["verified"]["transformers"] in (0, None)
+    assert report["verified"]["own"] <= LOGITS
+    assert (report["verified"]["transformers"] or 0) <= LOGITS
 
 
 def size_of_all_tensors(folder):
@@ -170,8 +171,9 @@ def test_every_kind_of_scale_reads_back_and_has_the_planned_size(saved, dtype, o
     changed = {"passes": (compress.RTN(**options),), "dtype": dtype, "save": compress.Save(format=saved)}
     recipe = chain_in_python().model_copy(update=changed)
     report = compress.run(recipe, tmp_path).report
-    assert report["verified"]["own"] == 0
-    assert report["verified"]["transformers"] == (None if saved == "native" else 0)
+    assert report["verified"]["own"] <= LOGITS
+    assert (report["verified"]["transformers"] is None) == (saved == "native")
+    assert saved == "native" or report["verified"]["transformers"] <= LOGITS
     assert compress.plan(recipe).checkpoint_bytes == size_of_all_tensors(tmp_path)
     assert compress.Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
 
@@ -179,7 +181,7 @@ def test_every_kind_of_scale_reads_back_and_has_the_planned_size(saved, dtype, o
 def test_nvfp4_in_float32_is_compared_after_the_readers_rounding(tmp_path):
     recipe = chain_in_python().model_copy(update={"passes": (compress.RTN(weights="nvfp4"),)})
     result = compress.run(recipe, tmp_path)
-    assert result.report["verified"]["own"] == 0
+    assert result.report["verified"]["own"] <= LOGITS
     assert result.report["verified"]["transformers"] > 0
     assert any("rounds these weights to bfloat16" in entry.message for entry in result.journal.entries)
 
@@ -192,9 +194,9 @@ def test_4_bit_floats_beside_other_schemes(dtype, skipped, tmp_path):
     )
     recipe = chain_in_python().model_copy(update={"passes": passes, "dtype": dtype})
     verified = compress.run(recipe, tmp_path).report["verified"]
-    assert verified["own"] == 0
+    assert verified["own"] <= LOGITS
     assert (
-        (verified["transformers"], verified["skipped"]) == (0, None)
+        verified["skipped"] is None and verified["transformers"] <= LOGITS
         if skipped is None
         else skipped in verified["skipped"]
     )

@@ -1,10 +1,10 @@
 """Peak memory: what was there for a moment inside of the context is seen, what came before or after is not."""
 
+import threading
 from time import sleep
 
 import torch
 
-from compress.api import memory
 from compress.api.memory import INTERVAL_SECONDS, PeakMemory
 
 BIG = 128 << 20
@@ -38,10 +38,12 @@ def test_contexts_may_overlap():
 
 
 def test_one_watcher_serves_all_and_none_is_left_open():
-    import threading
-
-    for _ in range(50):
-        with PeakMemory():
+    closed = [PeakMemory() for _ in range(50)]
+    for context in closed:
+        with context:
             pass
     assert sum(thread.name == "compress-memory" for thread in threading.enumerate()) <= 1
-    assert memory.PeakMemory._open == []
+    seen = [context.peak_bytes for context in closed]
+    with PeakMemory() as open_:
+        hold()
+    assert [context.peak_bytes for context in closed] == seen and open_.peak_bytes > seen[0]

@@ -5,6 +5,8 @@ import re
 import psutil
 import pytest
 import torch
+from tolerances import LOGITS
+from transformers import LlamaForCausalLM
 
 import compress
 from compress import RTN, Wanda
@@ -26,10 +28,10 @@ def short_of_memory(monkeypatch):
 def test_transformers_is_left_out_where_the_dense_model_does_not_fit(
     save, recipe, short_of_memory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("compress.pipeline.verify._transformers_model", lambda *_: pytest.fail("loaded whole"))
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded whole"))
     short_of_memory(2_400_000)  # pico has 2.4 MB in float32
     report = compress.run(recipe(RTN(), save=save), tmp_path).report
-    assert report["verified"]["own"] == 0 and report["verified"]["transformers"] is None
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
     message = r"the dense model with its checkpoint takes \d MB of memory, 2 MB are available"
     assert re.search(message, report["verified"]["skipped"])
     entries = [e for e in report["journal"]["entries"] if e["where"] == "verify"]
@@ -45,7 +47,7 @@ def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, s
     short_of_memory(2 * dense - 1)
     assert compress.run(asked, tmp_path).report["verified"]["transformers"] is None
     short_of_memory(2 * dense + 100_000)  # the headers of the files
-    assert compress.run(asked, tmp_path).report["verified"]["transformers"] == 0
+    assert compress.run(asked, tmp_path).report["verified"]["transformers"] <= LOGITS
 
 
 def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):

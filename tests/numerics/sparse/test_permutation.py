@@ -126,14 +126,14 @@ def test_escapes_go_on_from_local_optima():
 def test_stripes_optimized_jointly_leave_local_optima(monkeypatch):
     """Three stripes of four are one group, for which the best of all 5775 ways is taken."""
     greedy = [search(random(5, 12, seed), 2, 4, escapes=0)[2] for seed in range(6)]
-    monkeypatch.setattr(permutation, "_regress", lambda table, draw: None)
+    monkeypatch.setattr(permutation, "regress", lambda table, draw: None)
     found = [search(random(5, 12, seed), 2, 4, escapes=1)[2] for seed in range(6)]
     assert found == [pytest.approx(best_kept(random(5, 12, seed), 2, 4), rel=1e-6) for seed in range(6)]
     assert any(before < after * (1 - 1e-4) for before, after in zip(greedy, found, strict=True))
 
 
 def test_bounded_regressions_leave_local_optima(monkeypatch):
-    monkeypatch.setattr(permutation, "_joint", lambda stripes, draw: torch.zeros(0, dtype=torch.long))
+    monkeypatch.setattr(permutation, "divide_jointly", lambda stripes, draw: torch.zeros(0, dtype=torch.long))
     found = [[search(random(24, 48, seed), 2, 4, escapes)[2] for escapes in (0, 12)] for seed in range(2)]
     assert all(none <= some for none, some in found) and any(none < some for none, some in found)
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from tolerances import LOGITS
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -106,7 +107,7 @@ def opened_block(second_block, monkeypatch):
     def make(family):
         block, forward = second_block(family)
         names = {"gate_up_proj": FAMILIES[family][:2], "down_proj": FAMILIES[family][2:]}
-        monkeypatch.setattr("compress.model.open.experts._stored_names", lambda model: names)
+        monkeypatch.setattr("compress.model.open.experts.stored_names", lambda model: names)
         assert open_experts(block) == []
         return block, forward
 
@@ -210,7 +211,7 @@ def test_a_checkpoint_is_streamed_with_its_experts(family, tiny_folder, tiny, id
 def test_saved_experts_are_read_back(family, passes, save, skipped, tiny_folder, recipe, tmp_path):
     result = compress.run(recipe(*passes, model=tiny_folder(family), save=save), tmp_path)
     verified = result.report["verified"]
-    assert verified["own"] == 0
+    assert verified["own"] <= LOGITS
     assert (verified["skipped"] is None) if skipped is None else (skipped in verified["skipped"])
     assert verified["layers"] == (0 if save.get("format") == "dense" else 3 * (4 + 12))
     model, _ = compress.load(tmp_path)

@@ -14,7 +14,7 @@ INTERVAL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """How large the model, or the one block, is that a pass works on, in numbers.
+    """How large the model, the one block or the one linear is that a pass works on, in numbers.
 
     weights: of its linears that are dense when it comes. scales: of those that are packed. outside: parameters that
     are in no linear of the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 of a block.
@@ -22,6 +22,7 @@ class ProblemSize:
     of the dense model. packed: weights of the linears that are packed. inputs: widths of the tensors that the pass's
     linears read. largest: the most weights that one linear has. forward_bytes: of a block, what a forward pass of an
     example holds. states_bytes: of a block, its outputs on the whole calibration text.
+    shape: (out, in) of the linear, of which nothing else is told but `weights`.
     """
 
     weights: int
@@ -36,6 +37,12 @@ class ProblemSize:
     largest: int = 0
     forward_bytes: int = 0
     states_bytes: int = 0
+    shape: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:
+        """The size of one linear (out, in)."""
+        return cls(shape[0] * shape[1], 0, 0, 0, 0, 0, itemsize, shape=shape)
 
 
 class PeakMemory:

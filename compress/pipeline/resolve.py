@@ -12,15 +12,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.api.facts import Fact
-from compress.api.options import taken
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step, WeightSpec
+from compress.api.facts import Fact, LayerFacts
+from compress.api.passes import ModelPass, Pass, Step, WeightSpec
 from compress.data.ids import model_ids, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
-from compress.families.pruning import Pruning
-from compress.families.quantizing import Quantizing
-from compress.families.reshaping import ReshapingPass
 from compress.formats.base import Format, Scheme
 from compress.model.kv_cache import holding, rounded_caches
 from compress.model.linear import CompressedLinear, linears
@@ -29,9 +25,7 @@ from compress.model.open.opening import InMemory, OpenModel, open_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
-from compress.model.structure.select import select
 from compress.numerics.dtypes import DTYPES
-from compress.pipeline.footprint import is_sweep
 from compress.recipe.schema import Recipe, in_words, label
 
 
@@ -52,23 +46,25 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
-        where = label(index, step)
-        chosen = select(names, step.targets, step.ignore, where)
-        if isinstance(step, Quantizing):
-            chosen = _without_dense(step, chosen, where)
+        where, needs = label(index, step), step.requires
+        chosen = step.choose(names, where)
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
-        reshapes = isinstance(step, ReshapingPass)
-        _check_facts(step, names if reshapes else chosen, facts, where)
-        _check_original(step, chosen, swept, where)
-        swept = swept | set(chosen) if is_sweep(step) else set()
-        _check_shapes(step, chosen, opened, format_, where)
+        _check_facts(step, names if needs.new_shape else chosen, facts, where)
+        if needs.original and not swept & set(chosen):
+            raise TargetError(
+                f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
+                f"works on its {len(chosen)} linears; put it right behind the passes that compress them"
+            )
+        swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
+        _check_layers(step, chosen, opened, format_, where)
         steps.append((where, step, chosen))
-        if reshapes:
+        if isinstance(step, ModelPass) and needs.new_shape:
             opened = in_form(opened, step.outcome(opened.model, where))
             names, facts = opened.linear_names(), _facts(opened)
-        for name in () if reshapes else chosen:
-            facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
+        else:
+            for name in chosen:
+                facts[name] |= dict.fromkeys(_own(step, name).facts(), where)
     return steps, opened
 
 
@@ -127,24 +123,6 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
 
 
-def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
-    """swept: linears that passes just before it work on, block by block."""
-    if isinstance(step, BlockPass) and step.needs_original and not swept & set(names):
-        raise TargetError(
-            f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
-            f"works on its {len(names)} linears; put it right behind the passes that compress them"
-        )
-
-
-def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:
-    """The linears that no override leaves alone."""
-    overridden = taken(step.overrides, names, where)
-    chosen = [name for name in names if name not in overridden or not overridden[name].dense]
-    if not chosen:
-        raise TargetError(f"{where}: the overrides leave none of the {len(names)} linears to work on")
-    return chosen
-
-
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
     """All linears of the modules that keep keys and values in a cache, and hold one of those chosen."""
     held = holding(opened.model, chosen)
@@ -159,25 +137,17 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
 
 def _own(step: Pass, name: str) -> Pass:
     """The pass with the options that it has for one of its layers."""
-    own = step.for_layer(name) if isinstance(step, LayerPass | Quantizing) else step
-    return step if own is None else own
+    return step.for_layer(name) or step
 
 
-def _check_shapes(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
-    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes."""
+def _check_layers(step: Pass, names: Sequence[str], opened: OpenModel, format_: Format, where: str) -> None:
+    """Raise TargetError where a pass cannot work on a layer, or the format cannot hold what it becomes."""
     shapes = layer_shapes(opened)
     for name in names:
-        own, width = _own(step, name), shapes[name][1]
-        spec, reason = own.spec, None
-        if isinstance(own, Pruning):
-            reason = own.pattern.refuses(shapes[name], own.density)
-        if spec is not None and isinstance(spec.group_size, int) and spec.group_size > width:
-            raise TargetError(
-                f"{where}: group_size {spec.group_size} is larger than the {width} inputs of {name}; "
-                "use a smaller one, or channel"
-            )
-        if reason is None and spec is not None:
-            reason = format_.refuses(_scheme(spec, width), shapes[name])
+        own, shape = _own(step, name), shapes[name]
+        reason = own.check(LayerFacts(name, shape))
+        if reason is None and own.spec is not None:
+            reason = format_.refuses(_scheme(own.spec, shape[1]), shape)
         if reason is not None:
             raise TargetError(f"{where}: {name}: {reason}")
 
@@ -199,11 +169,11 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
 
 
 def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
-    """`Run.prediction`; where no pass looks at it, a tokenizer need not say which token is the mask.
+    """`Run.lm_objective`; where no pass looks at it, a tokenizer need not say which token is the mask.
 
     Raises ModelError where it must, and does not; RecipeError for options that say nothing of what is predicted.
     """
-    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.predicts]
+    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
     found = objective_of(opened.model, opened.tokenizer, seed) if asking else NEXT_TOKENS
     for where, step in asking:
         step.asks(found, where)
@@ -217,10 +187,10 @@ def teachers(
 
     Raises ModelError for a teacher with another vocabulary, or of another kind.
     """
-    asked = {step.other_teacher for step in passes if isinstance(step, ModelPass) and step.needs_teacher}
-    for source in asked - {None}:
-        check_teacher(str(source), opened, trust_remote_code=False)
-    known = copy.deepcopy(model) if teacher is None and None in asked else teacher
+    asked = {step.requires.teacher for step in passes}
+    for source in sorted(source for source in asked if isinstance(source, str)):
+        check_teacher(source, opened, trust_remote_code=False)
+    known = copy.deepcopy(model) if teacher is None and True in asked else teacher
     if known is not None:
         check_kind("it", type(known), known.config, opened)
     if known is not None and known.config.vocab_size != model.config.vocab_size:

@@ -1,7 +1,7 @@
 """The uncompressed model beside the compressed one: the same batches, stopped at the same linears.
 
-A pass with `needs_reference` compares the inputs X of a layer, which come through compressed layers, with the inputs
-X~ that the uncompressed model gives it (GPTAQ, Li 2025, section 3.1). Nothing here runs for other passes.
+A layer pass that requires the reference compares the inputs X of a layer, which come through compressed layers, with
+the inputs X~ that the uncompressed model gives it (GPTAQ, Li 2025, section 3.1). Nothing here runs for other passes.
 """
 
 from __future__ import annotations

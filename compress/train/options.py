@@ -91,17 +91,17 @@ class TrainingOptions(BaseModel):
         """Weight decay of what is trained."""
         return self.weight_decay if kind == "weights" else 0.0
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """What training holds beside the model: five floats for each number that is trained (itself, the best so far,
         two moments, or one of Lion, and its gradient, before which it is there masked), dense weights widened to
         float32, what the backward pass needs, and logits with their gradient.
         """
         kinds = self.train or get_args(Kind)
-        trained = extent.scales * ("scales" in kinds) + extent.weights * ("weights" in kinds)
-        widened = (4 - extent.itemsize) * (extent.weights + extent.outside)
-        tokens = self.batch * extent.length
+        trained = size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
+        widened = (4 - size.itemsize) * (size.weights + size.outside)
+        tokens = self.batch * size.length
         floats = 4 if self.optimizer == "lion" else 5
-        return 4 * floats * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
+        return 4 * floats * trained + widened + 4 * tokens * (size.passed + 2 * size.vocabulary)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the sequences to train on and of those held out: one at least of each, where there are two."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,11 @@ from transformers import (
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
+from compress.api.journal import Entry, Journal
 from compress.data import ids as ids_of
 from compress.data.ids import token_ids
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.structure.blocks import find_blocks
-from compress.pipeline.run import Job
 
 PICO = Path(__file__).parent / "pico" / "model"
 VOCAB, WIDTH = 64, 32
@@ -243,21 +244,20 @@ def recipe(pico, texts):
 
 
 @pytest.fixture
-def stop(monkeypatch):
-    """stop(recipe, folder): a run that is interrupted when its second block is written."""
+def stop():
+    """stop(recipe, folder, here): a run that is interrupted at an entry of its journal; by default, when its second
+    block is on disk."""
 
-    def interrupted(recipe: Recipe, folder: Path) -> None:
-        write = Job._write_block
+    def second_block(entry: Entry) -> bool:
+        return entry.kind == "block" and entry.figures["block"] == 1
 
-        def stopping(self, block, results):
-            write(self, block, results)
-            if block.index == 1:
+    def interrupted(recipe: Recipe, folder: Path, here: Callable[[Entry], bool] = second_block) -> None:
+        def listener(entry: Entry) -> None:
+            if here(entry):
                 raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Job, "_write_block", stopping)
-            with pytest.raises(KeyboardInterrupt):
-                compress.run(recipe, folder)
+        with pytest.raises(KeyboardInterrupt):
+            compress.run(recipe, folder, journal=Journal(listeners=[listener]))
 
     return interrupted
 

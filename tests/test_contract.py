@@ -21,11 +21,9 @@ from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Solution
 from compress.errors import CalibrationError, RecipeError, TargetError
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import Quantizing
-from compress.families.reshaping import ReshapingPass
 from compress.model.kv_cache import SCALES, cache_sha256, caching, scheme_of
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.recipe.order import check_order
-from compress.stream.sweep import needs_data
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"
@@ -244,19 +242,21 @@ def with_outliers():
 def test_what_is_not_targeted_stays_as_it_is(key, ids):
     *before, step = chain_of(key)
     part, more = parts_for(step)
-    if isinstance(step, ReshapingPass):
+    if step.requires.new_shape:
         return the_untargeted_is_still_there(step, part, ids)
     untouched = weights_of(compress.apply(with_outliers(), before, ids) if before else with_outliers())
     found = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[part])], ids))
     moved = differing(found, untouched)
-    if any(needs_data(s) for s in before) and isinstance(step, BlockPass):  # what it changes, later blocks calibrate on
+    if any(s.requires.data for s in before) and isinstance(
+        step, BlockPass
+    ):  # what it changes, later blocks calibrate on
         moved = [name for name in moved if not name.startswith("model.layers.2.")]
     assert moved and all(name.startswith(part.removesuffix("*")) for name in moved)
     rest = weights_of(compress.apply(with_outliers(), [*before, changed(step, targets=[more], ignore=[part])], ids))
     assert all(torch.equal(rest[n], untouched[n]) for n in rest if n.startswith(part.removesuffix("*")))
 
 
-def the_untargeted_is_still_there(step: ReshapingPass, part: str, ids):
+def the_untargeted_is_still_there(step: Pass, part: str, ids):
     """Under whatever name; or what is asked cannot be done to a part of the model, and an error says so."""
     wanted = {n: t for n, t in weights_of(fresh()).items() if not n.startswith(part.removesuffix("*"))}
     try:
@@ -333,7 +333,7 @@ def test_a_wrong_regular_expression_is_an_error_at_once(key):
 @every_pass
 def test_data_is_asked_for_where_it_is_needed(key, applied):
     chain = chain_of(key)
-    if any(needs_data(step) for step in chain):
+    if any(step.requires.data for step in chain):
         with pytest.raises(CalibrationError, match="need token ids"):
             compress.apply(fresh(), chain)
     elif not any(isinstance(step, ModelPass) for step in chain):

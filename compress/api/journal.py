@@ -10,12 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+PASSING = frozenset({"progress", "block", "segment"})
+"""Kinds of entries that listeners hear and the journal does not keep."""
+
 
 @dataclass(frozen=True)
 class Entry:
     """One line of the journal.
 
-    kind: 'fallback' (a deviation from the recipe), 'note' or 'progress'. where: the pass and module concerned.
+    kind: 'fallback' (a deviation from the recipe), 'note', or a kind that is not recorded: 'progress'; 'block' (a
+    finished block is on disk, a killed run continues after it; message: its name); 'segment' (the whole model is on
+    disk between two segments of the run; message: the last pass that worked on it). where: the pass and module
+    concerned.
     figures: the numbers of the message.
     """
 
@@ -27,15 +33,18 @@ class Entry:
 
 @dataclass
 class Journal:
-    """Entries in order, and listeners that receive each entry immediately (a progress bar, a log)."""
+    """Entries in order, and listeners that receive each entry immediately (a progress bar, a log).
+
+    A listener may raise: that stops the run, and the same call continues it.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     listeners: list[Callable[[Entry], None]] = field(default_factory=list)
 
     def add(self, kind: str, where: str, message: str, **figures: Any) -> None:
-        """Record an entry and pass it to the listeners; progress is passed on but not recorded."""
+        """Record an entry and pass it to the listeners; entries of `PASSING` kinds are passed on but not recorded."""
         entry = Entry(kind, where, message, figures)
-        if kind != "progress":
+        if kind not in PASSING:
             self.entries.append(entry)
         for listener in self.listeners:
             listener(entry)

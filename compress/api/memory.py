@@ -14,7 +14,7 @@ INTERVAL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """The size of the model, or of one block, that a pass works on.
+    """The size of the model, of one block, or of one linear, that a pass works on.
 
     weights: number in dense linears. scales: number in packed linears. outside: parameters that are not in linears of
     the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 for a block. length: tokens of an
@@ -22,6 +22,7 @@ class ProblemSize:
     packed: number of weights in packed linears. inputs: widths of the tensors that the pass's linears read. largest:
     the number of weights of the largest linear. forward_bytes: for a block, memory of a forward pass of an example.
     states_bytes: for a block, its outputs on the whole calibration text.
+    shape: (out, in) of the linear; of a linear nothing else is given but `weights`.
     """
 
     weights: int
@@ -36,6 +37,12 @@ class ProblemSize:
     largest: int = 0
     forward_bytes: int = 0
     states_bytes: int = 0
+    shape: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:
+        """The size of one linear (out, in)."""
+        return cls(shape[0] * shape[1], 0, 0, 0, 0, 0, itemsize, shape=shape)
 
 
 class PeakMemory:

@@ -1,4 +1,24 @@
-"""The contract: a pass is its configuration, a frozen value with one verb, in one of three sizes."""
+"""The contract: a pass is its configuration, a frozen value with one verb, in one of three sizes.
+
+The verb is `LayerPass.solve`, `BlockPass.solve_block` or `ModelPass.apply`. All else that a pass can say of itself has
+an answer already, which most passes keep:
+
+    every pass     facts      what is true of a layer after it, its options considered
+                   requires   what it needs of the run: data, a teacher, the uncompressed model, ... (`Requirements`)
+                   choose     the linears that it works on, of those that there are
+                   for_layer  itself with the options of one layer
+                   left_out   patterns of layers that it leaves alone
+                   check      why it cannot work on a linear
+                   spec       how it stores weights
+                   cache      how it has keys and values rounded
+                   zeros      the sparsity that it owes a layer
+                   memory     what it holds at its peak
+    LayerPass      observer   what it gathers from the inputs that layers share
+                   watches    what it gathers from the inputs of one layer
+                   survey     what it must know of all layers first
+    ModelPass      asks       what it asks of a language model
+                   outcome    the configuration of the model that it leaves
+"""
 
 from __future__ import annotations
 
@@ -12,9 +32,10 @@ import torch
 from jaxtyping import Bool, Float
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
-from compress.api.facts import Fact, Log
+from compress.api.facts import Fact, LayerFacts, Log, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
 from compress.api.options import patterns
@@ -23,7 +44,7 @@ from compress.model.linear import CompressedLinear, Weight
 from compress.model.objective import LMObjective
 from compress.model.structure.links import Group, Link
 from compress.model.structure.permutations import Permutation
-from compress.model.structure.select import chosen
+from compress.model.structure.select import chosen, select
 from compress.numerics.sparse.positions import Sparsity
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.layer import LayerScheme
@@ -34,6 +55,17 @@ if TYPE_CHECKING:
 COPIES = 4  # of a weight in float32: itself, what becomes of it, and two on the way
 
 ActivationScale = Literal["token", "static"]
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """What a pruning pass owes a layer: the sparsity that was asked for it, and the share of zeros that this comes to.
+
+    due: what the pattern makes of `asked` in whole units; a tail that stays dense is not in it.
+    """
+
+    asked: float
+    due: float
 
 
 class Pass(BaseModel, ABC):
@@ -68,6 +100,38 @@ class Pass(BaseModel, ABC):
         """What this pass makes of the layers it works on, its options considered."""
         return self.makes
 
+    @property
+    def requires(self) -> Requirements:
+        """What it needs of the run."""
+        return Requirements(data=True)
+
+    def choose(self, names: Sequence[str], where: str) -> list[str]:
+        """The linears that it works on, of all there are, by full name; where: its label.
+
+        Raises TargetError for patterns that match nothing.
+        """
+        return select(names, self.targets, self.ignore, where)
+
+    def for_layer(self, name: str) -> Self | None:
+        """The pass with the options that it has for one of its layers; None where it leaves the layer alone."""
+        return self
+
+    def check(self, layer: LayerFacts) -> str | None:
+        """Why it cannot work on a linear; None where it can. Asked of `for_layer`."""
+        after = self.becomes(LayerScheme(layer.shape))
+        return next((reason for part in after.parts if (reason := part.refuses(layer.shape)) is not None), None)
+
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros | None:
+        """What it owes a layer of this shape, at its own sparsity or another; None: it does not prune."""
+        return None
+
+    def memory(self, size: ProblemSize) -> int:
+        """About what it holds at its peak besides the model, the activations between blocks and what was observed.
+
+        size: of a linear, for a layer pass; of a block, for a block pass; of the model.
+        """
+        return 0
+
     def becomes(self, before: LayerScheme) -> LayerScheme:
         """How a layer that is stored as `before` will be stored after this pass, as far as can be said beforehand."""
         return before
@@ -99,7 +163,7 @@ class Layer:
     log: log(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None. shared_absmax:
     the largest magnitude among the weights that read the same input, this one included; servers fuse such layers, so
     what scales have in common is found from it. allocated: what the pass's survey gave to the layer. unquantized: its
-    weight before a pass of the same sweep quantized it, for passes with `needs_unquantized`.
+    weight before a pass of the same sweep quantized it, for passes that require it.
     """
 
     name: str
@@ -110,17 +174,6 @@ class Layer:
     shared_absmax: float | None = None
     allocated: Any = None
     unquantized: Float[Tensor, "out in"] | None = None
-
-
-@dataclass(frozen=True)
-class Zeros:
-    """What a pruning pass owes a layer: the sparsity that was asked for it, and the share of zeros that this comes to.
-
-    due: what the pattern makes of `asked` in whole units; a tail that stays dense is not in it.
-    """
-
-    asked: float
-    due: float
 
 
 @dataclass(frozen=True)
@@ -183,10 +236,6 @@ class LayerPass(Pass):
         default=True, description="calibrate each layer on the output of the compressed layers before it in the block"
     )
 
-    def for_layer(self, name: str) -> Self | None:
-        """The pass with the options that it has for one of its layers; None where it leaves the layer alone."""
-        return self
-
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
         """What to gather beside `observes`, for this layer alone: it becomes `layer.inputs`. None: nothing."""
         return None
@@ -196,29 +245,18 @@ class LayerPass(Pass):
         return None
 
     @property
-    def needs_data(self) -> bool:
-        """Whether calibration inputs are looked at."""
+    def requires(self) -> Requirements:
         survey = self.survey()
-        return self.observer is not Nothing or (survey is not None and survey.observer is not Nothing)
+        data = self.observer is not Nothing or (survey is not None and survey.observer is not Nothing)
+        return Requirements(data=data, reference=issubclass(self.observer, CrossGram))
 
     @property
     def observer(self) -> type[Observer]:
         """What these options gather; `observes` unless a pass says otherwise."""
         return self.observes
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the observer compares inputs with those in the uncompressed model, which then runs alongside."""
-        return issubclass(self.observer, CrossGram)
-
-    @property
-    def needs_unquantized(self) -> bool:
-        """Whether the weight of a layer before it was quantized, in the same sweep, is looked at."""
-        return False
-
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        """About what `solve` holds at its peak for a weight [out, in], what was observed apart."""
-        return COPIES * 4 * shape[0] * shape[1]
+    def memory(self, size: ProblemSize) -> int:
+        return COPIES * 4 * size.shape[0] * size.shape[1]
 
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
@@ -276,11 +314,11 @@ class BlockInputs(Protocol):
         ...
 
     def reference(self, batch: int) -> Tensor:
-        """What the uncompressed model has behind this block; only for passes with `needs_reference`."""
+        """What the uncompressed model has behind this block; only for passes that require it."""
         ...
 
     def original(self, batch: int) -> Tensor:
-        """What the block made of the same inputs before the sweep; only for passes with `needs_original`."""
+        """What the block made of the same inputs before the sweep; only for passes that require it."""
         ...
 
     @property
@@ -300,24 +338,8 @@ class BlockInputs(Protocol):
 class BlockPass(Pass):
     """One block and the inputs that reach it (SmoothQuant, AWQ, channel permutation, ...)."""
 
-    @property
-    def needs_data(self) -> bool:
-        """Whether calibration inputs are looked at."""
-        return True
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the block's outputs in the uncompressed model are looked at, which then runs alongside."""
-        return False
-
-    @property
-    def needs_original(self) -> bool:
-        """Whether the block is compared with what it was before the sweep, in which passes must have changed it."""
-        return False
-
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        """About what it holds at its peak beside the block and the activations between blocks."""
-        return max(extent.forward_bytes, COPIES * 4 * extent.largest)
+    def memory(self, size: ProblemSize) -> int:
+        return max(size.forward_bytes, COPIES * 4 * size.largest)
 
     @abstractmethod
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
@@ -327,21 +349,6 @@ class BlockPass(Pass):
 class ModelPass(Pass):
     """The whole model: training and global decisions."""
 
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the uncompressed model is looked at, which `run.open_teacher` then gives."""
-        return False
-
-    @property
-    def other_teacher(self) -> str | None:
-        """The source of a model that is looked at instead of the uncompressed one."""
-        return None
-
-    @property
-    def predicts(self) -> bool:
-        """Whether it looks at how well the model predicts the text, for which `run.prediction` then stands."""
-        return False
-
     def asks(self, lm_objective: LMObjective, where: str) -> LMObjective:
         """What it asks a model for that predicts so; where: its label. Raises RecipeError for options that say nothing.
 
@@ -349,9 +356,13 @@ class ModelPass(Pass):
         """
         return lm_objective
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        """About what it needs beside the model itself."""
-        return 0
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+        """The configuration of the model that it leaves, for those that require `new_shape`; where: its label.
+
+        No weight is looked at, they may be on the meta device. Raises TargetError, beginning with `where`, for what
+        cannot be done; ModelError where no configuration says it.
+        """
+        return model.config
 
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.passes import Step
+from compress.api.passes import Step, Zeros
 from compress.errors import VerificationError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, Texts
 from compress.families.pruning import Pruning, PruningPass
@@ -69,7 +69,7 @@ def check_sparsity(
         found: Mapping[str, Mapping[str, Any]] = (
             {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
             if isinstance(step, PruningPass)
-            else {name: asdict(step.zeros(_layer(model, name).shape, step.target_sparsity)) for name in names}
+            else {name: asdict(_owed(step, model, name)) for name in names}
         )
         if missing := [name for name in names if name not in found]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
@@ -88,6 +88,10 @@ def check_sparsity(
 
 def _layer(model: nn.Module, name: str) -> CompressedLinear:
     return CompressedLinear.of(model.get_submodule(name))
+
+
+def _owed(step: Pruning, model: nn.Module, name: str) -> Zeros:
+    return step.zeros(_layer(model, name).shape)
 
 
 def _check_mean(label: str, step: Pruning, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
-from compress.api.facts import Fact
+from compress.api.facts import Fact, LayerFacts
 from compress.api.passes import Layer, LayerPass, Solution, Survey, Zeros
 from compress.families.allocation import Allocation, Uniform, read_allocation
 from compress.numerics.sparse.masks import Pattern
@@ -65,8 +65,13 @@ class Pruning(BaseModel):
         one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
         return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
 
-    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
-        """What is owed to a layer of this shape at a sparsity."""
+    def check(self, layer: LayerFacts) -> str | None:
+        """Why the pattern does not fit a linear; None where it does."""
+        return self.pattern.refuses(layer.shape, self.density)
+
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
+        """What is owed to a layer of this shape at a sparsity, that of the pass if not given."""
+        sparsity = self.target_sparsity if sparsity is None else sparsity
         return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
 
 

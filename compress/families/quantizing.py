@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -12,11 +13,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.api.facts import Fact
+from compress.api.facts import Fact, Requirements
 from compress.api.observers import InputAbsMax, Observer
-from compress.api.options import Override, read_overrides
+from compress.api.options import Override, read_overrides, taken
 from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
-from compress.errors import NumericError
+from compress.errors import NumericError, TargetError
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.weights.codes import CodesScheme
@@ -144,6 +145,15 @@ class Quantizing(WeightGrid):
         cls.model_validate(base)  # the pass's own mistakes come first
         return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
 
+    def choose(self, names: Sequence[str], where: str) -> list[str]:
+        """The linears that no override leaves alone."""
+        found = super().choose(names, where)
+        overridden = taken(self.overrides, found, where)
+        chosen = [name for name in found if name not in overridden or not overridden[name].dense]
+        if not chosen:
+            raise TargetError(f"{where}: the overrides leave none of the {len(found)} linears to work on")
+        return chosen
+
     def for_layer(self, name: str) -> Self | None:
         for override in self.overrides:
             if override.takes(name):
@@ -222,8 +232,9 @@ class QuantizingPass(Quantizing, LayerPass):
         return InputAbsMax if self.activation_scale == "static" else None
 
     @property
-    def needs_data(self) -> bool:
-        return super().needs_data or any(step.watches() is not None for step in self.variants())
+    def requires(self) -> Requirements:
+        needs = super().requires
+        return replace(needs, data=needs.data or any(step.watches() is not None for step in self.variants()))
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.api.facts import Fact
+from compress.api.facts import Fact, Requirements
 from compress.api.passes import ModelPass
 
 
@@ -21,9 +21,9 @@ class ReshapingPass(ModelPass):
         {"masked", "quantized", "activations_quantized", "cache_quantized"}
     )
 
-    @abstractmethod
-    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """A configuration of the size that it leads to; no weight is looked at, they may be on the meta device.
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(data=True, new_shape=True)
 
-        Raises TargetError, beginning with `where`, for what cannot be done; ModelError where no configuration says it.
-        """
+    @abstractmethod
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig: ...

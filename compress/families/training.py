@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import nn
 
 from compress.api.context import Run
+from compress.api.facts import Requirements
 from compress.api.passes import ModelPass
 from compress.errors import RecipeError
 from compress.families.pruning import Pruning
@@ -93,16 +94,9 @@ class TrainingPass(TrainingOptions, ModelPass):
             raise ValueError("layer_map says which hidden states are compared; give hidden a weight, or leave it out")
 
     @property
-    def needs_teacher(self) -> bool:
-        return self.ce_weight < 1 or self.hidden > 0 or self.cosine > 0
-
-    @property
-    def predicts(self) -> bool:
-        return True
-
-    @property
-    def other_teacher(self) -> str | None:
-        return self.teacher if self.needs_teacher else None
+    def requires(self) -> Requirements:
+        learns = self.ce_weight < 1 or self.hidden > 0 or self.cosine > 0
+        return Requirements(data=True, teacher=learns and (self.teacher or True), objective=True, training=True)
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:
@@ -154,7 +148,7 @@ class TrainingPass(TrainingOptions, ModelPass):
 
     @contextmanager
     def _teacher(self, run: Run) -> Iterator[Teacher | None]:
-        if not self.needs_teacher:
+        if not self.requires.teacher:
             yield None
         elif self.top_k is None:
             assert run.open_teacher is not None

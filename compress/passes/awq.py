@@ -58,11 +58,11 @@ class AWQ(WeightGrid, BlockPass):
         if self.group_size == "tensor":
             raise ValueError("group_size: tensor is one range for all rows, which cannot be searched; use channel")
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """Statistics of all inputs, and while scales are tried a few copies of a chunk of rows and of a matrix."""
-        widest = max(extent.inputs, default=0)
-        rows = COPIES * 4 * min(extent.largest, CHUNK)
-        return sum(map(Moments.memory_bytes, extent.inputs)) + max(extent.forward_bytes, 2 * 4 * widest**2 + rows)
+        widest = max(size.inputs, default=0)
+        rows = COPIES * 4 * min(size.largest, CHUNK)
+        return sum(map(Moments.memory_bytes, size.inputs)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = {group: Fed(found) for group, found in inputs.observe(Moments).items()}

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Fact, Log
+from compress.api.facts import Fact, Log, Requirements
 from compress.api.observers import InputNorm
 from compress.api.passes import BlockInputs, BlockPass
 from compress.errors import TargetError
@@ -60,11 +60,11 @@ class ChannelPermutation(BlockPass):
             raise ValueError(f"pattern {self.pattern.text} does not ask for any order; use N:M such as 2:4")
 
     @property
-    def needs_data(self) -> bool:
-        return self.score != "magnitude"
+    def requires(self) -> Requirements:
+        return Requirements(data=self.score != "magnitude")
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = inputs.observe(InputNorm) if self.needs_data else {}
+        seen = inputs.observe(InputNorm) if self.requires.data else {}
         norms = {name: found for group, found in seen.items() for name in group.linears}
         left: dict[str, str] = {}  # why readers are not folded
         folded: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.context import Run
+from compress.api.facts import Requirements
 from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of, mean_loss, skipping, states
@@ -52,8 +54,8 @@ class DropBlocks(ReshapingPass):
             raise ValueError("by: spacing says which blocks go; leave keep, contiguous and sequences out")
 
     @property
-    def predicts(self) -> bool:
-        return self.by == "loss"
+    def requires(self) -> Requirements:
+        return replace(super().requires, objective=self.by == "loss")
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration without as many blocks as will go: which ones is found on the calibration text."""

@@ -58,10 +58,10 @@ class Finetune(TrainingPass):
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return _LowRank(layer.mask, layer.shape, self.lora_rank, alpha / self.lora_rank, seed)
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        whole = super().memory_bytes(extent)
+    def memory(self, size: ProblemSize) -> int:
+        whole = super().memory(size)
         kept = 8 if self.optimizer == "lion" else 12  # best so far and moments: W alone is there, in float32
-        return whole if self.lora_rank is None else whole - kept * extent.weights
+        return whole if self.lora_rank is None else whole - kept * size.weights
 
 
 class _LowRank(Parametrization):

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Gram, Observer, UnitGram
 from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
@@ -71,8 +72,8 @@ class GPTQ(QuantizingPass):
             return UnitGram
         return CrossGram if self.error == "asymmetric" else Gram
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return super().memory_bytes(shape) + rounding_bytes(*shape)
+    def memory(self, size: ProblemSize) -> int:
+        return super().memory(size) + rounding_bytes(*size.shape)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         order = None

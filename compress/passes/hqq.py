@@ -10,6 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.memory import ProblemSize
 from compress.api.observers import Nothing
 from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
@@ -53,8 +54,8 @@ class HQQ(QuantizingPass):
     def float_zeros(self) -> bool:
         return self.zero_point == "float"
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return 12 * 4 * shape[0] * shape[1]  # weight, mask, codes, error and target, with parts of each
+    def memory(self, size: ProblemSize) -> int:
+        return 12 * 4 * size.weights  # weight, mask, codes, error and target, with parts of each
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask

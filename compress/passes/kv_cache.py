@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from compress.api.facts import Fact, Log
+from compress.api.facts import Fact, Log, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.passes import ActivationScale, BlockInputs, BlockPass
 from compress.errors import NumericError
@@ -76,11 +76,11 @@ class KVCache(BlockPass):
         return CacheScheme(keys, values, self.scale, self.symmetric)
 
     @property
-    def needs_data(self) -> bool:
-        return self.scale == "static"
+    def requires(self) -> Requirements:
+        return Requirements(data=self.scale == "static")
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        return extent.forward_bytes
+    def memory(self, size: ProblemSize) -> int:
+        return size.forward_bytes
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         found, scheme = holding(block, inputs.names), self.cache

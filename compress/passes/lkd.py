@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Log
+from compress.api.facts import Log, Requirements
 from compress.api.journal import Entry, Journal
 from compress.api.memory import ProblemSize
 from compress.api.passes import COPIES, BlockInputs, BlockPass
@@ -42,16 +42,12 @@ class LKD(TrainingOptions, BlockPass):
     )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.error == "asymmetric"
+    def requires(self) -> Requirements:
+        return Requirements(data=True, reference=self.error == "asymmetric", original=True, training=True)
 
-    @property
-    def needs_original(self) -> bool:
-        return True
-
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """As of any training; what codes stand for is kept as floats, and multiplied by its scales in every step."""
-        return super().memory_bytes(extent) + 4 * (2 * extent.packed + COPIES * extent.largest)
+        return super().memory(size) + 4 * (2 * size.packed + COPIES * size.largest)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         for name in inputs.names:

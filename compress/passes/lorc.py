@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.facts import Fact
+from compress.api.facts import Fact, Requirements
+from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Nothing, Observer
 from compress.api.passes import Layer, LayerPass, Solution
 from compress.errors import NumericError
@@ -64,8 +66,8 @@ class LoRC(LayerPass):
         return Gram if self.error == "activation" else Nothing
 
     @property
-    def needs_unquantized(self) -> bool:
-        return True
+    def requires(self) -> Requirements:
+        return replace(super().requires, unquantized=True)
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         return before.with_parts(*before.parts, LowRankScheme(self.rank, self._stored, self._stored))
@@ -76,8 +78,9 @@ class LoRC(LayerPass):
             return DenseScheme(self.factors)
         return CodesScheme(GRIDS[self.factors], GRIDS[self.factors].group_size or "channel")
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return super().memory_bytes(shape) + 8 * (3 * shape[0] * shape[1] + 3 * shape[1] ** 2)  # in float64
+    def memory(self, size: ProblemSize) -> int:
+        rows, width = size.shape
+        return super().memory(size) + 8 * (3 * rows * width + 3 * width**2)  # in float64
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         if layer.unquantized is None:

@@ -47,8 +47,8 @@ class MixedPrecision(BlockPass):
         if self.threshold is not None and self.fraction is not None:
             raise ValueError("threshold and fraction are two ways to choose; leave one of them out")
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
+    def memory(self, size: ProblemSize) -> int:
+        return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         layers, ratios = {}, {}

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
 from compress.api.passes import Layer
 from compress.errors import TargetError
@@ -41,8 +42,9 @@ class OBQ(QuantizingPass):
     )
     limit: float = Field(default=HOURS, gt=0, description="hours that one layer may take by estimate; beyond: an error")
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return super().memory_bytes(shape) + max(factor_bytes(shape[1]), greedy_bytes(*shape) + 2 * 8 * shape[1] ** 2)
+    def memory(self, size: ProblemSize) -> int:
+        width = size.shape[1]
+        return super().memory(size) + max(factor_bytes(width), greedy_bytes(*size.shape) + 2 * 8 * width**2)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         self._check_size(weight, layer)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
 from compress.api.passes import Layer, Solution
 from compress.families.quantizing import QuantizingPass, ScaleOption
@@ -58,8 +59,8 @@ class OWQ(QuantizingPass):
         outliers = OutliersScheme(self.columns_of(before.shape), "column", self.outlier_dtype)
         return rounded.with_parts(*rounded.parts, outliers)
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return super().memory_bytes(shape) + rounding_bytes(*shape)
+    def memory(self, size: ProblemSize) -> int:
+        return super().memory(size) + rounding_bytes(*size.shape)
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
         weight = weight.float()

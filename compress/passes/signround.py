@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Log
+from compress.api.facts import Log, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.api.passes import BlockInputs, BlockPass, Layer, Solution
@@ -55,16 +55,16 @@ class SignRound(Quantizing, BlockPass):
             raise ValueError("activation_scale: static is not gathered by this pass; use token")
 
     @property
-    def needs_reference(self) -> bool:
-        return self.error == "asymmetric"
+    def requires(self) -> Requirements:
+        return Requirements(data=True, reference=self.error == "asymmetric")
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """The most of observing, starting and learning, and the outputs that are aimed at."""
-        seen, width = sum(map(Gram.memory_bytes, extent.inputs)), max(extent.inputs, default=1)
-        start = learned_bytes(extent.weights, None) + seen + rounding_bytes(extent.largest // width, width)
-        learn = learned_bytes(extent.weights, 2 if self.optimizer == "adam" else 0) + 4 * extent.length * extent.passed
-        aims = extent.states_bytes if self.error == "symmetric" else 0
-        return aims + max(seen + extent.forward_bytes, start, learn)
+        seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        start = learned_bytes(size.weights, None) + seen + rounding_bytes(size.largest // width, width)
+        learn = learned_bytes(size.weights, 2 if self.optimizer == "adam" else 0) + 4 * size.length * size.passed
+        aims = size.states_bytes if self.error == "symmetric" else 0
+        return aims + max(seen + size.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]

@@ -70,9 +70,9 @@ class SliceGPT(ReshapingPass):
             )
         return left
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """Three copies of the model in float32: before and after a change, and what is compared with them."""
-        return 3 * 4 * (extent.weights + extent.outside)
+        return 3 * 4 * (size.weights + size.outside)
 
     @torch.no_grad()
     def apply(self, model: nn.Module, run: Run) -> None:

@@ -48,8 +48,8 @@ class SmoothQuant(BlockPass):
         default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
     )
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
-        return super().memory_bytes(extent) + sum(map(Rows.memory_bytes, extent.inputs))
+    def memory(self, size: ProblemSize) -> int:
+        return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)

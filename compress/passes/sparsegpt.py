@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.facts import Fact
+from compress.api.facts import Fact, LayerFacts
+from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
 from compress.api.passes import Layer, LayerPass, Solution, Zeros
 from compress.families.pruning import PruningPass
@@ -104,8 +105,11 @@ class SparseGPT(PruningPass):
         rounded: frozenset[Fact] = frozenset({"quantized"})
         return self.makes if self.weights is None else self.makes | rounded
 
-    def memory_bytes(self, shape: tuple[int, int]) -> int:
-        return super().memory_bytes(shape) + rounding_bytes(*shape)
+    def check(self, layer: LayerFacts) -> str | None:
+        return super().check(layer) or LayerPass.check(self, layer)  # its pattern, then its groups
+
+    def memory(self, size: ProblemSize) -> int:
+        return super().memory(size) + rounding_bytes(*size.shape)
 
     def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight alone, the others making up for it (equation 2)

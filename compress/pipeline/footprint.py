@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.api.memory import ProblemSize
 from compress.api.observers import Sample
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step
+from compress.api.passes import LayerPass, ModelPass, Step
 from compress.data.ids import extent
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
@@ -24,7 +24,6 @@ from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import groups_in
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
-from compress.stream.sweep import needs_data
 from compress.weights.layer import LayerScheme
 
 # Tensors of a forward pass through a block, as transformers' blocks have them: of the hidden width a shortcut, what a
@@ -57,7 +56,7 @@ class Footprint:
         calibration = self.recipe.calibration
         sequences, self.length = extent(calibration.source, calibration.sequences, calibration.length)
         batch = min(calibration.batch, sequences)
-        if not any(needs_data(step) for _, step, _ in self.steps):
+        if not any(step.requires.data for _, step, _ in self.steps):
             sequences = batch  # as the runner does
         self.tokens, self.per_batch = sequences * self.length, batch * self.length
         self.itemsize = self.opened.dtype.itemsize
@@ -69,15 +68,15 @@ class Footprint:
 
     def peak_bytes(self) -> int:
         """The largest of all that is held at one time, what is outside of the blocks included."""
-        sweeps = [is_sweep(step) for _, step, _ in self.steps]
-        whole = not all(sweeps)
+        whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         kept = self._all_blocks() if whole else 0
         found = [self._finished()]
         for i, (_, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
-                found.append(kept + step.memory_bytes(self._extent(i, names)))
+                found.append(kept + step.memory(self._size(i, names)))
         last = {self.block_of(block): block for block in self.opened.blocks}.values()  # one of those that are alike
-        found += [kept + self._block(block, whole) for block in last] if any(sweeps) else []
+        if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
+            found += [kept + self._block(block, whole) for block in last]
         return self.held(self.outside) + max(found)
 
     def held(self, tensors: dict[str, Tensor]) -> int:
@@ -129,20 +128,21 @@ class Footprint:
 
     def _block(self, block: Block, whole: bool) -> int:
         """The peak while a block is worked on; whole: weights of all blocks are counted already."""
-        sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if is_sweep(step)]
+        sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if not isinstance(step, ModelPass)]
         parts = [(i, step, [n for n in names if self._inside(block, n)]) for i, step, names in sweeps]
         mine = [(i, step, names) for i, step, names in parts if names]
         states = min(self.states_bytes, self.store_bytes)
-        compared = any(step.needs_reference for _, step, _ in self.steps if isinstance(step, LayerPass | BlockPass))
-        original = any(isinstance(step, BlockPass) and step.needs_original for _, step, _ in mine)
-        stores = states * (1 + 2 * compared + original)  # of the reference: before the block, and behind it
+        compared = any(step.requires.reference for _, step, _ in sweeps)
+        original = any(step.requires.original for _, step, _ in mine)
+        stores = states * (1 + 2 * compared + original)  # of the reference: before the block, and after it
+        if any(step.requires.unquantized for _, step, _ in sweeps):
+            stores += sum(4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n))
         peak = self.forward_bytes(self.per_batch)
         for i, step, names in mine:
             if isinstance(step, LayerPass):
                 found = self._layer_pass(step, names)
             else:
-                assert isinstance(step, BlockPass)
-                found = step.memory_bytes(self._extent(i, names, block))
+                found = step.memory(self._size(i, names, block))
             became = 0 if whole else sum(self._became(i + 1, n) for n in self.shapes if self._inside(block, n))
             peak = max(peak, found + became)
         return stores + peak + (0 if whole else self.held(self._tensors(block)))
@@ -161,8 +161,9 @@ class Footprint:
         seen = sum(step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups)
         stopped = self.tokens * self.itemsize * (NARROW * self.hidden + self.widest)
         again = max(0, self.states_bytes - self.store_bytes)  # what was read from files
-        times = step.true_sequential + step.needs_reference
-        solver = max((step.for_layer(name) or step).memory_bytes(self.shapes[name]) for name in names)
+        times = step.true_sequential + step.requires.reference
+        sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
+        solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self.per_batch, 0 if times else NARROW)  # which are among those that have stopped
         return seen + times * (stopped + again) + max(solver, forward)
 
@@ -171,7 +172,7 @@ class Footprint:
         found = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
         return tuple(sorted(width for _, width in found))
 
-    def _extent(self, index: int, names: Sequence[str], block: Block | None = None) -> ProblemSize:
+    def _size(self, index: int, names: Sequence[str], block: Block | None = None) -> ProblemSize:
         """What step `index` finds of these linears, in a block or in the whole model."""
         weights = packed = scales = 0
         for name in names:
@@ -194,8 +195,3 @@ class Footprint:
             max(sizes, default=0), 0 if block is None else self.forward_bytes(self.per_batch),
             0 if block is None else self.states_bytes,
         )  # fmt: skip
-
-
-def is_sweep(step: Pass) -> bool:
-    """Whether a pass works block by block."""
-    return isinstance(step, LayerPass | BlockPass)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,11 +14,11 @@ from compress.api.passes import Pass, Step
 from compress.formats import FORMATS
 from compress.formats.base import Format
 from compress.model.kv_cache import holding
-from compress.model.open.opening import OpenModel, open_model
+from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype
+from compress.pipeline.resolve import follow, in_form, layer_shapes, own_options, resolve, storage_dtype
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -103,6 +104,24 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         sum(step.cache.static) * len(holding(form.model, names)) for _, step, names in steps if step.cache is not None
     )
     return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
+
+
+def final_plan(
+    recipe: Recipe, steps: Sequence[Step], opened: OpenModel, planned: Plan, folder: Path
+) -> tuple[OpenModel, Plan]:
+    """The model, and the plan of its layers, in the shape that the checkpoint in `folder` describes.
+
+    Both are as they came where no pass gives the model another shape.
+    """
+    last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.new_shape), default=None)
+    if last is None:
+        return opened, planned
+    config = read_config(folder, str(folder), recipe.trust_remote_code)
+    vars(config).pop("quantization_config", None)
+    form = in_form(opened, config)
+    follow(steps, form, FORMATS[recipe.save.format], last + 1)
+    found = plan_on(recipe, steps, form)
+    return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
 def _stored_once(opened: OpenModel) -> dict[str, Tensor]:

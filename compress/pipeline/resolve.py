@@ -12,15 +12,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.api.facts import Fact
-from compress.api.options import taken
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Step
+from compress.api.facts import Fact, LayerFacts
+from compress.api.passes import ModelPass, Pass, Step
 from compress.data.ids import model_ids, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
-from compress.families.pruning import Pruning
-from compress.families.quantizing import Quantizing
-from compress.families.reshaping import ReshapingPass
 from compress.formats.base import Format
 from compress.model.kv_cache import holding, rounded_caches
 from compress.model.linear import CompressedLinear, linears
@@ -29,9 +25,7 @@ from compress.model.open.opening import InMemory, OpenModel, open_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
-from compress.model.structure.select import select
 from compress.numerics.dtypes import DTYPES
-from compress.pipeline.footprint import is_sweep
 from compress.recipe.order import in_words, label
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
@@ -54,23 +48,21 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
-        where = label(index, step)
-        chosen = select(names, step.targets, step.ignore, where)
-        if isinstance(step, Quantizing):
-            chosen = _without_dense(step, chosen, where)
+        where, needs = label(index, step), step.requires
+        chosen = step.choose(names, where)
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
-        reshapes = isinstance(step, ReshapingPass)
-        _check_facts(step, names if reshapes else chosen, facts, where)
-        _check_original(step, chosen, swept, where)
-        swept = swept | set(chosen) if is_sweep(step) else set()
-        _check_shapes(step, chosen, schemes, format_, where)
+        _check_facts(step, names if needs.new_shape else chosen, facts, where)
+        _check_sweep(step, chosen, swept, where)
+        swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
+        _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
-        if reshapes:
+        if isinstance(step, ModelPass) and needs.new_shape:
             opened = in_form(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
-        for name in () if reshapes else chosen:
-            facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
+        else:
+            for name in chosen:
+                facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
     return steps, opened
 
 
@@ -138,27 +130,21 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
 
 
-def _check_original(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
-    """swept: linears that passes just before it work on, block by block."""
-    if isinstance(step, BlockPass) and step.needs_original and not swept & set(names):
+def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
+    """Raise TargetError where a pass needs what layers were before the sweep, and no pass of the sweep changes them.
+
+    swept: linears that earlier passes of the same sweep work on.
+    """
+    if step.requires.original and not swept & set(names):
         raise TargetError(
             f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
-            f"works on its {len(names)} linears; put it right behind the passes that compress them"
+            f"works on its {len(names)} linears; put it right after the passes that compress them"
         )
-    if isinstance(step, LayerPass) and step.needs_unquantized and (late := [n for n in names if n not in swept]):
+    if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
             f"{where}: it compares {late[0]} with what it was before it was quantized, but no pass of the same sweep "
             "quantizes it; put it right after that pass, or leave the layer out (ignore)"
         )
-
-
-def _without_dense(step: Quantizing, names: Sequence[str], where: str) -> list[str]:
-    """The linears that no override leaves alone."""
-    overridden = taken(step.overrides, names, where)
-    chosen = [name for name in names if name not in overridden or not overridden[name].dense]
-    if not chosen:
-        raise TargetError(f"{where}: the overrides leave none of the {len(names)} linears to work on")
-    return chosen
 
 
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
@@ -175,25 +161,20 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
 
 def own_options(step: Pass, name: str) -> Pass:
     """The pass with the options that it has for one of its layers."""
-    own = step.for_layer(name) if isinstance(step, LayerPass | Quantizing) else step
-    return step if own is None else own
+    return step.for_layer(name) or step
 
 
-def _check_shapes(
+def _check_layers(
     step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, where: str
 ) -> None:  # fmt: skip
-    """Raise TargetError where a layer is too small for what is asked, or the format cannot hold what it becomes.
+    """Raise TargetError where a pass cannot work on a layer, or the format cannot hold what it becomes.
 
     schemes: how layers are stored before the step; afterwards, after it.
     """
     for name in names:
         own, before = own_options(step, name), schemes[name]
         after = schemes[name] = own.becomes(before)
-        reason = own.pattern.refuses(before.shape, own.density) if isinstance(own, Pruning) else None
-        for part in after.parts if after != before else ():
-            refused = part.refuses(after.shape)
-            if refused is not None:
-                raise TargetError(f"{where}: {name}: {refused}")
+        reason = own.check(LayerFacts(name, before.shape))
         if reason is None and after != before:
             reason = format_.refuses(after)
         if reason is not None:
@@ -210,11 +191,11 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
 
 
 def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
-    """`Run.prediction`; where no pass looks at it, a tokenizer need not say which token is the mask.
+    """`Run.lm_objective`; where no pass looks at it, a tokenizer need not say which token is the mask.
 
     Raises ModelError where it must, and does not; RecipeError for options that say nothing of what is predicted.
     """
-    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.predicts]
+    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
     found = objective_of(opened.model, opened.tokenizer, seed) if asking else NEXT_TOKENS
     for where, step in asking:
         step.asks(found, where)
@@ -228,10 +209,10 @@ def teachers(
 
     Raises ModelError for a teacher with another vocabulary, or of another kind.
     """
-    asked = {step.other_teacher for step in passes if isinstance(step, ModelPass) and step.needs_teacher}
-    for source in asked - {None}:
-        check_teacher(str(source), opened, trust_remote_code=False)
-    known = copy.deepcopy(model) if teacher is None and None in asked else teacher
+    asked = {step.requires.teacher for step in passes}
+    for source in sorted(source for source in asked if isinstance(source, str)):
+        check_teacher(source, opened, trust_remote_code=False)
+    known = copy.deepcopy(model) if teacher is None and True in asked else teacher
     if known is not None:
         check_kind("it", type(known), known.config, opened)
     if known is not None and known.config.vocab_size != model.config.vocab_size:

@@ -51,7 +51,7 @@ class LayerWork:
         self.results: list[LayerResult] = []
         self.reference: Reference | None = None
         self.behind: ActivationStore | None = None
-        if step.needs_reference:
+        if step.requires.reference:
             original = twin(module)
             assert context.state.reference is not None
             forwards = context.forwards(original, context.state.reference)

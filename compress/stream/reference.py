@@ -1,7 +1,7 @@
 """Run the uncompressed model in parallel with the compressed one: the same batches, stopped at the same linears.
 
-A pass with `needs_reference` compares a layer's inputs X, which come from compressed layers, with its inputs X~ in the
-uncompressed model (GPTAQ, Li 2025, section 3.1). Other passes do not use this module.
+A layer pass that requires the reference compares a layer's inputs X, which come from compressed layers, with its inputs
+X~ in the uncompressed model (GPTAQ, Li 2025, section 3.1). Other passes do not use this module.
 """
 
 from __future__ import annotations

@@ -67,10 +67,10 @@ class Sweep:
         """Work on all blocks; returns the last block's output for the probe."""
         with torch.no_grad():
             with self.run.phase("capture"):
-                compared = any(step.needs_reference for _, step, _ in self.steps)
+                compared = any(step.requires.reference for _, step, _ in self.steps)
                 work = self.run.work
                 state = captured(self.shell, self.probe, self.batches, self.store_bytes, work, compared)
-            if any(isinstance(step, LayerPass) and step.needs_unquantized for _, step, _ in self.steps):
+            if any(step.requires.unquantized for _, step, _ in self.steps):
                 state.unquantized = {}
             self._survey(state)
             for block in self.opened.blocks:
@@ -122,7 +122,7 @@ class Sweep:
                 continue
             context = self._context(block, state, label)
             with self.run.phase(label):
-                compares_itself = isinstance(step, LayerPass) and step.needs_reference
+                compares_itself = isinstance(step, LayerPass) and step.requires.reference
                 if state.reference is not None and behind is None and not compares_itself:
                     behind = context.behind(block.module)  # before anything is changed
                 if original is None and self._compares(block):
@@ -149,7 +149,7 @@ class Sweep:
     def _compares(self, block: Block) -> bool:
         """Whether a pass compares the block with what it was."""
         mine = [s for _, s, names in self.steps if any(name.startswith(block.name + ".") for name in names)]
-        return any(isinstance(step, BlockPass) and step.needs_original for step in mine)
+        return any(step.requires.original for step in mine)
 
     def _block_pass(
         self, context: BlockContext, step: BlockPass, names: list[str], behind: ActivationStore | None,
@@ -190,8 +190,3 @@ class Sweep:
             blocks = len(self.opened.blocks)
             self.run.journal.add("progress", label, block.name, block=block.index, blocks=blocks, step=label)
         return BlockContext(block, state, self.run, self.opened.dtype, label, self.store_bytes, self.expert_tokens)
-
-
-def needs_data(step: Any) -> bool:
-    """Whether a pass looks at calibration inputs."""
-    return step.needs_data if isinstance(step, LayerPass | BlockPass) else True

@@ -99,7 +99,7 @@ class TrainingOptions(BaseModel):
         """The weight decay of a kind of parameter."""
         return self.weight_decay if kind == "weights" else 0.0
 
-    def memory_bytes(self, extent: ProblemSize) -> int:
+    def memory(self, size: ProblemSize) -> int:
         """Memory of training in addition to the model.
 
         Per trained number five floats: the parameter, its best value so far, its gradient (before the gradient exists,
@@ -107,11 +107,11 @@ class TrainingOptions(BaseModel):
         the activations of the backward pass, and the logits with their gradient.
         """
         kinds = self.train or get_args(Kind)
-        trained = extent.scales * ("scales" in kinds) + extent.weights * ("weights" in kinds)
-        widened = (4 - extent.itemsize) * (extent.weights + extent.outside)
-        tokens = self.batch * extent.length
+        trained = size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
+        widened = (4 - size.itemsize) * (size.weights + size.outside)
+        tokens = self.batch * size.length
         floats = 4 if self.optimizer == "lion" else 5
-        return 4 * floats * trained + widened + 4 * tokens * (extent.passed + 2 * extent.vocabulary)
+        return 4 * floats * trained + widened + 4 * tokens * (size.passed + 2 * size.vocabulary)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""

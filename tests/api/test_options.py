@@ -110,7 +110,7 @@ def opened(pico):
         ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
         (
             {"*.up_proj": {"group_size": 4096}},
-            "group_size 4096 is larger than the .* inputs of model.layers.0.mlp.up_proj",
+            "model.layers.0.mlp.up_proj: group_size 4096 is larger than its .* inputs",
         ),
         ({"*.up_proj": {"weights": "nf4"}}, "model.layers.0.mlp.up_proj: weights nf4 have no layout"),
     ],

@@ -216,18 +216,19 @@ class Peak:
 def measure(folder: Path, path: str) -> dict[str, object]:
     import compress
     from compress.api.journal import Journal
-    from compress.pipeline.run import Job
+    from compress.pipeline.run import compress as work
+    from compress.pipeline.run import finish, prepare
 
     ids, recipe = str(folder / "ids.npy"), compress.Recipe.from_yaml(path)
     calibration = compress.Calibration(source=ids, sequences=None, length=None)
     evaluation = compress.Evaluate(perplexity=(ids,), windows=2, length=None)
     changes = {"model": str(folder), "calibration": calibration, "eval": evaluation}
     with tempfile.TemporaryDirectory() as out:
-        job = Job.begin(recipe.model_copy(update=changes), Path(out), overwrite=False, journal=Journal())
+        job = prepare(recipe.model_copy(update=changes), Path(out), overwrite=False, journal=Journal())
         start, peak = anonymous_mb(), Peak()
-        job.compress()
+        work(job)
         compressing = peak.take()
-        job.finish()
+        finish(job)
         size = (folder / "model.safetensors").stat().st_size / 2**20
     return {
         "recipe": Path(path).name,

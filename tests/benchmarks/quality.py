@@ -77,7 +77,8 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
 
     import compress
     from compress.api.journal import Journal
-    from compress.pipeline.run import Job
+    from compress.pipeline.run import compress as work
+    from compress.pipeline.run import finish, prepare
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -94,11 +95,11 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(arguments.out or temporary) / Path(path).stem
         begin = perf_counter()
-        job = Job.begin(recipe, out, overwrite=True, journal=Journal())
-        job.compress()
+        job = prepare(recipe, out, overwrite=True, journal=Journal())
+        work(job)
         seconds = perf_counter() - begin
         shared_absmax = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        report = job.finish().report
+        report = finish(job).report
     quality, size = report["perplexity"][0], report["size"]
     values = (
         Path(path).name,

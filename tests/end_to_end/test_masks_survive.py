@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 import compress
 from compress import AWQ, GPTQ, HQQ, RTN, ChannelPermutation, SignRound, SmoothQuant, Wanda
+from compress.api.journal import Journal
 from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear, linears
 from compress.numerics.quant.grids import GRIDS, IntGrid
-from compress.pipeline.run import Job
-from compress.stream.sweep import Sweep
+from compress.pipeline.run import compress as work
+from compress.pipeline.run import finish, prepare
 
 FAMILIES = ["llama", "gpt2", "opt"]
 
@@ -73,14 +74,27 @@ def chains(draw):
 
 
 class Watch:
-    """The masks of a run after each of its passes, compared as they are made, and what is written."""
+    """The masks of a run after each of its passes, compared as they are made, and what is written.
 
-    def __init__(self):
-        self.masks, self.weights = {}, {}
+    It listens to the run's journal, which tells of every block and pass before the pass begins.
+    """
+
+    def __init__(self, model):
+        self.model, self.masks, self.weights, self.working = model, {}, {}, {}
+
+    def __call__(self, entry):
+        name = entry.message
+        if entry.kind == "progress" and "step" in entry.figures:
+            if name in self.working:
+                self.pass_done(name, self.working[name])  # the one before has done its work
+            self.working[name] = entry.figures["step"]
+        elif entry.kind == "block":
+            self.pass_done(name, self.working[name])
+            self.written(name)
 
     def pass_done(self, block, label):
-        for name, layer in linears(block.module).items():
-            full = f"{block.name}.{name}"
+        for name, layer in linears(self.model.get_submodule(block)).items():
+            full = f"{block}.{name}"
             mask = layer.mask if isinstance(layer, CompressedLinear) else None
             assert mask is not None or full not in self.masks, f"{label} lost the mask of {full}"
             if mask is None:
@@ -94,9 +108,9 @@ class Watch:
             self.masks[full] = mask.clone()
 
     def written(self, block):
-        for name, layer in linears(block.module).items():
-            if f"{block.name}.{name}" in self.masks:
-                self.weights[f"{block.name}.{name}"] = layer.weight.float().clone()
+        for name, layer in linears(self.model.get_submodule(block)).items():
+            if f"{block}.{name}" in self.masks:
+                self.weights[f"{block}.{name}"] = layer.weight.float().clone()
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +118,14 @@ def watched():
     """watched(recipe, folder) -> Watch of a run."""
 
     def run(recipe, folder):
-        watch = Watch()
-        context, write = Sweep._context, Job._write_block
-        working = {}
-
-        def next_pass(self, block, state, label, shown=True):
-            if block.index in working:
-                watch.pass_done(block, working[block.index])  # the one before has done its work
-            working[block.index] = label
-            return context(self, block, state, label, shown)
-
-        def writing(self, block, results):
-            watch.written(block)
-            write(self, block, results)
-
+        journal = Journal()
+        job = prepare(recipe, folder, False, journal)
+        watch = Watch(job.opened.model)
+        journal.listeners.append(watch)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Sweep, "_site", next_pass)
-            patch.setattr(Job, "_write_block", writing)
             patch.setattr("compress.pipeline.run.gc.collect", lambda: 0)  # most of the time that a tiny run takes
-            compress.run(recipe, folder)
+            work(job)
+            finish(job)
         return watch
 
     return run

@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Calibration, Recipe, Save, SmoothQuant, Wanda
+from compress.api.journal import Journal
 from compress.api.passes import Layer
 from compress.errors import ModelError, NumericError, RecipeError
 from compress.model.linear import CompressedLinear, linears
 from compress.numerics.sparse.positions import SparseWeight
-from compress.pipeline.run import Job
+from compress.pipeline.run import compress as work
+from compress.pipeline.run import finish, prepare
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 
@@ -26,19 +28,20 @@ def written_bytes(folder) -> int:
     return sum(t.numel() * t.element_size() for tensors in found for t in tensors.values())
 
 
-def spy_on_masks(monkeypatch):
-    """name -> (mask, weight) of every masked linear, as the run has them when it writes a block."""
-    found = {}
-    write = Job._write_block
+def run_and_watch(recipe, folder):
+    """(report, name -> (mask, weight) of every masked linear, as the run has them when it has written a block)."""
+    found, journal = {}, Journal()
+    job = prepare(recipe, folder, False, journal)
 
-    def writing(self, block, results):
-        for name, layer in linears(block.module).items():
-            if isinstance(layer, CompressedLinear) and layer.mask is not None:
-                found[f"{block.name}.{name}"] = (layer.mask.clone(), layer.weight.clone())
-        write(self, block, results)
+    def hear(entry):
+        if entry.kind == "block":
+            for name, layer in linears(job.opened.model.get_submodule(entry.message)).items():
+                if isinstance(layer, CompressedLinear) and layer.mask is not None:
+                    found[f"{entry.message}.{name}"] = (layer.mask.clone(), layer.weight.clone())
 
-    monkeypatch.setattr(Job, "_write_block", writing)
-    return found
+    journal.listeners.append(hear)
+    work(job)
+    return finish(job).report, found
 
 
 RUNS = {
@@ -70,14 +73,11 @@ RUNS = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(
-    name, family, recipe, one_block, tmp_path, monkeypatch
-):
+def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, recipe, one_block, tmp_path):
     steps, save, stored = RUNS[name]
     asked = recipe(*steps, model=one_block(family), save={"format": "native", **save})
-    before = spy_on_masks(monkeypatch)
     planned = compress.plan(asked)
-    report = compress.run(asked, tmp_path).report
+    report, before = run_and_watch(asked, tmp_path)
     assert written_bytes(tmp_path) == planned.checkpoint_bytes == report["size"]["tensor_bytes"]
     assert report["predicted"]["tensor_bytes"] == planned.checkpoint_bytes
     touched = [layer for layer in planned.layers if layer.passes]
@@ -171,7 +171,7 @@ def test_two_pruning_passes_are_settled_to_what_they_leave(recipe, tmp_path):
 
 def test_what_was_planned_sparse_may_end_dense(recipe, tmp_path, monkeypatch):
     """The bytes of the report are those of the checkpoint also then."""
-    monkeypatch.setattr("compress.pipeline.run.hold_as_stored", lambda *_: None)
+    monkeypatch.setattr("compress.pipeline.checkpoint.hold_as_stored", lambda *_: None)
     asked = recipe(Wanda(pattern="2:4"), save={"format": "native"})
     report = compress.run(asked, tmp_path).report
     assert written_bytes(tmp_path) == report["size"]["tensor_bytes"] > report["predicted"]["tensor_bytes"]

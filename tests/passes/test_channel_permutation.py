@@ -19,7 +19,6 @@ from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.permutations import find_permutations, permute
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.pipeline import run as runner
 from compress.train.linear import TrainedLinear
 
 Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")
@@ -161,7 +160,7 @@ def test_only_n_of_m_asks_for_an_order():
 
 @pytest.mark.slow
 def test_scores_of_inputs_need_data_and_magnitudes_do_not(pico_model, pico_ids):
-    assert not ChannelPermutation(score="magnitude").needs_data and ChannelPermutation(score="ria").needs_data
+    assert not ChannelPermutation(score="magnitude").requires.data and ChannelPermutation(score="ria").requires.data
     with pytest.raises(CalibrationError):
         compress.apply(pico_model, [ChannelPermutation()])
     model = compress.apply(
@@ -223,20 +222,10 @@ def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, t
 
 
 @pytest.mark.slow
-def test_a_stopped_run_goes_on_with_orders_in_place(recipe, tmp_path, monkeypatch):
+def test_a_stopped_run_goes_on_with_orders_in_place(recipe, stop, tmp_path):
     asked = recipe(*chain(), save={"format": "native"})
     whole = compress.run(asked, tmp_path / "whole").report
-    write = runner.Job._write_block
-
-    def stopping(self, block, results):
-        write(self, block, results)
-        if block.index == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner.Job, "_write_block", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress.run(asked, tmp_path / "stopped")
-    monkeypatch.undo()
+    stop(asked, tmp_path / "stopped")
     assert compress.run(asked, tmp_path / "stopped").report["checkpoint_sha256"] == whole["checkpoint_sha256"]
     shard = tmp_path / "whole" / "model-00003-of-00004.safetensors"
     tensors = load_file(shard)

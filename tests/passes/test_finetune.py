@@ -72,7 +72,7 @@ def test_codes_stay_and_their_scales_learn(pico_model, pico_ids):
 
 
 def test_a_teacher_is_opened_only_if_it_is_asked(pico_model, pico_ids):
-    assert not Finetune().needs_teacher and Finetune(ce_weight=0.5).needs_teacher
+    assert not Finetune().requires.teacher and Finetune(ce_weight=0.5).requires.teacher is True
     journal = Journal()
     step = Finetune(ce_weight=0.0, train=["norms"], steps=1, top_k=64)
     compress.apply(pico_model, [step], pico_ids, journal=journal)
@@ -82,7 +82,7 @@ def test_a_teacher_is_opened_only_if_it_is_asked(pico_model, pico_ids):
 
 def test_low_rank_needs_less_memory():
     extent = ProblemSize(weights=1000, scales=0, outside=10, passed=100, vocabulary=64, length=16, itemsize=4)
-    assert Finetune().memory_bytes(extent) - Finetune(lora_rank=4).memory_bytes(extent) == 12 * 1000
+    assert Finetune().memory(extent) - Finetune(lora_rank=4).memory(extent) == 12 * 1000
 
 
 RECOVERED = {"plain": ({}, 0.4), "lora": ({"lora_rank": 8, "learning_rate": 3e-3}, 0.2)}

@@ -333,8 +333,8 @@ def test_asymmetric_calibration_keeps_the_mask(layer_of):
 
 
 def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
-    assert not GPTQ().needs_reference
-    assert GPTQ(error="asymmetric").needs_reference
+    assert not GPTQ().requires.reference
+    assert GPTQ(error="asymmetric").requires.reference
     with pytest.raises(ValidationError, match="alpha has no meaning with error: symmetric"):
         GPTQ(alpha=0.5)
 

@@ -107,7 +107,7 @@ def test_formats_that_cannot_say_it_are_refused_before_the_work(recipe, format_,
 
 
 def test_only_calibrated_outliers_need_data(pico_model):
-    assert not LLMInt8().needs_data and LLMInt8(outliers="calibrated").needs_data
+    assert not LLMInt8().requires.data and LLMInt8(outliers="calibrated").requires.data
     compress.apply(pico_model, [LLMInt8()])
 
 

@@ -6,7 +6,6 @@ import torch
 import compress
 from compress.model.linear import linears
 from compress.passes.magnitude import Magnitude
-from compress.stream.sweep import needs_data
 
 WEIGHT = torch.tensor([[4.0, -1.0, 1.5, 0.5], [-3.0, 2.5, -2.0, -3.5]])
 
@@ -46,8 +45,8 @@ def test_a_layer_of_zeros_is_pruned_to_the_pattern_and_told(layer_of, notes):
 
 
 def test_without_an_allocation_that_looks_at_inputs_it_needs_no_data():
-    assert not needs_data(Magnitude()) and not needs_data(Magnitude(allocate="global"))
-    assert needs_data(Magnitude(allocate="owl")) and needs_data(Magnitude(allocate="sensitivity"))
+    assert not Magnitude().requires.data and not Magnitude(allocate="global").requires.data
+    assert Magnitude(allocate="owl").requires.data and Magnitude(allocate="sensitivity").requires.data
 
 
 def test_one_threshold_for_the_model_is_one_sort_of_all_its_weights(tiny):

@@ -8,7 +8,7 @@ import compress
 from compress.api.journal import Journal
 from compress.errors import OutputError, SaveError
 from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, fingerprint, open_folder
-from compress.pipeline.run import Job
+from compress.pipeline.run import prepare
 
 
 def entry(file="model-00002-of-00002.safetensors") -> ShardEntry:
@@ -132,7 +132,7 @@ def test_a_fingerprint_is_of_names_and_values_not_of_their_order():
 def fingerprint_of(tmp_path):
     """The fingerprint that a run of a recipe would have."""
     made = iter(range(100))
-    return lambda recipe: Job.begin(recipe, tmp_path / str(next(made)), False, Journal()).manifest.fingerprint
+    return lambda recipe: prepare(recipe, tmp_path / str(next(made)), False, Journal()).manifest.fingerprint
 
 
 def test_what_the_bytes_depend_on_changes_the_fingerprint(

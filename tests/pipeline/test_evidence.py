@@ -8,7 +8,8 @@ from safetensors import safe_open
 import compress
 from compress.api.journal import Journal
 from compress.errors import VerificationError
-from compress.pipeline.run import Job
+from compress.pipeline.run import compress as work
+from compress.pipeline.run import finish, prepare
 
 # tiny llama: 3 blocks of q, o [32, 32], k, v [16, 32], gate, up [48, 32], down [32, 48]
 WEIGHTS = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 48 * 32)
@@ -66,8 +67,8 @@ def test_every_layer_is_there_once_in_the_order_of_the_model(finished):
 
 def test_a_checkpoint_of_another_size_than_planned_is_no_success(recipe, tiny_folder, tmp_path):
     asked = recipe(compress.RTN(group_size=16), model=tiny_folder("llama"), save={"format": "native"})
-    job = Job.begin(asked, tmp_path / "out", False, Journal())
-    job.compress()
+    job = prepare(asked, tmp_path / "out", False, Journal())
+    work(job)
     job.manifest.shards["outside"].size_bytes += 4
     with pytest.raises(VerificationError, match=r"holds \d+ bytes of tensors, but the plan predicted \d+"):
-        job.finish()
+        finish(job)

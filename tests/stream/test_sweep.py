@@ -14,7 +14,7 @@ from compress.model.structure.links import find_groups, find_links
 from compress.stream.capture import ModelShell
 from compress.stream.context import captured
 from compress.stream.install import round_to_storage
-from compress.stream.sweep import Sweep, needs_data
+from compress.stream.sweep import Sweep
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox-parallel"]
 
@@ -231,7 +231,7 @@ def test_rounding_to_storage_keeps_the_dtype_that_is_computed_in():
 
 
 def test_which_passes_need_data():
-    assert [needs_data(step) for step in (compress.RTN(), wanda(), gptq(), compress.SmoothQuant())] == [
+    assert [step.requires.data for step in (compress.RTN(), wanda(), gptq(), compress.SmoothQuant())] == [
         False,
         True,
         True,

@@ -1,0 +1,188 @@
+"""The working model in files between two segments of a run: exactly as it is in memory, and back.
+
+A checkpoint holds layers as they end; a snapshot also holds what later passes still need, which no checkpoint says: the
+mask of a dense weight, scales and orders of inputs of dense layers, the dtype and the order in memory of every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.formats.base import CacheScheme
+from compress.formats.containers.files import file_sha256
+from compress.formats.containers.safetensors import write_shard
+from compress.model.kv_cache import SCALES, round_cache, rounded_caches, scheme_of
+from compress.model.linear import CompressedLinear
+from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
+from compress.model.reshape.reconfigure import become, build, shapes, sketch
+from compress.model.save import outside_state
+from compress.model.structure.blocks import find_blocks
+from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.weights.layer import LayerScheme
+
+OUTSIDE = "outside"
+"""The name of the part that belongs to no block."""
+
+
+@dataclass
+class Part:
+    """A file with the tensors of a block, or of all that is outside of blocks.
+
+    record: what `state_of` says of them. results, journal: lines for the report on this segment's work on the block.
+    """
+
+    file: str
+    sha256: str
+    record: dict[str, Any]
+    results: list[dict[str, Any]] = field(default_factory=list)
+    journal: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Snapshot:
+    """The model as segment number `segment` of a run leaves it; some of its blocks, until it is `complete`.
+
+    parts: by the name of the block, and `OUTSIDE`. config: of the model. results: of layers, by block, and journal: of
+    all segments so far.
+    """
+
+    segment: int
+    parts: dict[str, Part] = field(default_factory=dict)
+    complete: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    journal: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Snapshot:
+        """The inverse of `dataclasses.asdict`. Raises TypeError or KeyError."""
+        parts = {name: Part(**part) for name, part in values["parts"].items()}
+        return cls(**{**values, "parts": parts})
+
+    def whole(self, folder: Path) -> bool:
+        """Whether it is complete, and all files are as they were written."""
+        return self.complete and all(_present(folder, part) for part in self.parts.values())
+
+
+def write_part(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> Part:
+    """Write what `state_of` gives. Raises SaveError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Part(path.name, write_shard(path, tensors), record)
+
+
+def read_part(folder: Path, part: Part, module: nn.Module, device: torch.device) -> bool:
+    """Put a part back into its block; False, and nothing changed, where the file is not as it was written."""
+    if not _present(folder, part):
+        return False
+    put_state(module, _read(folder / part.file, device), part.record)
+    return True
+
+
+def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
+    """Put the whole model back, in memory; whether it has another shape than before."""
+    reshaped = _plain(opened.config.to_dict()) != _plain(snapshot.config)
+    if reshaped:
+        become(opened.model, _empty(opened, snapshot.config))
+        opened.blocks = find_blocks(opened.model)
+    for block in opened.blocks:
+        part = snapshot.parts[block.name]
+        put_state(block.module, _read(folder / part.file, opened.device), part.record)
+    outside = snapshot.parts[OUTSIDE]
+    put_state(opened.model, _read(folder / outside.file, opened.device), outside.record)
+    opened.model.tie_weights()
+    opened.weights = InMemory()
+    return reshaped
+
+
+def outside_of(opened: OpenModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """As `state_of`, of all that belongs to no block."""
+    return _in_order(outside_state(opened), {"layers": {}, "caches": {}})
+
+
+def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, plain values) that say all about a block, by names inside of it."""
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, CompressedLinear):
+            found, layers[name] = _layer_state(layer)
+            tensors |= {f"{name}.{key}": tensor for key, tensor in found.items()}
+    inside = tuple(f"{name}." for name in layers)
+    tensors |= {name: t for name, t in module.state_dict().items() if not name.startswith(inside)}
+    caches = {name: scheme.to_json() for name, scheme in rounded_caches(module).items()}
+    return _in_order(tensors, {"layers": layers, "caches": caches})
+
+
+def put_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """The inverse of `state_of`, whatever the linears of the block have become meanwhile."""
+    tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
+    for name, values in record["layers"].items():
+        start = f"{name}."
+        layer = _layer_from({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}, values)
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, layer)
+    inside = tuple(f"{name}." for name in record["layers"])
+    assign(module, {name: t for name, t in tensors.items() if not name.startswith(inside)})
+    for name, values in record["caches"].items():
+        attention = module.get_submodule(name)
+        if scheme_of(attention) is None:
+            of_keys, of_values = (tensors.get(f"{name}.{scale}".removeprefix(".")) for scale in SCALES)
+            round_cache(attention, CacheScheme.from_json(values), (of_keys, of_values))
+
+
+def _layer_state(layer: CompressedLinear) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    values: dict[str, Any] = {"scheme": layer.scheme.to_json(), "transposed": layer.transposed}
+    tensors = layer.tensors()
+    if layer.mask_words is not None and layer.sparsity is not None:  # a part says no mask of its own
+        tensors["mask"], values["kept"] = layer.mask_words, layer.sparsity.kept
+    return tensors | ({} if layer.bias is None else {"bias": layer.bias}), values
+
+
+def _layer_from(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> CompressedLinear:
+    scheme = LayerScheme.from_json(values["scheme"])
+    parts, transforms = scheme.read(tensors)
+    layer = CompressedLinear(parts, tensors.get("bias"), values["transposed"])
+    if "kept" in values:
+        layer.put(parts, Kept(tensors["mask"], Sparsity(values["kept"]), scheme.shape).mask())
+    layer.read(layer.all_parts, transforms)
+    return layer
+
+
+def _in_order(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Contiguous tensors; those that are so when they are transposed are stored that way: a product's last bit may
+    depend on the order in memory.
+    """
+    turned = [n for n, t in tensors.items() if t.ndim == 2 and not t.is_contiguous() and t.T.is_contiguous()]
+    stored = {name: tensor.T if name in turned else tensor for name, tensor in tensors.items()}
+    return {n: t.detach().cpu().contiguous() for n, t in stored.items()}, {**record, "turned": turned}
+
+
+def _empty(opened: OpenModel, config: Mapping[str, Any]) -> nn.Module:
+    """The model of a configuration, its weights still to come."""
+    found = type(opened.config).from_dict(dict(config))
+    drawn = sketch(opened.model, found)
+    assert drawn is not None, "the configuration is that of a model that was there"
+    nothing = torch.empty((), dtype=opened.dtype, device=opened.device)
+    return build(opened.model, found, {name: nothing.expand(shape) for name, shape in shapes(drawn).items()})
+
+
+def _plain(config: Mapping[str, Any]) -> Any:
+    """A configuration as JSON has it."""
+    return json.loads(json.dumps(config))
+
+
+def _present(folder: Path, part: Part) -> bool:
+    path = folder / part.file
+    return path.exists() and file_sha256(path) == part.sha256
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Tensor]:
+    mapped = Mapped(stored_in(path), torch.float32, device)
+    return mapped.read_raw(list(mapped.files))

@@ -49,7 +49,7 @@ def test_codes_cannot_be_rescaled_but_can_be_multiplied_out():
     with pytest.raises(AssertionError, match="codes cannot be rescaled"):
         layer.rescale_input(scale())
     layer.absorb_input_scale()
-    assert layer.packed is None
+    assert layer.codes is None
     torch.testing.assert_close(layer(x), before)
 
 
@@ -57,8 +57,8 @@ def test_inputs_are_divided_before_they_are_rounded():
     layer, x = CompressedLinear.of(dense(False)), random(3, WIDTH) * torch.linspace(1, 100, WIDTH)
     layer.rescale_input(torch.linspace(1, 100, WIDTH))
     layer.put(quantize(layer.weight, INT8))
-    layer.round_inputs(InputRounding(INT8))
-    wanted = nn.functional.linear(InputRounding(INT8)(x / torch.linspace(1, 100, WIDTH)), layer.weight, layer.bias)
+    layer.round_inputs(InputRounding.of(INT8))
+    wanted = nn.functional.linear(InputRounding.of(INT8)(x / torch.linspace(1, 100, WIDTH)), layer.weight, layer.bias)
     assert torch.equal(layer(x), wanted)
 
 
@@ -75,7 +75,7 @@ def full():
     layer.permute_input(torch.arange(WIDTH).roll(5))
     layer.rescale_input(scale())
     layer.put(quantize(layer.weight, INT8))
-    layer.round_inputs(InputRounding(INT8, torch.tensor([0.01]), 6.0, torch.arange(WIDTH) == 3))
+    layer.round_inputs(InputRounding.of(INT8, torch.tensor([0.01]), 6.0, torch.arange(WIDTH) == 3))
     return layer
 
 
@@ -87,7 +87,7 @@ def test_what_is_stored_reads_back_as_the_same_layer():
     assert sizes == {n: (length, dtype or torch.float32) for n, (length, dtype) in layer.scheme.input_tensors.items()}
     assert set(format_.input_names) == set(sizes)
     read = CompressedLinear(torch.zeros(7, WIDTH), layer.bias)
-    read.read(format_.decode(format_.encode(layer.packed, INT8), layer.scheme), layer.scheme, layer.input_tensors())
+    read.read(format_.decode(format_.encode(layer.codes, INT8), layer.scheme), layer.scheme, layer.input_tensors())
     x = random(3, WIDTH)
     assert torch.equal(read(x), layer(x))
     assert read.sha256() == layer.sha256()

@@ -53,7 +53,7 @@ def test_kept_weights_alone_are_the_same_function(grid, pattern):
     tensors = {"bias", "kept", "values"} if grid is None else {"bias", "kept", "words", "scale"}
     assert set(layer.state_dict()) == tensors
     assert isinstance(layer.held, SparseWeight if grid is None else PackedCodes)
-    assert (layer.packed is None) == (grid is None)
+    assert (layer.codes is None) == (grid is None)
     assert layer.scheme.sparsity == Sparsity.named(pattern, int(mask.sum()))
     assert repr(layer).count(pattern) == 1 and "masked" in repr(layer)
     assert torch.equal(
@@ -85,7 +85,7 @@ def test_work_goes_on_from_a_sparse_layer():
     assert torch.equal(layer.weight, weight) and torch.equal(layer.mask, mask)
     layer.hold_kept(Sparsity(32, (2, 4)))
     layer.put(quantize(layer.weight, GRIDS["int4"], 8, mask=layer.mask))
-    assert torch.equal(layer.mask, mask) and layer.packed.kept is None
+    assert torch.equal(layer.mask, mask) and layer.codes.kept is None
 
 
 def test_columns_and_mask_change_places_together_and_back():

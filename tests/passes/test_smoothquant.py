@@ -174,7 +174,7 @@ def test_smoothing_makes_rounded_activations_less_wrong(batches, notes):
         for name in ("a", "b"):
             layer = CompressedLinear.of(rounded.get_submodule(name))
             layer.put(quantize(layer.weight, GRIDS["int8"], "channel"))
-            layer.activations = GRIDS["int8"]
+            layer.round_inputs(InputRounding.of(GRIDS["int8"]))
             setattr(rounded, name, layer)
         return sum(float((rounded(x) - y).norm()) for x, y in zip(batches, wanted, strict=True))
 

@@ -9,7 +9,7 @@ from torch import nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
 from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, packed_product
 from compress.weights.transforms.rounding import InputRounding
 
@@ -64,7 +64,7 @@ def dense_by_loops(codes: Codes, factor: torch.Tensor) -> torch.Tensor:
 def test_forward_and_gradients_are_those_of_the_dense_formula(asked):
     """group_size 8 leaves a short last group of 4 columns."""
     codes = codes_of(**asked)
-    packed = PackedCodes.of(codes)
+    packed = CodesPart.of(codes)
     draw = torch.Generator().manual_seed(1)
     start = 1 + 0.1 * torch.randn(codes.scale.shape, generator=draw)
     x, top = torch.randn(2, 5, 20, generator=draw), torch.randn(2, 5, 6, generator=draw)
@@ -81,7 +81,7 @@ def test_forward_and_gradients_are_those_of_the_dense_formula(asked):
 
 def test_a_gradient_by_hand():
     """Two groups of one weight each: dL/dfactor = dL/dy * x * code * scale."""
-    packed = PackedCodes.of(Codes(torch.tensor([[3, -2]]).to(torch.int8), torch.tensor([[0.5, 2.0]]), None, INT4, 1))
+    packed = CodesPart.of(Codes(torch.tensor([[3, -2]]).to(torch.int8), torch.tensor([[0.5, 2.0]]), None, INT4, 1))
     x, factor = torch.tensor([[10.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 3.0]], requires_grad=True)
     y = packed_product(x, factor, packed)
     assert y.item() == 10 * 3 * 0.5 + 1 * -2 * 2 * 3
@@ -91,7 +91,7 @@ def test_a_gradient_by_hand():
 
 
 def test_nothing_dense_is_kept_for_the_backward_pass():
-    packed = PackedCodes.of(codes_of())
+    packed = CodesPart.of(codes_of())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         for factor in (None, torch.ones_like(packed.scale).requires_grad_()):
@@ -120,7 +120,7 @@ def test_inputs_are_scaled_and_rounded_as_in_the_layer_and_gradients_pass_straig
     linear.layer.input_scale = torch.linspace(0.5, 2, 20)
     x = torch.randn(3, 20, requires_grad=True)
     x.data[1, 4] = 30.0  # above the threshold: its column is left as it is
-    linear.layer.round_inputs(InputRounding(GRIDS["int8"], threshold=6.0))
+    linear.layer.round_inputs(InputRounding.of(GRIDS["int8"], threshold=6.0))
     y = linear(x)
     assert torch.allclose(y, linear.layer(x.detach()), atol=1e-5)
     y.sum().backward()
@@ -131,11 +131,11 @@ def test_inputs_are_scaled_and_rounded_as_in_the_layer_and_gradients_pass_straig
 def test_settling_changes_scales_alone_and_rounds_them_to_storage():
     codes = codes_of(symmetric=False, dtype=torch.bfloat16)
     linear = trained(codes)
-    before = linear.layer.packed
+    before = linear.layer.codes
     factor = linear.train_scales()
     with torch.no_grad():
         factor[0, 0], factor[2, 1] = 1.1, 0.9
-    after = linear.finalize(torch.bfloat16, torch.float32).packed
+    after = linear.finalize(torch.bfloat16, torch.float32).codes
     moved = (after.scale != before.scale).nonzero().tolist()
     assert moved == [[0, 0], [2, 1]]
     assert after.scale[0, 0] == (before.scale[0, 0].float() * 1.1).to(torch.bfloat16).to(before.scale.dtype)

@@ -14,8 +14,8 @@ from compress import GPTQ, RTN, Calibration, Recipe, Save, SmoothQuant, Wanda
 from compress.api.passes import Layer
 from compress.errors import ModelError, NumericError, RecipeError
 from compress.model.linear import CompressedLinear, linears
-from compress.weights.sparse import SparsePart
 from compress.pipeline.run import Job
+from compress.weights.sparse import SparsePart
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from compress.numerics.quant.codes import fit_shared, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
 from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo
+from compress.weights.codes import CodesPart
 
 F32 = torch.float32
 SPAN = 6.0

@@ -19,6 +19,7 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.passes import awq
 from compress.passes.awq import AWQ, Fed, Moments, diagonal_blocks, normalized, weight_mean
+from compress.weights.transforms.scale import Scale
 
 WIDTH, HIDDEN = 16, 24
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from compress.numerics.column_sweep import sweep
 from compress.numerics.quant import rounding
 from compress.numerics.quant.codes import fit, quantize, spread
 from compress.numerics.quant.grids import GRIDS, Grid
+from compress.passes.gptq import GPTQ
 from compress.weights.codes import CodesPart
 from compress.weights.layer import LayerScheme
-from compress.passes.gptq import GPTQ
 
 WIDTH = 40
 ORDERS = ["none", "static", "group"]
@@ -257,7 +257,11 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_only_act_order_group_needs_a_format_with_an_index():
-    assert [GPTQ(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [False, False, True]
+    assert [GPTQ(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [
+        False,
+        False,
+        True,
+    ]
 
 
 class Everything(Grid):

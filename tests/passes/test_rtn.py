@@ -11,6 +11,7 @@ from compress.api.observers import Nothing
 from compress.numerics.quant.codes import Percentile, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.rtn import RTN
+from compress.weights.layer import LayerScheme
 
 
 def solve(rtn, weight, layer):

@@ -12,6 +12,7 @@ from torch import nn
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.links import Link, find_links
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
+from compress.weights.transforms.rounding import InputRounding
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])

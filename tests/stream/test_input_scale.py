@@ -12,6 +12,7 @@ from compress.api.observers import InputAbsMax
 from compress.api.passes import BlockPass
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
+from compress.weights.transforms.scale import Scale, ScaleScheme
 
 ATTENTION, MLP = "*.self_attn.*", "*.mlp.*"
 

@@ -6,9 +6,9 @@ import torch
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.fake import gradient_scale
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
 from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
+from compress.weights.codes import CodesPart
 
 
 def weight_of(rows=4, width=40, seed=0):

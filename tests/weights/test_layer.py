@@ -44,14 +44,14 @@ def test_codes_take_the_place_of_the_weight_and_keep_the_bias(make, x):
     layer = CompressedLinear.of(dense)
     codes = quantize(layer.weight, GRIDS["int4"], 4)
     layer.put(codes)
-    assert layer.dense is None and layer.shape == (5, 8)
+    assert layer.quantized and layer.shape == (5, 8)
     assert torch.equal(layer.weight, codes.dense())
     torch.testing.assert_close(layer(x), x @ codes.dense().T + dense.bias)
     assert layer.codes.sha256() == CodesPart.of(codes).sha256()
-    assert set(layer.state_dict()) == {"bias", "words", "scale"}
+    assert set(layer.state_dict()) == {"bias", "parts.0.words", "parts.0.scale"}
     layer.put(codes.dense())
     assert layer.codes is None and torch.equal(layer.weight, codes.dense())
-    assert set(layer.state_dict()) == {"bias", "dense"}
+    assert set(layer.state_dict()) == {"bias", "parts.0.weight"}
 
 
 def test_a_mask_stays_until_another_is_given():
@@ -68,10 +68,12 @@ def test_a_mask_stays_until_another_is_given():
 def test_inputs_are_rounded_one_token_at_a_time(x):
     layer = CompressedLinear.of(nn.Linear(8, 5))
     dense = layer(x)
-    layer.activations = GRIDS["int8"]
+    layer.round_inputs(InputRounding.of(GRIDS["int8"]))
     found = layer(x)
     assert not torch.equal(found, dense)
-    torch.testing.assert_close(found, nn.functional.linear(InputRounding.of(GRIDS["int8"])(x), layer.weight, layer.bias))
+    torch.testing.assert_close(
+        found, nn.functional.linear(InputRounding.of(GRIDS["int8"])(x), layer.weight, layer.bias)
+    )
     alone = torch.stack([layer(token) for token in x.reshape(-1, 8)]).reshape(2, 3, 5)
     torch.testing.assert_close(alone, found)  # no token changes another
 
@@ -87,7 +89,7 @@ def test_the_weight_in_another_dtype():
     layer = CompressedLinear.of(nn.Linear(8, 5))
     assert layer.weight_as(torch.bfloat16).dtype == torch.bfloat16
     layer.put(quantize(layer.weight, GRIDS["int4"], 4, dtype=torch.bfloat16))
-    assert layer.weight.dtype == torch.float32 or layer.weight.dtype == layer.scale.dtype
+    assert layer.weight.dtype == torch.float32 or layer.weight.dtype == layer.codes.scale.dtype
     assert layer.weight_as(torch.float16).dtype == torch.float16
 
 

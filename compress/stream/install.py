@@ -16,6 +16,7 @@ from compress.model.linear import CompressedLinear, parts_of
 from compress.numerics.metrics import relative_error
 from compress.stream.context import BlockContext
 from compress.weights.base import InputTransform, WeightPart
+from compress.weights.dense import DenseScheme
 
 UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
 
@@ -92,12 +93,17 @@ def _put(
     for transform in solution.transforms:
         layer.set_transform(transform)
     if parts is not None:
-        layer.put([part if part.scheme.quantized else part.in_storage(context.dtype) for part in parts], solution.mask)
+        layer.put([_computed_in(part, context.dtype) for part in parts], solution.mask)
     elif solution.mask is not None:
         layer.put(layer.all_parts, solution.mask)
     if solution.added:
-        layer.put([*layer.all_parts, *solution.added])
+        layer.put([*layer.all_parts, *(_computed_in(part, context.dtype) for part in solution.added)])
     adapt(layer, context.run, context.dtype, f"{context.label}: {full}")
+
+
+def _computed_in(part: WeightPart, dtype: torch.dtype) -> WeightPart:
+    """The part with weights that are floats in `dtype`; codes stay as they are."""
+    return part if part.scheme.quantized else part.in_storage(dtype)
 
 
 def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
@@ -105,11 +111,11 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
 
     Raises TargetError.
     """
-    scheme = layer.scheme
-    if not scheme.quantized:
+    scheme, multiplied_out = layer.scheme, run.format.adapt(layer.scheme) is None
+    if not scheme.quantized and not (multiplied_out and scheme.parts != (DenseScheme(),)):
         return
-    if run.format.adapt(scheme) is None:
-        layer.change_parts(lambda part: part.in_storage(run.storage))
+    layer.change_parts(lambda part: part.in_storage(run.storage if part.scheme.quantized else dtype))
+    if multiplied_out:
         layer.put(layer.weight_as(dtype))
         if layer.input_permutation is not None:
             run.journal.add("note", where, UNDONE)
@@ -118,7 +124,7 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     reason = run.format.refuses(scheme)
     if reason is not None:
         raise TargetError(f"{where}: {reason}")
-    layer.change_parts(lambda part: run.format.adapt_part(part.in_storage(run.storage)))
+    layer.change_parts(run.format.adapt_part)
 
 
 def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:

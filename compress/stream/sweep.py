@@ -180,6 +180,10 @@ class Sweep:
             layer.absorb_scale()
         for name in back:
             dense[name].absorb_permutation()
+        for layer in dense.values():  # of other kinds, where the format stores dense weights alone
+            if self.run.format.adapt(layer.scheme) is None and layer.scheme.maps_inputs is not None:
+                layer.absorb_inputs()
+                changed.append(layer)
         for layer in changed:
             round_to_storage(layer, self.run)
         return bool(changed)

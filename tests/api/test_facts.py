@@ -17,8 +17,8 @@ def test_two_quantizing_passes_may_share_a_model_out(recipe, tmp_path):
     report = compress.run(recipe(mlp(), compress.RTN(targets="*.self_attn.*", **ATTENTION)), tmp_path).report
     assert report["verified"]["layers"] == 21 and report["verified"]["transformers"] <= LOGITS
     model, _ = compress.load(tmp_path)
-    assert model.get_submodule("model.layers.0.mlp.up_proj").packed.grid.name == "int4"
-    assert model.get_submodule("model.layers.0.self_attn.q_proj").packed.grid.name == "int8"
+    assert model.get_submodule("model.layers.0.mlp.up_proj").codes.grid.name == "int4"
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").codes.grid.name == "int8"
 
 
 @pytest.mark.slow

@@ -140,8 +140,8 @@ def test_the_plan_the_checkpoint_and_both_readers_follow(recipe, tmp_path):
     assert {name: getattr(model.get_submodule(name), "scheme", None) is None for name in ends} == {
         name: scheme is None for name, scheme in ends.items()
     }
-    assert model.get_submodule(DOWN).activations.name == "int8" and model.get_submodule(UP).activations is None
-    assert model.get_submodule("model.layers.2.self_attn.v_proj").packed.grid.name == "int3"
+    assert model.get_submodule(DOWN).rounding.grid.name == "int8" and model.get_submodule(UP).rounding is None
+    assert model.get_submodule("model.layers.2.self_attn.v_proj").codes.grid.name == "int3"
 
 
 def test_a_layer_with_options_of_its_own_is_what_a_pass_with_these_options_makes_of_it(pico_model, pico, ids):
@@ -156,4 +156,4 @@ def test_a_layer_with_options_of_its_own_is_what_a_pass_with_these_options_makes
     )
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"):
         assert mixed.get_submodule(name).sha256() == whole.get_submodule(name).sha256()
-    assert mixed.get_submodule(UP).packed.grid.name == "int4"
+    assert mixed.get_submodule(UP).codes.grid.name == "int4"

@@ -145,7 +145,7 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
     done = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out), "--overwrite"])
     assert done.exit_code == 0 and (out / "notes.md").read_text() == "mine"
-    assert compress.load(out)[0].get_submodule("model.layers.0.mlp.up_proj").packed.grid.name == "int8"
+    assert compress.load(out)[0].get_submodule("model.layers.0.mlp.up_proj").codes.grid.name == "int8"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

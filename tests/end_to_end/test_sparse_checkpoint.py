@@ -16,9 +16,9 @@ from compress.api.journal import Journal
 from compress.api.passes import Layer
 from compress.errors import ModelError, NumericError, RecipeError
 from compress.model.linear import CompressedLinear, linears
-from compress.numerics.sparse.positions import SparseWeight
 from compress.pipeline.run import compress as work
 from compress.pipeline.run import finish, prepare
+from compress.weights.sparse import SparsePart
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 
@@ -94,8 +94,8 @@ def test_the_checkpoint_is_as_planned_and_reads_back_bit_for_bit(name, family, r
             assert not isinstance(layer, CompressedLinear) or layer.mask is None
         else:
             assert torch.equal(layer.mask, mask)
-            assert layer.scheme.sparsity.kept == int(mask.sum())
-            assert stored is None or layer.scheme.sparsity.text == stored
+            assert layer.scheme.parts[0].sparsity.kept == int(mask.sum())
+            assert stored is None or layer.scheme.parts[0].sparsity.text == stored
 
 
 def test_two_of_four_is_smaller_than_the_dense_model_by_the_bits_it_saves(recipe, tmp_path):
@@ -127,9 +127,9 @@ def test_kept_weights_stay_alone_and_get_the_dtype_that_is_computed_in(recipe, t
     compress.run(recipe(Wanda(pattern="2:4"), save={"format": "native"}), tmp_path)
     exact, half = compress.load(tmp_path)[0], compress.load(tmp_path, dtype="bfloat16")[0]
     layer = exact.get_submodule(UP)
-    assert isinstance(layer.held, SparseWeight)
-    assert set(layer.state_dict()) == {"values", "kept"} and layer.values.dtype == torch.float32
-    assert half.get_submodule(UP).values.dtype == torch.bfloat16
+    assert [type(part) for part in layer.all_parts] == [SparsePart]
+    assert set(layer.tensors()) == {"weight_values", "weight_kept"} and layer.all_parts[0].dtype == torch.float32
+    assert half.get_submodule(UP).all_parts[0].dtype == torch.bfloat16
     assert torch.equal(half.get_submodule(UP).weight, layer.weight.bfloat16())
     with torch.no_grad():
         assert half(input_ids=torch.arange(8)[None]).logits.dtype == torch.bfloat16
@@ -158,7 +158,7 @@ def test_passes_that_follow_on_a_loaded_checkpoint_keep_its_masks(recipe, tmp_pa
     compress.apply(model, [SmoothQuant(), GPTQ(group_size=32)], torch.arange(256).reshape(4, 64))
     for name, mask in masks.items():
         layer = model.get_submodule(name)
-        assert layer.packed is not None and torch.equal(layer.mask, mask) and not bool(layer.weight[~mask].any())
+        assert layer.quantized and torch.equal(layer.mask, mask) and not bool(layer.weight[~mask].any())
 
 
 def test_two_pruning_passes_are_settled_to_what_they_leave(recipe, tmp_path):
@@ -166,12 +166,12 @@ def test_two_pruning_passes_are_settled_to_what_they_leave(recipe, tmp_path):
     asked = recipe(Wanda(sparsity=0.6), Wanda(pattern="2:4"), save={"format": "native"})
     report = compress.run(asked, tmp_path).report
     assert written_bytes(tmp_path) == report["size"]["tensor_bytes"] != report["predicted"]["tensor_bytes"]
-    assert compress.load(tmp_path)[0].get_submodule(UP).scheme.sparsity.text == "bitmask"
+    assert compress.load(tmp_path)[0].get_submodule(UP).scheme.parts[0].sparsity.text == "bitmask"
 
 
 def test_what_was_planned_sparse_may_end_dense(recipe, tmp_path, monkeypatch):
     """The bytes of the report are those of the checkpoint also then."""
-    monkeypatch.setattr("compress.pipeline.checkpoint.hold_as_stored", lambda *_: None)
+    monkeypatch.setattr("compress.pipeline.checkpoint.store_as_planned", lambda *_: None)
     asked = recipe(Wanda(pattern="2:4"), save={"format": "native"})
     report = compress.run(asked, tmp_path).report
     assert written_bytes(tmp_path) == report["size"]["tensor_bytes"] > report["predicted"]["tensor_bytes"]

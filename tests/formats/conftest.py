@@ -1,28 +1,28 @@
-"""Packed weights to store."""
+"""Codes to store."""
 
 import pytest
 import torch
 
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
 
 
 @pytest.fixture(scope="session")
 def make():
-    """make(grid, shape, group_size, symmetric, seed, dtype) -> PackedCodes of a random weight, scales in dtype."""
+    """make(grid, shape, group_size, symmetric, seed, dtype) -> CodesPart of a random weight, scales in dtype."""
 
     def build(grid="int4", shape=(6, 64), group_size=32, symmetric=True, seed=0, dtype=torch.float32):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         codes = quantize(weight, GRIDS[grid], group_size, symmetric, dtype=dtype)
-        return PackedCodes.of(codes).in_storage(dtype)
+        return CodesPart.of(codes).in_storage(dtype)
 
     return build
 
 
 @pytest.fixture(scope="session")
 def same():
-    """same(a, b): every tensor and every fact of two packed weights is equal."""
+    """same(a, b): every tensor and every fact of two parts is equal."""
 
     def check(a, b):
         for name in ("words", "scale", "zero", "group_index", "shared"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from schemes import PERMUTED, SCALED, coded, decoded, layer_of, rounding
 from transformers import LlamaConfig, OPTConfig
 
 from compress.errors import ModelError
@@ -12,23 +13,24 @@ from compress.formats import FORMATS
 from compress.formats.base import CacheScheme
 from compress.formats.layouts.pack_quantized import PackQuantized
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.base import Scheme
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.rounding import InputRounding
 
 FORMAT = FORMATS["compressed-tensors"]
 INT8 = GRIDS["int8"]
 SCHEMES = {
-    "W4A16 g32": Scheme(GRIDS["int4"], 32, True),
-    "W4A16 asymmetric": Scheme(GRIDS["int4"], 32, False),
-    "W3A16 channel": Scheme(GRIDS["int3"], "channel", True),
-    "W8A16 tensor": Scheme(INT8, "tensor", True),
-    "W8A8": Scheme(INT8, "channel", True, activations=INT8),
-    "W8A8 asymmetric": Scheme(INT8, "channel", False, activations=INT8),
-    "W4A8 g32": Scheme(GRIDS["int4"], 32, True, activations=INT8),
-    "W8A8 static": Scheme(INT8, "channel", True, activations=INT8, activation_scale="static"),
-    "FP8": Scheme(GRIDS["fp8_e4m3"], "channel", True, activations=GRIDS["fp8_e4m3"]),
-    "FP8 weights": Scheme(GRIDS["fp8_e4m3"], "tensor", True),
-    "MXFP4": Scheme(GRIDS["mxfp4"], 32, True),
-    "NVFP4": Scheme(GRIDS["nvfp4"], 16, True),
+    "W4A16 g32": coded(),
+    "W4A16 asymmetric": coded("int4", 32, False),
+    "W3A16 channel": coded("int3", "channel"),
+    "W8A16 tensor": coded("int8", "tensor"),
+    "W8A8": coded("int8", "channel", True, rounding()),
+    "W8A8 asymmetric": coded("int8", "channel", False, rounding()),
+    "W4A8 g32": coded("int4", 32, True, rounding()),
+    "W8A8 static": coded("int8", "channel", True, rounding(scale="static")),
+    "FP8": coded("fp8_e4m3", "channel", True, rounding("fp8_e4m3")),
+    "FP8 weights": coded("fp8_e4m3", "tensor"),
+    "MXFP4": coded("mxfp4"),
+    "NVFP4": coded("nvfp4", 16),
 }
 LAYOUT = {
     "W8A8": "int-quantized",
@@ -42,13 +44,66 @@ LAYOUT = {
 NAMES = ["model.layers.0.a", "model.layers.0.b", "model.layers.1.a", "lm_head"]
 
 
+def shapes(*names):
+    """Linears of the model, of one shape."""
+    return dict.fromkeys(names, (6, 64))
+
+
+def made(make, scheme):
+    """A part of a layer of this scheme."""
+    codes = scheme.codes
+    return make(codes.grid.name, (6, 64), codes.group_size, codes.symmetric)
+
+
+def stored(make, scheme):
+    """Part, transforms and tensors of a layer of this scheme."""
+    static = scheme.rounding is not None and scheme.rounding.scale == "static"
+    scale = {"scale": torch.tensor([0.25]) if static else None}
+    transforms = [InputRounding(t, scheme.shape, scale) for t in scheme.transforms]
+    part = made(make, scheme)
+    return part, transforms, FORMAT.encode(scheme, [part], transforms)
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_the_layout_follows_from_the_scheme_and_is_exact(make, same, name):
     scheme = SCHEMES[name]
-    packed = make(scheme.grid.name, (6, 64), scheme.group_size, scheme.symmetric)
-    tensors = FORMAT.encode(packed, scheme.activations)
+    part, transforms, tensors = stored(make, scheme)
     assert ("weight" in tensors) == (LAYOUT.get(name) in ("int-quantized", "float-quantized"))
-    same(FORMAT.decode(tensors, scheme), packed)
+    assert ("input_scale" in tensors) == (name == "W8A8 static")
+    (found,), read = FORMAT.decode(tensors, scheme)
+    same(found, part)
+    assert [t.sha256() for t in read] == [t.sha256() for t in transforms]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_tensors_are_those_that_the_scheme_says(make, name):
+    scheme = SCHEMES[name]
+    _, _, tensors = stored(make, scheme)
+    specs = FORMAT.tensors(scheme)
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == {n: spec.shape for n, spec in specs.items()}
+    assert all(spec.dtype in (None, tensors[n].dtype) for n, spec in specs.items())
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert FORMAT.size_bytes(scheme, torch.float32) == size
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_damaged_tensor_is_named(make, name):
+    scheme = SCHEMES[name]
+    _, _, tensors = stored(make, scheme)
+    for damaged, tensor in tensors.items():
+        missing = {n: t for n, t in tensors.items() if n != damaged}
+        with pytest.raises(KeyError, match=damaged):
+            FORMAT.decode(missing, scheme)
+        with pytest.raises(ValueError, match=f"{damaged} is .*, but it must be"):
+            FORMAT.decode({**tensors, damaged: torch.cat([tensor, tensor])}, scheme)
+        with pytest.raises(ValueError, match=damaged):
+            FORMAT.decode({**tensors, damaged: tensor.to(torch.int16)}, scheme)
+
+
+def test_a_shape_that_contradicts_the_model_is_an_error(make):
+    part, _, tensors = stored(make, SCHEMES["W4A16 g32"])
+    with pytest.raises(ValueError, match=r"weight_shape is \[6, 63\], but it must be \[6, 64\]"):
+        FORMAT.decode({**tensors, "weight_shape": torch.tensor([6, 63])}, layer_of(part))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -61,7 +116,7 @@ def test_one_scheme_is_written_for_all_linears_and_read_back(name):
     assert (config["format"], group["format"]) == (layout, layout)
     assert config["ignore"] == ["lm_head"]
     assert config["quantization_status"] == "compressed"
-    assert FORMAT.schemes(json.loads(json.dumps(config)), NAMES) == schemes
+    assert FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES)) == schemes
 
 
 def test_several_schemes_are_written_by_name_and_read_back():
@@ -73,7 +128,10 @@ def test_several_schemes_are_written_by_name_and_read_back():
     ]  # fmt: skip
     assert config["format"] == "mixed-precision"
     assert [g["format"] for g in groups] == ["pack-quantized", "int-quantized", "int-quantized", "pack-quantized"]
-    assert FORMAT.schemes(json.loads(json.dumps(config)), [*NAMES, "model.layers.1.b", "model.layers.1.c"]) == schemes
+    assert (
+        FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES, "model.layers.1.b", "model.layers.1.c"))
+        == schemes
+    )
 
 
 def test_several_schemes_of_one_layout_name_that_layout():
@@ -83,7 +141,7 @@ def test_several_schemes_of_one_layout_name_that_layout():
 
 def test_the_width_of_a_layer_makes_no_group_of_its_own():
     scheme = SCHEMES["W4A16 g32"]
-    schemes = {"a": replace(scheme, width=64), "b": replace(scheme, width=128)}
+    schemes = {"a": replace(scheme, shape=(6, 64)), "b": replace(scheme, shape=(8, 128))}
     assert len(FORMAT.config(schemes, [], "0.1")["config_groups"]) == 1
 
 
@@ -131,12 +189,13 @@ def test_compressed_tensors_validates_the_config(name):
     assert len(theirs.config_groups) == len(config["config_groups"]) == len(schemes)
     for scheme, group in zip(schemes.values(), theirs.config_groups.values(), strict=True):
         weights, inputs = group.weights, group.input_activations
-        kind = "int" if scheme.grid.name.startswith("int") else "float"
-        assert (weights.num_bits, weights.type, weights.symmetric) == (scheme.grid.bits, kind, scheme.symmetric)
-        assert (weights.group_size or weights.strategy) == scheme.group_size
-        assert (inputs is None) == (scheme.activations is None)
+        codes = scheme.codes
+        kind = "int" if codes.grid.name.startswith("int") else "float"
+        assert (weights.num_bits, weights.type, weights.symmetric) == (codes.grid.bits, kind, codes.symmetric)
+        assert (weights.group_size or weights.strategy) == codes.group_size
+        assert (inputs is None) == (scheme.rounding is None)
         if inputs is not None:
-            static = scheme.activation_scale == "static"
+            static = scheme.rounding.scale == "static"
             wanted = (8, "tensor", False, True) if static else (8, "token", True, True)
             assert (inputs.num_bits, inputs.strategy, inputs.dynamic, inputs.symmetric) == wanted
 
@@ -161,8 +220,7 @@ def test_the_names_of_their_tensors_are_the_names_of_ours(make):
         group = FORMAT.config({"a": scheme}, [], "0.1")["config_groups"]["group_0"]
         theirs = quantization.QuantizationScheme.model_validate(group)
         names = base.BaseCompressor.get_value_from_registry(theirs.format).compression_param_names(theirs)
-        packed = make(scheme.grid.name, (6, 64), scheme.group_size, scheme.symmetric)
-        assert set(FORMAT.encode(packed, scheme.activations)) == set(names)
+        assert set(FORMAT._layout(scheme).tensors(scheme)) == set(names)
 
 
 FP8 = GRIDS["fp8_e4m3"]
@@ -172,36 +230,36 @@ FP8 = GRIDS["fp8_e4m3"]
     ("scheme", "message"),
     [
         (
-            replace(SCHEMES["W8A8"], activations=FP8),
+            coded("int8", "channel", True, rounding("fp8_e4m3")),
             "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native",
         ),
         (
-            Scheme(GRIDS["nf4"], 64, True),
+            coded("nf4", 64),
             "weights nf4 have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native",
         ),
-        (Scheme(GRIDS["fp4_e2m1"], 32, True), "weights fp4_e2m1 have no layout"),
+        (coded("fp4_e2m1"), "weights fp4_e2m1 have no layout"),
         (
-            Scheme(GRIDS["fp8_e5m2"], "channel", True),
+            coded("fp8_e5m2", "channel"),
             "weights fp8_e5m2 have no reader; use fp8_e4m3, or format: native",
         ),
-        (Scheme(FP8, 64, True), "fp8_e4m3 has no layout for groups; use group_size: channel or tensor"),
-        (replace(SCHEMES["FP8"], activations=INT8), "fp8_e4m3 weights go with activations none or fp8_e4m3"),
-        (replace(SCHEMES["MXFP4"], activations=INT8), "mxfp4 weights are read with activations none only"),
-        (replace(SCHEMES["NVFP4"], activations=FP8), "nvfp4 weights are read with activations none only"),
-        (replace(SCHEMES["NVFP4"], indexed=True), "act_order: group has no reader for nvfp4; use act_order: static"),
-        (replace(SCHEMES["MXFP4"], width=80), "mxfp4 has groups of 32 columns, which do not divide the 80 inputs"),
-        (replace(SCHEMES["NVFP4"], width=72), "nvfp4 has groups of 16 columns, which do not divide the 72 inputs"),
+        (coded("fp8_e4m3", 64), "fp8_e4m3 has no layout for groups; use group_size: channel or tensor"),
+        (coded("fp8_e4m3", "channel", True, rounding()), "fp8_e4m3 weights go with activations none or fp8_e4m3"),
+        (coded("mxfp4", 32, True, rounding()), "mxfp4 weights are read with activations none only"),
+        (coded("nvfp4", 16, True, rounding("fp8_e4m3")), "nvfp4 weights are read with activations none only"),
+        (coded("nvfp4", 16, indexed=True), "act_order: group has no reader for nvfp4; use act_order: static"),
+        (coded("mxfp4", shape=(8, 80)), "mxfp4 has groups of 32 columns, which do not divide the 80 inputs"),
+        (coded("nvfp4", 16, shape=(8, 72)), "nvfp4 has groups of 16 columns, which do not divide the 72 inputs"),
     ],
 )
 def test_what_has_no_reader_is_refused_with_what_has_one(scheme, message):
-    assert FORMAT.refuses(scheme, (8, scheme.width or 64)).startswith(message)
+    assert FORMAT.refuses(scheme).startswith(message)
 
 
 def test_a_layout_of_others_is_an_error():
     config = FORMAT.config({"a": SCHEMES["MXFP4"]}, [], "0.1")
     config["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
     with pytest.raises(ModelError, match="layout 'mxfp8-quantized' of compressed-tensors cannot be read; known: int-q"):
-        FORMAT.schemes(config, ["a"])
+        FORMAT.schemes(config, shapes("a"))
 
 
 def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():
@@ -213,7 +271,7 @@ def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():
 
 def test_others_may_have_stored_bytes_for_byte_inputs_in_words(make, same):
     packed = make("int8", (6, 64), "channel")
-    same(FORMAT.decode(PackQuantized().encode(packed), SCHEMES["W8A8"]), packed)
+    same(decoded(FORMAT, PackQuantized().encode(packed), SCHEMES["W8A8"]), packed)
 
 
 def test_their_layer_has_a_place_for_the_static_scale():
@@ -221,43 +279,56 @@ def test_their_layer_has_a_place_for_the_static_scale():
     config = FORMAT.config({"a": SCHEMES["W8A8 static"]}, [], "0.1")
     module = torch.nn.Sequential(torch.nn.Linear(64, 6))
     quantization.apply_quantization_config(module, quantization.QuantizationConfig.model_validate(config))
-    [(name, (length, _))] = replace(SCHEMES["W8A8 static"], width=64).input_tensors.items()
-    assert module[0].get_parameter(FORMAT.input_names[name]).shape == (length,)
+    assert module[0].get_parameter("input_scale").shape == FORMAT.tensors(SCHEMES["W8A8 static"])["input_scale"].shape
 
 
 def test_activations_in_floats_are_refused():
-    message = FORMAT.refuses(replace(SCHEMES["W8A8"], activations=GRIDS["fp8_e4m3"]), (8, 64))
+    message = FORMAT.refuses(coded("int8", "channel", True, rounding("fp8_e4m3")))
     assert message == "activations fp8_e4m3 cannot be combined with integer weights; use int8, or format: native"
 
 
 def test_what_the_packed_layout_refuses_is_refused():
-    assert "use 20, 25, 50, 100, channel, or format: native" in FORMAT.refuses(Scheme(INT8, 64, True), (8, 100))
-    assert all(FORMAT.refuses(scheme, (6, 64)) is None for scheme in SCHEMES.values())
+    assert "use 20, 25, 50, 100, channel, or format: native" in FORMAT.refuses(coded("int8", 64, shape=(8, 100)))
+    assert all(FORMAT.refuses(scheme) is None for scheme in SCHEMES.values())
 
 
 def test_short_groups_are_adapted(make):
     packed = make("int4", (4, 96), 64)
-    assert FORMAT.adapt(packed).group_size == 32
+    assert FORMAT.adapt_part(packed).group_size == 32
+    assert FORMAT.adapt(layer_of(packed)).codes.group_size == 32
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("transforms", "message"),
     [
-        ({"outlier_threshold": 6.0}, "cannot say that outlier columns are computed in floats"),
-        ({"outlier_columns": True}, "cannot say that outlier columns are computed in floats"),
-        ({"input_scaled": True}, "its inputs are divided by a scale that nothing before it could take up"),
+        ([rounding(threshold=6.0)], "cannot say that outlier columns are computed in floats"),
+        ([rounding(columns=True)], "cannot say that outlier columns are computed in floats"),
+        ([SCALED, rounding()], "its inputs are divided by a scale that nothing before it could take up"),
     ],
 )
-def test_what_has_no_word_in_the_format_is_refused_with_what_has(changed, message):
-    reason = FORMAT.refuses(replace(SCHEMES["W8A8"], **changed), (6, 64))
+def test_what_has_no_word_in_the_format_is_refused_with_what_has(transforms, message):
+    reason = FORMAT.refuses(coded("int8", "channel", True, *transforms))
     assert message in reason and reason.endswith("use format: native")
 
 
-@pytest.mark.parametrize("name", ["W4A8 g32", "W8A16 tensor"])
-def test_a_static_scale_needs_the_integer_layout(name):
-    static = replace(SCHEMES[name], activations=INT8, activation_scale="static")
-    reason = FORMAT.refuses(static, (6, 64))
-    if name == "W4A8 g32":
+def test_a_permutation_is_refused_with_what_to_do_instead():
+    reason = FORMAT.refuses(coded("int8", "channel", True, PERMUTED, rounding()))
+    assert "its inputs are put in another order" in reason
+    assert reason.endswith("use format: native, or unlinked: skip for the permutation")
+
+
+def test_what_is_more_than_codes_is_refused():
+    both = LayerScheme((6, 64), (*coded().parts, *LayerScheme((6, 64)).parts))
+    assert FORMAT.refuses(both).endswith("holds codes alone, not int4, group 32 + dense; use format: native")
+    assert FORMAT.refuses(LayerScheme((6, 64), transforms=(rounding(),))).endswith("use format: native")
+    assert FORMAT.refuses(LayerScheme((6, 64))) is None
+    assert FORMAT.refuses(coded("int4", 32, False, float_zeros=True)).endswith("zero_point: integer, or format: native")
+
+
+@pytest.mark.parametrize(("grid", "group_size"), [("int4", 32), ("int8", "tensor")])
+def test_a_static_scale_needs_the_integer_layout(grid, group_size):
+    reason = FORMAT.refuses(coded(grid, group_size, True, rounding(scale="static")))
+    if grid == "int4":
         assert "use activation_scale: token, or format: native" in reason
     else:
         assert reason is None

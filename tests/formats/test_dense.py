@@ -1,10 +1,10 @@
 """The dense format: everything is multiplied out, so it holds every weight and no rounded activations."""
 
 import pytest
+from schemes import coded, layer_of, rounding
 
 from compress.formats import FORMATS
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.base import Scheme
 
 FORMAT = FORMATS["dense"]
 
@@ -12,23 +12,25 @@ FORMAT = FORMATS["dense"]
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=lambda grid: grid.name)
 def test_every_grid_and_group_can_be_stored_multiplied_out(make, grid):
     for group_size in (7, "channel", "tensor"):
-        assert FORMAT.refuses(Scheme(grid, group_size, True, indexed=True), (5, 30)) is None
-        assert FORMAT.adapt(make(grid.name, (5, 30), group_size)) is None
+        assert FORMAT.refuses(coded(grid.name, group_size, indexed=True)) is None
+        assert FORMAT.adapt(layer_of(make(grid.name, (5, 30), group_size))) is None
 
 
 @pytest.mark.parametrize("inputs", ["int8", "fp8_e4m3"])
 def test_rounded_activations_are_refused_with_what_holds_them(inputs):
-    message = FORMAT.refuses(Scheme(GRIDS["int8"], "channel", True, activations=GRIDS[inputs]), (5, 30))
+    message = FORMAT.refuses(coded("int8", "channel", True, rounding(inputs)))
     assert message == "format dense cannot say that activations are rounded; use format: compressed-tensors"
 
 
 def test_it_needs_no_config_and_holds_no_codes(make):
-    assert FORMAT.config({"a": Scheme(GRIDS["int4"], 32, True)}, [], "0.1") is None
-    assert FORMAT.schemes({}, ["a"]) == {}
+    assert FORMAT.config({"a": coded()}, [], "0.1") is None
+    assert FORMAT.schemes({}, {"a": (6, 64)}) == {}
     with pytest.raises(AssertionError, match="multiplied out before"):
-        FORMAT.encode(make(), None)
+        FORMAT.encode(coded(), [make()], [])
+    with pytest.raises(AssertionError, match="multiplied out before"):
+        FORMAT.tensors(coded())
     with pytest.raises(AssertionError, match="holds no codes"):
-        FORMAT.decode({}, Scheme(GRIDS["int4"], 32, True))
+        FORMAT.decode({}, coded())
 
 
 def test_every_format_is_found_by_its_name():

@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemes import layer_of
 
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.fp4_pack import as_bytes, as_words
 from compress.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
 from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
-from compress.kernels.reference import dense_weight
-from compress.weights.base import Scheme
 
 FLOAT8 = FloatQuantized()
 FP4 = {"mxfp4": (MXFP4PackQuantized(), 32), "nvfp4": (NVFP4PackQuantized(), 16)}
@@ -20,7 +19,7 @@ quick = settings(deadline=None, max_examples=40)
 
 def their_scheme(layout, packed):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    arguments = quantization.QuantizationArgs(**layout.weight_arguments(Scheme.of(packed, None)))
+    arguments = quantization.QuantizationArgs(**layout.weight_arguments(layer_of(packed)))
     return quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format=layout.name)
 
 
@@ -45,8 +44,8 @@ def test_8_bit_floats(make, same, shape, group_size, seed, dtype):
         "weight": (torch.float8_e4m3fn, shape),
         "weight_scale": (dtype, rows),
     }
-    same(FLOAT8.decode(tensors, Scheme.of(packed, None)), packed)
-    assert torch.equal(read_by_them(FLOAT8, packed), dense_weight(packed, dtype))
+    same(FLOAT8.decode(tensors, layer_of(packed)), packed)
+    assert torch.equal(read_by_them(FLOAT8, packed), packed.dense(dtype))
 
 
 @pytest.mark.parametrize("name", FP4)
@@ -63,13 +62,13 @@ def test_4_bit_floats(make, same, name, rows, groups, seed, dtype):
     if name == "nvfp4":
         wanted["weight_global_scale"] = (torch.float32, (1,))
     assert {key: (t.dtype, tuple(t.shape)) for key, t in tensors.items()} == wanted
-    same(layout.decode(tensors, Scheme.of(packed, None)), packed)
-    assert torch.equal(read_by_them(layout, packed), dense_weight(packed, torch.bfloat16))
+    same(layout.decode(tensors, layer_of(packed)), packed)
+    assert torch.equal(read_by_them(layout, packed), packed.dense(torch.bfloat16))
 
 
 def test_mxfp4_loses_nothing_in_bfloat16(make):
     packed = make("mxfp4", (8, 64), 32)
-    assert torch.equal(dense_weight(packed, torch.bfloat16).float(), dense_weight(packed, torch.float32))
+    assert torch.equal(packed.dense(torch.bfloat16).float(), packed.dense(torch.float32))
 
 
 def test_two_codes_in_a_byte_by_hand():

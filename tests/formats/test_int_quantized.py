@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemes import coded, layer_of, rounding
 
 from compress.formats.layouts.int_quantized import IntQuantized
-from compress.kernels.reference import dense_weight
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.base import Scheme
+from compress.weights.layer import LayerScheme
 
 INT8 = GRIDS["int8"]
 LAYOUT = IntQuantized()
@@ -29,7 +29,7 @@ quick = settings(deadline=None, max_examples=50)
 @given(layer=LAYERS)
 def test_what_is_stored_reads_back_as_it_was(make, same, layer):
     packed = make(**layer)
-    same(LAYOUT.decode(LAYOUT.encode(packed), Scheme.of(packed, INT8)), packed)
+    same(LAYOUT.decode(LAYOUT.encode(packed), layer_of(packed, INT8)), packed)
 
 
 @quick
@@ -54,23 +54,24 @@ def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     compressor = pytest.importorskip("compressed_tensors.compressors.naive_quantized.base").IntQuantizationCompressor
     packed = make(**layer)
-    arguments = quantization.QuantizationArgs(**LAYOUT.weight_arguments(Scheme.of(packed, INT8)))
+    arguments = quantization.QuantizationArgs(**LAYOUT.weight_arguments(layer_of(packed, INT8)))
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments, format="int-quantized")
     found = compressor.decompress(LAYOUT.encode(packed), scheme)
-    assert torch.equal(found["weight"], dense_weight(packed, layer["dtype"]))
+    assert torch.equal(found["weight"], packed.dense(layer["dtype"]))
 
 
 @pytest.mark.parametrize(
     ("scheme", "wanted"),
     [
-        (Scheme(INT8, "channel", True, activations=INT8), True),
-        (Scheme(INT8, "tensor", True, activations=INT8), True),
-        (Scheme(INT8, "channel", False, activations=INT8), True),
-        (Scheme(INT8, "channel", True), False),
-        (Scheme(INT8, 64, True, activations=INT8), False),
-        (Scheme(GRIDS["int4"], "channel", True, activations=INT8), False),
-        (Scheme(INT8, "channel", True, activations=GRIDS["fp8_e4m3"]), False),
-        (Scheme(INT8, "channel", True, indexed=True, activations=INT8), False),
+        (coded("int8", "channel", True, rounding()), True),
+        (coded("int8", "tensor", True, rounding()), True),
+        (coded("int8", "channel", False, rounding()), True),
+        (coded("int8", "channel"), False),
+        (coded("int8", 64, True, rounding()), False),
+        (coded("int4", "channel", True, rounding()), False),
+        (coded("int8", "channel", True, rounding("fp8_e4m3")), False),
+        (coded("int8", "channel", True, rounding(), indexed=True), False),
+        (LayerScheme((6, 64), transforms=(rounding(),)), False),
     ],
 )
 def test_it_suits_whole_rows_of_bytes_with_inputs_in_bytes(scheme, wanted):

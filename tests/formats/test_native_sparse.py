@@ -1,38 +1,40 @@
 """Sparse layers in format native: the tensors of the specification, exact both ways, and damage that is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from masks import WITH_ZERO, random_mask, regular_mask
+from schemes import coded, decoded, encoded, layer_of
 
 from compress.formats import FORMATS
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import Kept, SparseWeight, sparsities
-from compress.pipeline.plan import layer_bytes
-from compress.weights.base import Scheme
+from compress.numerics.sparse.positions import Kept, Sparsity, sparsities
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.sparse import SparsePart
 
 FORMAT = FORMATS["native"]
 
 
 def in_json(scheme):
     config = json.loads(json.dumps(FORMAT.config({"a": scheme}, [], "0.1")))
-    return FORMAT.schemes(config, ["a"])["a"]
+    return FORMAT.schemes(config, {"a": scheme.shape})["a"]
 
 
 def sparse_codes(mask, n_of_m=None, grid="int4", group_size=16, symmetric=True):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    whole = PackedCodes.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
-    return whole.only(Kept.of(mask, n_of_m))
+    whole = CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
+    return SparsePart.of(whole, Kept.of(mask, n_of_m))
 
 
 def sparse_floats(mask, n_of_m=None, dtype=torch.float32):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return SparseWeight.of(weight * mask, Kept.of(mask, n_of_m))
+    return SparsePart.of(DensePart.of(weight * mask), Kept.of(mask, n_of_m))
 
 
 @settings(deadline=None, max_examples=80)
@@ -52,18 +54,16 @@ def test_whatever_is_stored_reads_back_as_it_was_and_has_the_planned_size(
     mask = random_mask(*shape, density) if n_of_m is None else regular_mask(*shape, *n_of_m)
     if grid is None:
         weight = sparse_floats(mask, n_of_m, dtype)
-        scheme, tensors = in_json(Scheme.of(weight, None)), FORMAT.encode_floats(weight)
-        found = FORMAT.decode_floats(tensors, scheme)
-        assert torch.equal(found.values, weight.values) and found.dtype == dtype
     else:
         weight = sparse_codes(mask, n_of_m, grid, group_size, symmetric or GRIDS[grid].symmetric_only)
         weight = weight.in_storage(dtype)
-        scheme, tensors = in_json(Scheme.of(weight, None)), FORMAT.encode(weight, None)
-        found = FORMAT.decode(tensors, scheme)
-        assert torch.equal(found.codes().codes, weight.codes().codes)
-    assert scheme == Scheme.of(weight, None)
-    assert torch.equal(found.kept.mask(), mask) and found.sha256() == weight.sha256()
-    assert layer_bytes(scheme, shape, FORMAT, dtype) == sum(t.numel() * t.element_size() for t in tensors.values())
+    scheme, tensors = in_json(layer_of(weight)), encoded(FORMAT, weight)
+    assert scheme == layer_of(weight)
+    found = decoded(FORMAT, tensors, scheme)
+    assert found.sha256() == weight.sha256() and found.dtype == weight.dtype
+    assert torch.equal(found.dense(dtype), weight.dense(dtype))
+    assert torch.equal(found.kept.mask(), mask)
+    assert FORMAT.size_bytes(scheme, dtype) == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def test_the_names_and_dtypes_of_the_specification():
@@ -72,21 +72,21 @@ def test_the_names_and_dtypes_of_the_specification():
 
     mask = regular_mask(5, 38, 3, 5)  # 7 groups, 3 columns more
     bits = 7 * 3 * 3, 24 * 4  # indexes of 3 bits, 24 codes of 4 per row
-    assert facts(FORMAT.encode_floats(sparse_floats(mask, (3, 5), torch.bfloat16))) == {
+    assert facts(encoded(FORMAT, sparse_floats(mask, (3, 5), torch.bfloat16))) == {
         "weight_kept": (torch.int32, (5, -(-bits[0] // 32))),
         "weight_values": (torch.bfloat16, (5, 24)),
     }
-    assert facts(FORMAT.encode(sparse_codes(mask, (3, 5), symmetric=False), None)) == {
+    assert facts(encoded(FORMAT, sparse_codes(mask, (3, 5), symmetric=False))) == {
         "weight_kept": (torch.int32, (5, 2)),
         "weight_packed": (torch.int32, (5, bits[1] // 32)),
         "weight_scale": (torch.float32, (5, 3)),
         "weight_zero_point": (torch.int8, (5, 3)),
     }
-    assert facts(FORMAT.encode_floats(sparse_floats(mask))) == {
+    assert facts(encoded(FORMAT, sparse_floats(mask))) == {
         "weight_kept": (torch.int32, (5, 2)),
         "weight_values": (torch.float32, (120,)),
     }
-    assert facts(FORMAT.encode(sparse_codes(mask), None)) == {
+    assert facts(encoded(FORMAT, sparse_codes(mask))) == {
         "weight_kept": (torch.int32, (5, 2)),
         "weight_packed": (torch.int32, (15,)),
         "weight_scale": (torch.float32, (5, 3)),
@@ -95,21 +95,21 @@ def test_the_names_and_dtypes_of_the_specification():
 
 def test_the_config_says_what_is_kept_and_other_layers_say_nothing_of_it():
     mask = regular_mask(4, 16, 2, 4)
-    assert Scheme.of(sparse_floats(mask, (2, 4)), None).to_json() == {
-        "grid": None, "group_size": "channel", "symmetric": True, "indexed": False, "activations": None, "width": 16,
-        "sparse": {"pattern": "2:4", "kept": 32},
-    }  # fmt: skip
-    assert Scheme.of(sparse_codes(mask), None).to_json()["sparse"] == {"pattern": "bitmask", "kept": 32}
-    assert "sparse" not in Scheme(GRIDS["int4"], 16, True, width=16).to_json()
+    assert layer_of(sparse_floats(mask, (2, 4))).to_json() == {
+        "shape": [4, 16],
+        "parts": [{"kind": "sparse", "pattern": "2:4", "kept": 32, "values": {"kind": "dense"}}],
+    }
+    values = {"kind": "codes", "grid": "int4", "group_size": 16}
+    part = {"kind": "sparse", "pattern": "bitmask", "kept": 32, "values": values}
+    assert layer_of(sparse_codes(mask)).to_json()["parts"] == [part]
+    assert "kept" not in str(coded().to_json())
 
 
 def test_other_formats_do_not_store_kept_weights_alone():
     for name in ("dense", "compressed-tensors"):
         assert not FORMATS[name].sparse
-        with pytest.raises(AssertionError, match="stores pruned layers with their zeros"):
-            FORMATS[name].encode_floats(sparse_floats(regular_mask(4, 16, 2, 4)))
-        with pytest.raises(AssertionError, match="stores pruned layers with their zeros"):
-            FORMATS[name].decode_floats({}, Scheme(None, "channel", True))
+    scheme = layer_of(sparse_floats(regular_mask(4, 16, 2, 4)))
+    assert FORMATS["compressed-tensors"].refuses(scheme).endswith("holds codes alone, not bitmask; use format: native")
 
 
 MASK = regular_mask(6, 64, 2, 4)  # every mask of 6 x 64 that keeps 2 of 4 keeps 192
@@ -132,7 +132,7 @@ def changed(name, value):
     [
         (sparse_floats(MASK), cut("weight_values", slice(100)), r"weight_values is torch.float32 \[100\], but it must be torch.float32 \[192\]"),
         (sparse_floats(MASK), changed("weight_kept", 0), r"weight_kept marks 17\d weights as kept, but there are 192"),
-        (sparse_floats(MASK), cut("weight_kept", slice(5)), "weight_kept marks 160 weights as kept, but there are 192"),
+        (sparse_floats(MASK), cut("weight_kept", slice(5)), r"weight_kept is torch.int32 \[5, 2\], but it must be torch.int32 \[6, 2\]"),
         (sparse_floats(MASK), cut("weight_kept", slice(None), slice(1)), r"weight_kept is torch.int32 \[6, 1\], but it must be torch.int32 \[6, 2\]"),
         (sparse_floats(MASK), lambda t: t.update(weight_kept=t["weight_kept"].flatten()), r"weight_kept is torch.int32 \[12\], but it must"),
         (sparse_floats(MASK), lambda t: t.update(weight_kept=torch.tensor(3)), r"weight_kept is torch.int64 \[\], but it must"),
@@ -140,7 +140,7 @@ def changed(name, value):
         (sparse_floats(MASK), lambda t: t.update(weight_values=torch.ones(192).int()), "weight_values holds torch.int32, not floats"),
         (sparse_floats(MASK, (2, 4)), cut("weight_values", slice(None), slice(31)), r"weight_values is torch.float32 \[6, 31\], but it must be torch.float32 \[6, 32\]"),
         (sparse_floats(MASK, (2, 4)), changed("weight_kept", 0), "weight_kept holds indexes that are not 2 different ones below 4"),
-        (sparse_floats(MASK, (2, 4)), cut("weight_kept", slice(4)), "weight_kept holds 4 rows of 64 columns, of which 2:4 keeps 128 weights; the config says 192"),
+        (sparse_floats(MASK, (2, 4)), cut("weight_kept", slice(4)), r"weight_kept is torch.int32 \[4, 2\], but it must be torch.int32 \[6, 2\]"),
         (sparse_codes(MASK), cut("weight_packed", slice(23)), r"weight_packed is torch.int32 \[23\], but it must be torch.int32 \[24\]"),
         (sparse_codes(MASK, (2, 4)), cut("weight_packed", slice(None), slice(3)), r"weight_packed is torch.int32 \[6, 3\], but it must be torch.int32 \[6, 4\]"),
         (sparse_codes(MASK, (2, 4)), cut("weight_scale", slice(3)), r"weight_scale is torch.float32 \[3, 4\], but it must be torch.float32 \[6, 4\]"),
@@ -149,30 +149,28 @@ def changed(name, value):
     ],
 )  # fmt: skip
 def test_tensors_that_contradict_each_other(weight, damage, message):
-    floats = isinstance(weight, SparseWeight)
-    tensors = FORMAT.encode_floats(weight) if floats else FORMAT.encode(weight, None)
-    decode, scheme = FORMAT.decode_floats if floats else FORMAT.decode, Scheme.of(weight, None)
-    decode(tensors, scheme)
+    tensors = encoded(FORMAT, weight)
+    decoded(FORMAT, tensors, layer_of(weight))
     damage(tensors)
     with pytest.raises(ValueError, match=message):
-        decode(tensors, scheme)
+        decoded(FORMAT, tensors, layer_of(weight))
+
+
+@pytest.mark.parametrize("weight", [sparse_floats(MASK, (2, 4)), sparse_codes(MASK, (2, 4))])
+def test_a_count_in_the_config_that_cannot_be(weight):
+    scheme = replace(weight.scheme, sparsity=Sparsity(160, (2, 4)))
+    message = "weight_kept holds 6 rows of 64 columns, of which 2:4 keeps 192 weights; the config says 160"
+    with pytest.raises(ValueError, match=message):
+        decoded(FORMAT, encoded(FORMAT, weight), layer_of(weight).with_parts(scheme))
 
 
 @pytest.mark.parametrize("name", ["weight_values", "weight_kept"])
 def test_tensors_that_are_missing(name):
     weight = sparse_floats(MASK)
-    tensors = FORMAT.encode_floats(weight)
+    tensors = encoded(FORMAT, weight)
     del tensors[name]
     with pytest.raises(KeyError, match=name):
-        FORMAT.decode_floats(tensors, Scheme.of(weight, None))
-
-
-def test_plain_codes_that_are_truncated_are_named_too(make):
-    packed = make("int4", (6, 64), 16)
-    tensors = FORMAT.encode(packed, None)
-    tensors["weight_packed"] = tensors["weight_packed"][:, :7]
-    with pytest.raises(ValueError, match=r"weight_packed is torch.int32 \[6, 7\], but it must be torch.int32 \[6, 8\]"):
-        FORMAT.decode(tensors, Scheme.of(packed, None))
+        decoded(FORMAT, tensors, layer_of(weight))
 
 
 def test_the_mask_of_the_tests_has_both_forms():

@@ -7,11 +7,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from schemes import coded, layer_of, rounding
 
 from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments, sizes_that_work, stored_group_size
-from compress.kernels.reference import dense_weight
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.base import Scheme
 
 LAYOUT = PackQuantized()
 INTEGERS = [name for name in GRIDS if name.startswith("int")]
@@ -50,7 +49,7 @@ def layers(draw):
 def test_what_is_stored_reads_back_as_it_was(make, same, layer):
     packed = make(**layer)
     tensors = {name: tensor.contiguous() for name, tensor in LAYOUT.encode(packed).items()}
-    same(LAYOUT.decode(tensors, Scheme.of(packed, None)), packed)
+    same(LAYOUT.decode(tensors, layer_of(packed)), packed)
 
 
 @quick
@@ -76,9 +75,9 @@ def test_shapes_and_dtypes_are_those_of_the_specification(make, layer):
 def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
     packed = make(**layer)
     state = {name: tensor.contiguous() for name, tensor in LAYOUT.encode(packed).items()}
-    found = their_compressor().decompress(state, their_scheme(Scheme.of(packed, None)))
+    found = their_compressor().decompress(state, their_scheme(layer_of(packed)))
     assert found["weight"].dtype == layer["dtype"]
-    assert torch.equal(found["weight"], dense_weight(packed, layer["dtype"]))
+    assert torch.equal(found["weight"], packed.dense(layer["dtype"]))
     if packed.zero is not None:
         assert torch.equal(found["weight_zero_point"], packed.zero)
 
@@ -87,10 +86,10 @@ def test_compressed_tensors_reads_the_very_weight_we_compute_with(make, layer):
 @given(layer=layers())
 def test_compressed_tensors_packs_the_same_bits(make, layer):
     packed = make(**{**layer, "dtype": torch.float32})
-    state = {"weight": dense_weight(packed, torch.float32), "weight_scale": LAYOUT.encode(packed)["weight_scale"]}
+    state = {"weight": packed.dense(torch.float32), "weight_scale": LAYOUT.encode(packed)["weight_scale"]}
     if packed.zero is not None:
         state["weight_zero_point"] = packed.zero
-    theirs, ours = their_compressor().compress(state, their_scheme(Scheme.of(packed, None))), LAYOUT.encode(packed)
+    theirs, ours = their_compressor().compress(state, their_scheme(layer_of(packed))), LAYOUT.encode(packed)
     assert set(theirs) == set(ours)
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
@@ -118,64 +117,61 @@ def test_a_short_last_group_is_stored_in_smaller_groups_of_the_same_weight(
     make, same, width, group_size, stored, symmetric, dtype
 ):
     packed = make("int4", (5, width), group_size, symmetric, dtype=dtype)
-    adapted = LAYOUT.adapt(packed)
+    adapted = LAYOUT.adapt_part(packed)
+    assert LAYOUT.adapt(packed.scheme, width) == adapted.scheme
     assert adapted.group_size == stored == math.gcd(width, group_size)
     assert adapted.scale.shape == (5, width // stored)
     assert torch.equal(adapted.words, packed.words)
-    assert torch.equal(dense_weight(adapted, dtype), dense_weight(packed, dtype))
+    assert torch.equal(adapted.dense(dtype), packed.dense(dtype))
     tensors = LAYOUT.encode(adapted)
-    same(LAYOUT.decode(tensors, Scheme.of(adapted, None)), adapted)
-    found = their_compressor().decompress(tensors, their_scheme(Scheme.of(adapted, None)))
-    assert torch.equal(found["weight"], dense_weight(packed, dtype))
+    same(LAYOUT.decode(tensors, layer_of(adapted)), adapted)
+    found = their_compressor().decompress(tensors, their_scheme(layer_of(adapted)))
+    assert torch.equal(found["weight"], packed.dense(dtype))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, "channel", "tensor"])
 def test_whole_groups_are_stored_as_they_are(make, group_size):
     packed = make("int4", (4, 64), group_size)
-    assert LAYOUT.adapt(packed) is packed
-
-
-def scheme(grid="int4", group_size=32, symmetric=True, indexed=False, **inputs):
-    return Scheme(GRIDS[grid], group_size, symmetric, indexed, **inputs)
+    assert LAYOUT.adapt_part(packed) is packed and LAYOUT.adapt(packed.scheme, 64) == packed.scheme
 
 
 @pytest.mark.parametrize(
     ("wanted", "width", "message"),
     [
-        (scheme(indexed=True), 64, "use act_order: static, or format: native"),
-        (scheme(group_size="tensor", symmetric=False), 64, "use group_size: channel, or symmetric: true"),
-        (scheme(group_size=64), 100, "group_size 64 does not divide the 100 inputs; use 20, 25, 50, 100, channel, or"),
+        (coded(indexed=True), 64, "use act_order: static, or format: native"),
+        (coded(group_size="tensor", symmetric=False), 64, "use group_size: channel, or symmetric: true"),
+        (coded(group_size=64), 100, "group_size 64 does not divide the 100 inputs; use 20, 25, 50, 100, channel, or"),
         (
-            scheme(group_size=128),
+            coded(group_size=128),
             4104,
             "use 18, 19, 24, 27, 36, 38, 54, 57, 72, 76, 108, 114, 152, 171, 216, 228, channel",
         ),
         (
-            scheme(group_size=128),
+            coded(group_size=128),
             4099,
             "group_size 128 does not divide the 4099 inputs; use channel, or format: native",
         ),
-        (scheme(group_size=12), 64, "group_size 12 does not divide the 64 inputs; use 16, 32, 64, channel, or"),
+        (coded(group_size=12), 64, "group_size 12 does not divide the 64 inputs; use 16, 32, 64, channel, or"),
     ],
 )
 def test_what_cannot_be_held_is_refused_with_what_can(wanted, width, message):
-    assert message in LAYOUT.refuses(wanted, (8, width))
+    assert message in LAYOUT.refuses(replace(wanted, shape=(8, width)))
 
 
 @pytest.mark.parametrize(
     ("wanted", "width"),
     [
-        (scheme(), 64),
-        (scheme(group_size="channel", symmetric=False), 61),
-        (scheme(group_size="tensor"), 61),
-        (scheme(group_size=128, symmetric=False), 576),  # stored in groups of 64
-        (scheme(group_size=64), 80),  # of 16
-        (scheme(group_size=8), 64),
-        (scheme(group_size=1), 7),
+        (coded(), 64),
+        (coded(group_size="channel", symmetric=False), 61),
+        (coded(group_size="tensor"), 61),
+        (coded(group_size=128, symmetric=False), 576),  # stored in groups of 64
+        (coded(group_size=64), 80),  # of 16
+        (coded(group_size=8), 64),
+        (coded(group_size=1), 7),
     ],
 )
 def test_what_can_be_held_is_not_refused(wanted, width):
-    assert LAYOUT.refuses(wanted, (8, width)) is None
+    assert LAYOUT.refuses(replace(wanted, shape=(8, width))) is None
 
 
 @quick
@@ -183,7 +179,7 @@ def test_what_can_be_held_is_not_refused(wanted, width):
 def test_the_sizes_that_a_refusal_names_are_not_refused(width):
     words = sizes_that_work(width).removeprefix("use ").removesuffix(", or format: native").split(", ")
     for word in words:
-        assert LAYOUT.refuses(scheme(group_size=int(word) if word.isdigit() else word), (8, width)) is None
+        assert LAYOUT.refuses(coded(group_size=int(word) if word.isdigit() else word, shape=(8, width))) is None
 
 
 @quick
@@ -192,19 +188,19 @@ def test_a_refusal_depends_on_the_size_it_would_be_stored_in(width, group_size):
     assume(width % group_size)
     stored = stored_group_size(width, group_size)
     assert width % stored == 0 == group_size % stored
-    assert (LAYOUT.refuses(scheme(group_size=group_size), (8, width)) is None) == (stored >= min(16, group_size))
+    assert (LAYOUT.refuses(coded(group_size=group_size, shape=(8, width))) is None) == (stored >= min(16, group_size))
 
 
 def test_the_arguments_of_the_config():
-    assert LAYOUT.weight_arguments(scheme("int3", 32, False)) == {
+    assert LAYOUT.weight_arguments(coded("int3", 32, False)) == {
         "num_bits": 3, "type": "int", "symmetric": False, "group_size": 32, "strategy": "group", "dynamic": False,
     }  # fmt: skip
-    assert LAYOUT.weight_arguments(scheme(group_size="tensor"))["strategy"] == "tensor"
-    assert LAYOUT.weight_arguments(scheme(group_size="channel"))["group_size"] is None
-    assert input_arguments(scheme(activations=GRIDS["int8"])) == {
+    assert LAYOUT.weight_arguments(coded(group_size="tensor"))["strategy"] == "tensor"
+    assert LAYOUT.weight_arguments(coded(group_size="channel"))["group_size"] is None
+    assert input_arguments(coded("int8", 32, True, rounding())) == {
         "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True,
     }  # fmt: skip
-    assert input_arguments(scheme(activations=GRIDS["fp8_e4m3"]))["type"] == "float"
-    assert input_arguments(scheme(activations=GRIDS["int8"], activation_scale="static")) == {
+    assert input_arguments(coded("int8", 32, True, rounding("fp8_e4m3")))["type"] == "float"
+    assert input_arguments(coded("int8", "channel", True, rounding(scale="static"))) == {
         "num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False,
     }  # fmt: skip

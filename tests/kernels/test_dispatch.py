@@ -1,12 +1,18 @@
 """Dispatch: the first registered kernel that supports a call computes it; the reference computes the rest."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
 from compress.kernels import dispatch, reference
+from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.transforms.rounding import InputRounding
 
 
 class Fake:
@@ -15,28 +21,112 @@ class Fake:
     def __init__(self, answer, rows):
         self.answer, self.rows = answer, rows
 
-    def supports(self, x, packed):
+    def supports(self, part, x, rounding):
         return x.shape[0] <= self.rows
 
-    def linear(self, x, packed, bias):
-        return torch.full((x.shape[0], packed.shape[0]), self.answer)
+    def prepare(self, part):
+        return None
+
+    def product(self, x, part, prepared, rounding, bias):
+        return torch.full((x.shape[0], part.shape[0]), self.answer)
+
+
+class Watching:
+    """Takes codes, whose weight it multiplies out once, and remembers what it was given."""
+
+    def __init__(self):
+        self.prepared, self.calls = [], []
+
+    def supports(self, part, x, rounding):
+        return part.kind == "codes"
+
+    def prepare(self, part):
+        self.prepared.append(part)
+        return part.dense(torch.float32)
+
+    def product(self, x, part, prepared, rounding, bias):
+        self.calls.append((x, rounding, bias))
+        x = x if rounding is None else rounding(x)
+        return nn.functional.linear(x, prepared.to(x.dtype), bias)
 
 
 @pytest.fixture
-def packed():
-    return PackedCodes.of(quantize(torch.arange(12.0).reshape(3, 4), GRIDS["int4"], 4))
+def part():
+    return CodesPart.of(quantize(torch.arange(12.0).reshape(3, 4), GRIDS["int4"], 4))
 
 
-def test_the_first_that_supports_the_call(packed, monkeypatch):
+@pytest.fixture
+def kernel(monkeypatch):
+    found = Watching()
+    monkeypatch.setattr(dispatch, "KERNELS", [found])
+    return found
+
+
+@pytest.fixture
+def layer():
+    found = CompressedLinear.of(nn.Linear(8, 5).requires_grad_(False))
+    found.put(quantize(found.weight, GRIDS["int8"]))
+    return found
+
+
+def test_the_first_that_supports_the_call(part, monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", [Fake(1.0, 1), Fake(2.0, 2)])
     bias = torch.ones(3)
     for rows, answer in ((1, 1.0), (2, 2.0)):
-        assert torch.equal(dispatch.linear(torch.ones(rows, 4), packed, bias), torch.full((rows, 3), answer))
+        assert torch.equal(dispatch.linear(torch.ones(rows, 4), [part], None, bias), torch.full((rows, 3), answer))
     x = torch.ones(3, 4)
-    assert torch.equal(dispatch.linear(x, packed, bias), reference.linear(x, packed, bias))
+    assert torch.equal(dispatch.linear(x, [part], None, bias), reference.linear(x, [part], None, bias))
 
 
-def test_without_kernels_it_is_the_reference(packed, monkeypatch):
+def test_without_kernels_it_is_the_reference(part, monkeypatch):
     monkeypatch.setattr(dispatch, "KERNELS", [])
-    x = torch.ones(2, 4)
-    assert torch.equal(dispatch.linear(x, packed, None), reference.linear(x, packed, None))
+    x, rounding = torch.randn(2, 4), InputRounding.of(GRIDS["int8"])
+    parts = [part, DensePart.of(torch.randn(3, 4))]
+    for asked in ((x, [part], None, None), (x, parts, rounding, torch.ones(3))):
+        assert torch.equal(dispatch.linear(*asked), reference.linear(*asked))
+
+
+def test_a_kernel_is_given_the_rounding_and_the_inputs_as_they_were(kernel, layer):
+    rounding, x = InputRounding.of(GRIDS["int8"]), torch.randn(3, 8)
+    layer.round_inputs(rounding)
+    found = layer(x)
+    [(given, by, bias)] = kernel.calls
+    assert given is x and by is rounding and bias is layer.bias
+    assert torch.equal(found, nn.functional.linear(rounding(x), layer.weight, layer.bias))
+
+
+def test_a_part_is_prepared_once_and_again_when_it_has_moved(kernel, layer):
+    x = torch.randn(3, 8)
+    for _ in range(3):
+        layer(x)
+    assert len(kernel.prepared) == 1
+    layer.to(torch.bfloat16)
+    for _ in range(2):
+        layer(x.bfloat16())
+    assert len(kernel.prepared) == 2
+    twin = copy.deepcopy(layer)
+    twin(x.bfloat16())
+    assert len(kernel.prepared) == 3 and kernel.prepared[2] is twin.codes
+    layer.put(layer.codes.codes())
+    layer(x.bfloat16())
+    assert len(kernel.prepared) == 4
+
+
+def test_another_kernel_prepares_a_part_for_itself(kernel, layer, monkeypatch):
+    x, other = torch.randn(3, 8), Watching()
+    layer(x)
+    monkeypatch.setattr(dispatch, "KERNELS", [other, kernel])
+    layer(x)
+    assert (len(kernel.prepared), len(other.prepared)) == (1, 1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_parts_that_no_kernel_takes_are_computed_by_the_reference_on_rounded_inputs(kernel, part, order):
+    """The bias is added once, with the first part."""
+    x, rounding, bias = torch.randn(3, 4), InputRounding.of(GRIDS["int8"]), torch.randn(3)
+    parts = [part, DensePart.of(torch.randn(3, 4)), DensePart.of(torch.randn(3, 4))][::order]
+    found = dispatch.linear(x, parts, rounding, bias)
+    torch.testing.assert_close(found, reference.linear(x, parts, rounding, bias))
+    weight = sum(part.dense(torch.float32) for part in parts)
+    torch.testing.assert_close(found, rounding(x) @ weight.T + bias, rtol=1e-5, atol=1e-4)
+    assert len(kernel.calls) == 1 and kernel.calls[0][0] is x

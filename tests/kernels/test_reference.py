@@ -8,18 +8,18 @@ from tolerances import near
 from compress.kernels import reference
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
 
 
 def test_a_weight_by_hand():
     codes = torch.tensor([[-8, 7, 0, 1], [3, -3, 2, -2]], dtype=torch.int8)
     scale, zero = torch.tensor([[0.5, 2.0], [1.0, 0.25]]), torch.tensor([[1.0, 0.0], [-1.0, 2.0]])
-    packed = PackedCodes.of(Codes(codes, scale, zero, GRIDS["int4"], 2))
+    packed = CodesPart.of(Codes(codes, scale, zero, GRIDS["int4"], 2))
     wanted = [[-4.5, 3.0, 0.0, 2.0], [4.0, -2.0, 0.0, -1.0]]
-    assert reference.dense_weight(packed, torch.float32).tolist() == wanted
+    assert packed.dense(torch.float32).tolist() == wanted
     x, bias = torch.tensor([[1.0, 0.0, 2.0, 1.0]]), torch.tensor([10.0, 20.0])
-    assert reference.linear(x, packed, bias).tolist() == [[7.5, 23.0]]
-    assert reference.linear(x, packed, None).tolist() == [[-2.5, 3.0]]
+    assert reference.linear(x, [packed], None, bias).tolist() == [[7.5, 23.0]]
+    assert reference.linear(x, [packed], None, None).tolist() == [[-2.5, 3.0]]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -27,7 +27,7 @@ def test_a_weight_by_hand():
 @pytest.mark.parametrize("grid", ["int2", "int3", "int4", "int5", "int8"])
 def test_integers_with_any_groups(grid, group_size, symmetric):
     codes = quantize(random(6, 16), GRIDS[grid], group_size, symmetric)
-    found = reference.dense_weight(PackedCodes.of(codes), torch.float32)
+    found = CodesPart.of(codes).dense(torch.float32)
     size = group_size if isinstance(group_size, int) else 16
     for row in range(6):
         for column in range(16):
@@ -40,19 +40,19 @@ def test_integers_with_any_groups(grid, group_size, symmetric):
 @pytest.mark.parametrize("grid", ["nf4", "fp4_e2m1", "fp8_e4m3"])
 def test_other_grids(grid):
     codes = quantize(random(6, 16), GRIDS[grid], 8)
-    assert torch.equal(reference.dense_weight(PackedCodes.of(codes), torch.float32), codes.dense())
+    assert torch.equal(CodesPart.of(codes).dense(torch.float32), codes.dense())
 
 
 def test_groups_by_an_index():
     index = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
     codes = Codes(torch.ones(1, 4, dtype=torch.int8), torch.tensor([[2.0, 3.0]]), None, GRIDS["int4"], 2, index)
-    assert reference.dense_weight(PackedCodes.of(codes), torch.float32).tolist() == [[3, 2, 3, 2]]
+    assert CodesPart.of(codes).dense(torch.float32).tolist() == [[3, 2, 3, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_dtype_is_that_of_the_input(dtype):
-    packed = PackedCodes.of(quantize(random(6, 16), GRIDS["int4"], 8))
+    packed = CodesPart.of(quantize(random(6, 16), GRIDS["int4"], 8))
     x = random(2, 3, 16, seed=1).to(dtype)
-    found = reference.linear(x, packed, None)
+    found = reference.linear(x, [packed], None, None)
     assert found.dtype == dtype and found.shape == (2, 3, 6)
-    assert near(found, x @ reference.dense_weight(packed, dtype).T)
+    assert near(found, x @ packed.dense(dtype).T)

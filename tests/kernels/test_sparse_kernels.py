@@ -11,14 +11,16 @@ from tolerances import near
 from compress.kernels import dispatch, reference
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.sparse import positions as sparse
 from compress.numerics.sparse.positions import Kept
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.sparse import SparsePart
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    return PackedCodes.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
+    return CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
 
 
 @settings(deadline=None, max_examples=40)
@@ -30,18 +32,18 @@ def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, 
     weight = torch.randn(rows, width) * mask
     whole = pruned(mask, "int3", 7, False, seed)
     with patch.object(sparse, "PART", part):
-        floats = sparse.SparseWeight.of(weight, Kept.of(mask))
-        assert near(dispatch.linear(x, floats, bias), torch.nn.functional.linear(x, weight, bias))
-        only = whole.only(Kept.of(mask))
-        assert near(dispatch.linear(x, only, bias), dispatch.linear(x, whole, bias))
+        floats = SparsePart.of(DensePart.of(weight), Kept.of(mask))
+        assert near(dispatch.linear(x, [floats], None, bias), torch.nn.functional.linear(x, weight, bias))
+        only = SparsePart.of(whole, Kept.of(mask))
+        assert near(dispatch.linear(x, [only], None, bias), dispatch.linear(x, [whole], None, bias))
 
 
 def test_temporaries_are_those_of_a_part(monkeypatch):
     """Beside the dense weight, nothing that is made has more elements than a part and the kept weights of it."""
     mask = regular_mask(512, 256, 2, 4)
-    only = pruned(mask, "int3", 32, False).only(Kept.of(mask))
+    only = SparsePart.of(pruned(mask, "int3", 32, False), Kept.of(mask))
     monkeypatch.setattr(sparse, "PART", 1024)
-    wanted = reference.dense_weight(only, torch.float32)
+    wanted = only.dense(torch.float32)
 
     class Sizes(torch.overrides.TorchFunctionMode):
         largest = 0
@@ -54,23 +56,26 @@ def test_temporaries_are_those_of_a_part(monkeypatch):
             return found
 
     with Sizes() as sizes:
-        found = reference.dense_weight(only, torch.float32)
+        found = only.dense(torch.float32)
     assert torch.equal(found, wanted)
     assert 0 < sizes.largest <= 512 * 8  # the scales are that many; the weight has 131072
 
 
-class Fake:
-    def supports(self, x, weight):
-        return True
+class ForCodes:
+    def supports(self, part, x, rounding):
+        return part.kind == "codes"
 
-    def linear(self, x, weight, bias):
-        return torch.full((x.shape[0], weight.shape[0]), 7.0)
+    def prepare(self, part):
+        return None
+
+    def product(self, x, part, prepared, rounding, bias):
+        return torch.full((x.shape[0], part.shape[0]), 7.0)
 
 
 def test_kernels_for_whole_codes_never_see_kept_ones(monkeypatch):
     mask = regular_mask(3, 8, 2, 4)
     whole = pruned(mask, "int4", 4, True)
-    only, x = whole.only(Kept.of(mask, (2, 4))), torch.ones(2, 8)
-    monkeypatch.setattr(dispatch, "KERNELS", [Fake()])
-    assert bool((dispatch.linear(x, whole, None) == 7).all())
-    assert near(dispatch.linear(x, only, None), reference.linear(x, whole, None))
+    only, x = SparsePart.of(whole, Kept.of(mask, (2, 4))), torch.ones(2, 8)
+    monkeypatch.setattr(dispatch, "KERNELS", [ForCodes()])
+    assert bool((dispatch.linear(x, [whole], None, None) == 7).all())
+    assert near(dispatch.linear(x, [only], None, None), reference.linear(x, [whole], None, None))

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart
 from compress.weights.transforms.rounding import InputRounding
 
 
@@ -30,7 +30,7 @@ def test_it_is_the_function_of_the_layer_and_shares_its_weight(make, x):
     dense = make()
     layer = CompressedLinear.of(dense)
     torch.testing.assert_close(layer(x), dense(x), rtol=1e-6, atol=1e-6)
-    assert layer.shape == (5, 8) and layer.packed is None
+    assert layer.shape == (5, 8) and layer.codes is None
     assert layer.transposed == isinstance(dense, Conv1D)
     assert layer.weight.untyped_storage().data_ptr() == dense.weight.untyped_storage().data_ptr()
     assert (layer.bias is None) == (dense.bias is None)
@@ -44,14 +44,14 @@ def test_codes_take_the_place_of_the_weight_and_keep_the_bias(make, x):
     layer = CompressedLinear.of(dense)
     codes = quantize(layer.weight, GRIDS["int4"], 4)
     layer.put(codes)
-    assert layer.dense is None and layer.shape == (5, 8)
+    assert layer.quantized and layer.shape == (5, 8)
     assert torch.equal(layer.weight, codes.dense())
     torch.testing.assert_close(layer(x), x @ codes.dense().T + dense.bias)
-    assert layer.packed.sha256() == PackedCodes.of(codes).sha256()
-    assert set(layer.state_dict()) == {"bias", "words", "scale"}
+    assert layer.codes.sha256() == CodesPart.of(codes).sha256()
+    assert set(layer.state_dict()) == {"bias", "parts.0.words", "parts.0.scale"}
     layer.put(codes.dense())
-    assert layer.packed is None and torch.equal(layer.weight, codes.dense())
-    assert set(layer.state_dict()) == {"bias", "dense"}
+    assert layer.codes is None and torch.equal(layer.weight, codes.dense())
+    assert set(layer.state_dict()) == {"bias", "parts.0.weight"}
 
 
 def test_a_mask_stays_until_another_is_given():
@@ -68,26 +68,28 @@ def test_a_mask_stays_until_another_is_given():
 def test_inputs_are_rounded_one_token_at_a_time(x):
     layer = CompressedLinear.of(nn.Linear(8, 5))
     dense = layer(x)
-    layer.activations = GRIDS["int8"]
+    layer.round_inputs(InputRounding.of(GRIDS["int8"]))
     found = layer(x)
     assert not torch.equal(found, dense)
-    torch.testing.assert_close(found, nn.functional.linear(InputRounding(GRIDS["int8"])(x), layer.weight, layer.bias))
+    torch.testing.assert_close(
+        found, nn.functional.linear(InputRounding.of(GRIDS["int8"])(x), layer.weight, layer.bias)
+    )
     alone = torch.stack([layer(token) for token in x.reshape(-1, 8)]).reshape(2, 3, 5)
     torch.testing.assert_close(alone, found)  # no token changes another
 
 
 def test_a_token_by_hand():
     token = torch.tensor([[127.0, -63.6, 0.4, 0.0]])
-    assert InputRounding(GRIDS["int8"])(token).tolist()[0] == pytest.approx([127.0, -64.0, 0.0, 0.0], abs=0.6)
+    assert InputRounding.of(GRIDS["int8"])(token).tolist()[0] == pytest.approx([127.0, -64.0, 0.0, 0.0], abs=0.6)
     zero = torch.zeros(2, 4)
-    assert torch.equal(InputRounding(GRIDS["int8"])(zero), zero)
+    assert torch.equal(InputRounding.of(GRIDS["int8"])(zero), zero)
 
 
 def test_the_weight_in_another_dtype():
     layer = CompressedLinear.of(nn.Linear(8, 5))
     assert layer.weight_as(torch.bfloat16).dtype == torch.bfloat16
     layer.put(quantize(layer.weight, GRIDS["int4"], 4, dtype=torch.bfloat16))
-    assert layer.weight.dtype == torch.float32 or layer.weight.dtype == layer.scale.dtype
+    assert layer.weight.dtype == torch.float32 or layer.weight.dtype == layer.codes.scale.dtype
     assert layer.weight_as(torch.float16).dtype == torch.float16
 
 

@@ -1,7 +1,6 @@
 """CompressedLinear with a mask: packed while it is worked on, the kept weights alone when it is stored."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from transformers.pytorch_utils import Conv1D
 from compress.errors import NumericError
 from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear
-from compress.model.save import hold_as_stored, layer_tensors
+from compress.model.save import layer_tensors, store_as_planned
 from compress.model.structure.rewrite import remember, rewrite_weight
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
-from compress.numerics.sparse.positions import SparseWeight, Sparsity
-from compress.weights.base import Scheme
+from compress.numerics.sparse.positions import Sparsity
+from compress.weights.dense import DenseScheme
+from compress.weights.layer import LayerScheme
+from compress.weights.sparse import SparsePart, SparseScheme
 
 
 def masked(mask, dtype=torch.float32, seed=0):
@@ -32,8 +32,8 @@ def test_a_mask_is_held_in_bits_and_given_as_it_was():
     mask = random_mask(6, 40, 0.5)
     layer = masked(mask)
     assert torch.equal(layer.mask, mask) and layer.mask.dtype == torch.bool
-    assert set(layer.state_dict()) == {"bias", "dense", "kept"}
-    assert layer.kept.shape == (6, 2) and layer.scheme is None and layer.sha256() is None
+    assert set(layer.state_dict()) == {"bias", "parts.0.weight", "mask_words"}
+    assert layer.mask_words.shape == (6, 2) and layer.scheme.plain
     assert torch.equal(copy.deepcopy(layer).mask, mask)
     assert CompressedLinear.of(nn.Linear(3, 2)).mask is None
 
@@ -47,14 +47,14 @@ def test_kept_weights_alone_are_the_same_function(grid, pattern):
         layer.put(quantize(layer.weight, GRIDS[grid], 16, mask=mask))
     x, weight = torch.randn(5, 42), layer.weight
     wanted = layer(x)
-    layer.hold_kept(Sparsity.named(pattern, int(mask.sum())))
+    layer.store_kept(Sparsity.named(pattern, int(mask.sum())))
     assert torch.equal(layer(x), wanted) and torch.equal(layer.weight, weight)
-    assert torch.equal(layer.mask, mask) and layer.dense is None
-    tensors = {"bias", "kept", "values"} if grid is None else {"bias", "kept", "words", "scale"}
-    assert set(layer.state_dict()) == tensors
-    assert isinstance(layer.held, SparseWeight if grid is None else PackedCodes)
-    assert (layer.packed is None) == (grid is None)
-    assert layer.scheme.sparsity == Sparsity.named(pattern, int(mask.sum()))
+    assert torch.equal(layer.mask, mask) and layer.mask_words is None
+    tensors = {"weight_kept", "weight_values"} if grid is None else {"weight_kept", "weight_packed", "weight_scale"}
+    assert set(layer.tensors()) == tensors
+    (part,) = layer.all_parts
+    assert isinstance(part, SparsePart) and layer.quantized == (grid is not None) and layer.codes is None
+    assert part.scheme.sparsity == Sparsity.named(pattern, int(mask.sum()))
     assert repr(layer).count(pattern) == 1 and "masked" in repr(layer)
     assert torch.equal(
         layer.weight_as(torch.bfloat16), weight.bfloat16() if grid is None else layer.weight_as(torch.bfloat16)
@@ -69,7 +69,7 @@ def test_a_kept_zero_stays_out_of_the_mask():
     assert int(zeros.sum()) > 20  # int2 rounds many kept weights to zero
     layer.put(codes)
     assert torch.equal(layer.mask, mask)
-    layer.hold_kept(Sparsity(int(mask.sum())))
+    layer.store_kept(Sparsity(int(mask.sum())))
     assert torch.equal(layer.mask, mask) and bool((layer.weight[zeros] == 0).all())
 
 
@@ -77,28 +77,32 @@ def test_work_goes_on_from_a_sparse_layer():
     mask = regular_mask(4, 16, 2, 4)
     layer = masked(mask)
     weight = layer.weight
-    layer.hold_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(Sparsity(32, (2, 4)))
     layer.rescale_input(torch.full((16,), 2.0))
-    assert torch.equal(layer.weight, weight * 2) and torch.equal(layer.mask, mask) and layer.values is None
-    layer.hold_kept(Sparsity(32, (2, 4)))
-    layer.absorb_input_scale()
+    assert (
+        torch.equal(layer.weight, weight * 2)
+        and torch.equal(layer.mask, mask)
+        and layer.scheme.parts == (DenseScheme(),)
+    )
+    layer.store_kept(Sparsity(32, (2, 4)))
+    layer.absorb_scale()
     assert torch.equal(layer.weight, weight) and torch.equal(layer.mask, mask)
-    layer.hold_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(Sparsity(32, (2, 4)))
     layer.put(quantize(layer.weight, GRIDS["int4"], 8, mask=layer.mask))
-    assert torch.equal(layer.mask, mask) and layer.packed.kept is None
+    assert torch.equal(layer.mask, mask) and layer.codes is not None and layer.codes.kept is None
 
 
 def test_columns_and_mask_change_places_together_and_back():
     mask = regular_mask(4, 16, 2, 4)
     layer = masked(mask)
-    layer.hold_kept(Sparsity(32, (2, 4)))
+    layer.store_kept(Sparsity(32, (2, 4)))
     weight, order = layer.weight, torch.randperm(16)
     undo = remember(layer)
     rewrite_weight(layer, lambda w: w[:, order])
     assert torch.equal(layer.mask, mask[:, order]) and torch.equal(layer.weight, weight[:, order])
     undo()
     assert torch.equal(layer.mask, mask) and torch.equal(layer.weight, weight)
-    assert isinstance(layer.held, SparseWeight)
+    assert [type(part) for part in layer.all_parts] == [SparsePart]
 
 
 def test_the_mask_of_another_weight_is_our_mistake():
@@ -109,22 +113,22 @@ def test_the_mask_of_another_weight_is_our_mistake():
 
 def test_a_weight_that_came_back_is_an_error_and_not_dropped():
     layer = masked(regular_mask(4, 16, 2, 4))
-    layer.dense = layer.dense + 1
+    layer.put(layer.weight + 1)
     with pytest.raises(NumericError, match="weights that were pruned are no longer zero"):
-        layer.hold_kept(Sparsity(32, (2, 4)))
+        layer.store_kept(Sparsity(32, (2, 4)))
     block = nn.ModuleDict({"mlp": nn.ModuleDict({"up": masked(regular_mask(4, 16, 2, 4))})})
-    block["mlp"]["up"].dense = torch.ones(4, 16)
+    block["mlp"]["up"].put(torch.ones(4, 16))
     with pytest.raises(NumericError, match=r"model\.layers\.0\.mlp\.up: weights that were pruned are no longer zero"):
-        hold_as_stored("model.layers.0", block, torch.float32, "auto")
+        store_as_planned("model.layers.0", block, torch.float32, "auto")
 
 
 @pytest.mark.parametrize(
     ("policy", "density", "grid", "ends"),
     [
-        ("auto", 0.5, None, SparseWeight),
-        ("auto", 0.99, None, torch.Tensor),
-        ("always", 0.99, None, SparseWeight),
-        ("off", 0.5, None, torch.Tensor),
+        ("auto", 0.5, None, "kept"),
+        ("auto", 0.99, None, "all"),
+        ("always", 0.99, None, "kept"),
+        ("off", 0.5, None, "all"),
         ("auto", 0.5, "int4", "kept"),
         ("auto", 0.95, "int4", "all"),
         ("always", 0.95, "int4", "kept"),
@@ -136,12 +140,10 @@ def test_what_a_layer_is_stored_as(policy, density, grid, ends):
     block = nn.ModuleDict({"a": masked(mask), "b": nn.Linear(4, 4)})
     if grid is not None:
         block["a"].put(quantize(block["a"].weight, GRIDS[grid], 64, mask=mask))
-    hold_as_stored("x", block, torch.float32, policy)
-    held = block["a"].held
-    if grid is None:
-        assert isinstance(held, ends)
-    else:
-        assert (held.kept is not None) == (ends == "kept")
+    store_as_planned("x", block, torch.float32, policy)
+    (part,) = block["a"].all_parts
+    assert isinstance(part, SparsePart) == (part.kept is not None) == (ends == "kept")
+    assert part.scheme.quantized == (grid is not None)
     assert torch.equal(block["a"].mask, mask)
 
 
@@ -152,19 +154,20 @@ def test_values_are_stored_in_the_storage_dtype_as_out_times_in(storage, transpo
     dense = Conv1D(6, 8) if transposed else nn.Linear(8, 6)
     layer = CompressedLinear.of(dense)
     layer.put((layer.weight.to(storage).float()) * mask, mask)
-    layer.hold_kept(Sparsity(24, (2, 4)))
+    layer.store_kept(Sparsity(24, (2, 4)))
     tensors = layer_tensors(layer, FORMATS["native"], storage)
     assert set(tensors) == {"weight_values", "weight_kept", "bias"}
     assert tensors["weight_values"].dtype == storage and tensors["weight_values"].shape == (6, 4)
-    found = FORMATS["native"].decode_floats(tensors, layer.scheme)
     read = CompressedLinear.of(Conv1D(6, 8) if transposed else nn.Linear(8, 6))
-    read.read(replace(found, values=found.values.float()), layer.scheme, {})
-    assert torch.equal(read.weight, layer.weight) and read.sha256() == layer.sha256()
+    read.read(*FORMATS["native"].decode(tensors, layer.scheme))
+    assert torch.equal(read.weight.float(), layer.weight.float()) and read.scheme == layer.scheme
+    layer.change_parts(lambda part: part.in_storage(storage))
+    assert read.sha256() == layer.sha256()
 
 
 def test_the_scheme_of_a_sparse_layer():
     mask = regular_mask(6, 8, 2, 4)
     layer = masked(mask)
-    layer.hold_kept(Sparsity(24, (2, 4)))
-    assert layer.scheme == Scheme(None, "channel", True, width=8, sparsity=Sparsity(24, (2, 4)))
+    layer.store_kept(Sparsity(24, (2, 4)))
+    assert layer.scheme == LayerScheme((6, 8), (SparseScheme(Sparsity(24, (2, 4)), DenseScheme()),))
     assert layer.scheme.text == "2:4"

@@ -19,6 +19,7 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.passes import awq
 from compress.passes.awq import AWQ, Fed, Moments, diagonal_blocks, normalized, weight_mean
+from compress.weights.transforms.scale import Scale
 
 WIDTH, HIDDEN = 16, 24
 CPU = torch.device("cpu")
@@ -246,8 +247,8 @@ def test_linears_that_nothing_is_linked_to_divide_their_inputs_on_request(batche
     before = copy.deepcopy(block)
     step = AWQ(group_size=8, unlinked="scale", clip=False)
     step.solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
-    scale = block.a.input_scale
-    assert torch.equal(scale, block.b.input_scale) and not torch.equal(scale, torch.ones(WIDTH))
+    scale = block.a.transform_of(Scale).scale
+    assert torch.equal(scale, block.b.transform_of(Scale).scale) and not torch.equal(scale, torch.ones(WIDTH))
     torch.testing.assert_close(block.a.weight, before.a.weight * scale)
     for x in batches:
         torch.testing.assert_close(block(x), before(x), rtol=1e-4, atol=1e-2)

@@ -150,7 +150,7 @@ def test_sources_that_are_quantized_stay_as_they_are(pico_model):
     ]
     compress.apply(pico_model, steps, journal=journal)
     assert any("self_attn.v_proj, which writes its input, is quantized already" in e.message for e in journal.entries)
-    assert pico_model.get_submodule(V).packed is not None
+    assert pico_model.get_submodule(V).codes is not None
 
 
 def test_only_n_of_m_asks_for_an_order():
@@ -183,7 +183,7 @@ def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     assert max(native["verified"]["own"], dense.report["verified"]["own"]) <= LOGITS
     here, plain = compress.load(tmp_path / "native")[0], compress.load(tmp_path / "dense")[0]
     layer = here.get_submodule(Q)
-    assert layer.scheme.input_permuted and layer.scheme.sparsity.text == "2:4"
+    assert layer.input_permutation is not None and layer.scheme.text == "2:4"
     first = Q.replace("1", "0", 1)  # later blocks may end in other optima: their inputs are summed in another order
     layer, weight = here.get_submodule(first), plain.get_submodule(first).weight
     assert torch.equal(layer.weight[:, layer.input_permutation.long().argsort()], weight)
@@ -262,7 +262,7 @@ def test_orders_and_scales_of_inputs_are_taken_together_and_back(layer):
     assert torch.equal(layer.input_permutation.long(), first[second])
     assert torch.equal(layer.mask, mask[:, first[second]]) and not bool(layer.weight[~layer.mask].any())
     layer.absorb_inputs()
-    assert layer.input_permutation is None and layer.input_scale is None
+    assert not layer.all_transforms
     torch.testing.assert_close(layer.weight, weight)
     assert torch.equal(layer.mask, mask)
 

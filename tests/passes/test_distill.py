@@ -47,7 +47,7 @@ def teacher(pico):
 
 
 def packed(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.packed is not None}
+    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.codes is not None}
 
 
 # The objective
@@ -101,14 +101,14 @@ def test_the_first_loss_is_the_divergence_from_the_teacher(pico_model, teacher, 
 
 def test_codes_stay_and_scales_and_norms_move(pico_model, teacher, pico_ids):
     compress.apply(pico_model, [compress.RTN(**RTN3, symmetric=False)], pico_ids)
-    before = {name: layer.packed for name, layer in packed(pico_model).items()}
+    before = {name: layer.codes for name, layer in packed(pico_model).items()}
     rest = {name: t.clone() for name, t in pico_model.state_dict().items() if not name.startswith(tuple(before))}
     compress.apply(pico_model, [Distill(steps=2)], pico_ids, teacher=teacher)
     assert packed(pico_model).keys() == before.keys()
     for name, layer in packed(pico_model).items():
         for part in ("words", "zero"):
-            assert torch.equal(getattr(layer.packed, part), getattr(before[name], part))
-        assert not torch.equal(layer.packed.scale, before[name].scale)
+            assert torch.equal(getattr(layer.codes, part), getattr(before[name], part))
+        assert not torch.equal(layer.codes.scale, before[name].scale)
     changed = {name for name, t in rest.items() if not torch.equal(t, pico_model.state_dict()[name])}
     assert changed == {name for name in rest if "norm" in name}
 

@@ -64,10 +64,10 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, pico_ids, opt
 
 def test_codes_stay_and_their_scales_learn(pico_model, pico_ids):
     compress.apply(pico_model, [compress.RTN(group_size=32)])
-    before = {n: m.packed for n, m in pico_model.named_modules() if isinstance(m, CompressedLinear)}
+    before = {n: m.codes for n, m in pico_model.named_modules() if isinstance(m, CompressedLinear)}
     compress.apply(pico_model, [Finetune(steps=2)], pico_ids)
     for name, packed in before.items():
-        after = pico_model.get_submodule(name).packed
+        after = pico_model.get_submodule(name).codes
         assert torch.equal(after.words, packed.words) and not torch.equal(after.scale, packed.scale)
 
 

@@ -13,8 +13,9 @@ from compress.numerics.column_sweep import sweep
 from compress.numerics.quant import rounding
 from compress.numerics.quant.codes import fit, quantize, spread
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.numerics.quant.packed import PackedCodes
 from compress.passes.gptq import GPTQ
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 WIDTH = 40
 ORDERS = ["none", "static", "group"]
@@ -72,7 +73,7 @@ def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, laye
         columns = seen_of(rows).hessian.diagonal().argsort(descending=True, stable=True)
         swept = torch.empty_like(swept).index_copy_(1, columns, swept)
     assert torch.equal(found.dense(), swept)
-    back = PackedCodes.of(found).codes()
+    back = CodesPart.of(found).codes()
     assert torch.equal(back.scale, found.scale)
     assert torch.equal(back.dense(), found.dense())
     assert error(found, weight, rows) < 0.9 * error(quantize(weight, GRIDS[weights], size), weight, rows)
@@ -256,7 +257,11 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_only_act_order_group_needs_a_format_with_an_index():
-    assert [GPTQ(act_order=order).spec.indexed for order in ORDERS] == [False, False, True]
+    assert [GPTQ(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [
+        False,
+        False,
+        True,
+    ]
 
 
 class Everything(Grid):

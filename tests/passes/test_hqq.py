@@ -93,7 +93,7 @@ def test_zero_points_in_floats_are_stored_planned_and_read(recipe, tmp_path):
     assert report["verified"]["own"] <= LOGITS
     assert report["size"]["tensor_bytes"] == report["predicted"]["tensor_bytes"]
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.mlp.up_proj")
-    assert layer.zero.is_floating_point() and layer.scheme.float_zeros
+    assert layer.codes.zero.is_floating_point() and layer.scheme.codes.float_zeros
     assert (
         "float_zeros"
         in json.loads((tmp_path / "config.json").read_text())["quantization_config"]["layers"][

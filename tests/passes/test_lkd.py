@@ -38,7 +38,7 @@ def distance(model, original, ids, layer=1):
 
 
 def packed(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.packed is not None}
+    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.codes is not None}
 
 
 def record(journal, message):
@@ -81,7 +81,7 @@ def test_a_block_that_equals_its_original_is_left_alone(pico_model, ids):
     after = tuned(pico_model, [Untouched(), LKD(train=["norms"])], ids, journal)
     assert len(record(journal, "the block gives what it gave before; there is nothing to learn")) == 3
     assert not record(journal, "error of the block's output")
-    dense = {n.replace(".dense", ".weight"): t for n, t in after.state_dict().items()}
+    dense = {n.replace(".parts.0.weight", ".weight"): t for n, t in after.state_dict().items()}
     assert before.keys() == dense.keys() and all(torch.equal(before[name], dense[name]) for name in before)
 
 

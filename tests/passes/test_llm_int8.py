@@ -63,8 +63,9 @@ def test_weights_are_rounded_per_row_and_the_threshold_goes_along(layer_of):
     weight = random(5, 16)
     solution = solve(LLMInt8(threshold=4.0), weight, layer_of())
     assert torch.equal(solution.weight.codes, quantize(weight, INT8).codes)
-    assert (solution.activations.grid, solution.activations.threshold) == (INT8, 4.0)
-    assert solution.activations.columns is None
+    [rounding] = solution.transforms
+    assert (rounding.grid, rounding.threshold) == (INT8, 4.0)
+    assert rounding.columns is None
 
 
 def test_calibrated_columns_are_those_that_enough_tokens_reach(layer_of, notes):
@@ -72,7 +73,7 @@ def test_calibrated_columns_are_those_that_enough_tokens_reach(layer_of, notes):
     rows[0, 2], rows[:5, 5] = -6.0, 7.0  # one token in ten, exactly at the threshold; five in ten
     layer = replace(layer_of(), inputs=seen_of(rows))
     found = [
-        solve(LLMInt8(outliers="calibrated", token_share=share), random(4, 8), layer).activations
+        solve(LLMInt8(outliers="calibrated", token_share=share), random(4, 8), layer).transforms[0]
         for share in (0.0, 0.1, 0.5)
     ]
     assert [f.columns.nonzero().flatten().tolist() for f in found] == [[2, 5], [5], []]
@@ -92,10 +93,10 @@ def test_the_native_checkpoint_holds_it(recipe, outliers, tmp_path):
     report = compress.run(recipe(step, save={"format": "native"}), tmp_path).report
     assert report["verified"]["own"] <= LOGITS
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.0.mlp.up_proj")
-    assert layer.outlier_threshold == (4.0 if outliers == "runtime" else None)
-    assert (layer.outliers is not None) == (outliers == "calibrated")
+    assert layer.rounding.threshold == (4.0 if outliers == "runtime" else None)
+    assert (layer.rounding.columns is not None) == (outliers == "calibrated")
     if outliers == "calibrated":
-        assert layer.outliers.dtype == torch.bool and 0 < int(layer.outliers.sum()) < layer.shape[1]
+        assert layer.rounding.columns.dtype == torch.bool and 0 < int(layer.rounding.columns.sum()) < layer.shape[1]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
 def layer(grid=INT8, scale=None):
     found = CompressedLinear.of(nn.Linear(2, 2, bias=False))
     found.put(torch.eye(2))
-    found.round_inputs(InputRounding(grid, scale))
+    found.round_inputs(InputRounding.of(grid, scale))
     return found
 
 
@@ -55,7 +55,7 @@ def test_the_worst_are_below_the_threshold_or_first_in_the_ranking(options, wors
 
 
 def rounded(model):
-    return {n for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.activations is not None}
+    return {n for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.rounding is not None}
 
 
 def test_the_worst_layer_of_every_block_keeps_its_inputs_and_the_report_says_how_bad_all_are(recipe, tmp_path):

@@ -21,7 +21,7 @@ FAST = {"group_size": 32, "batch": 2, "learning_rate": 5e-3, "weight_rate": 0.1}
 
 
 def packed(model):
-    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.packed is not None}
+    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and m.codes is not None}
 
 
 def worked(model, steps, ids, journal=None):
@@ -65,7 +65,7 @@ def test_it_learns_what_rounding_lost(weights, pico_model, pico_ids):
     step = QAT(weights=weights, ce_weight=0, epochs=8, **FAST)
     found = worked(pico_model, [step], pico_ids)
     assert loss(found, pico_ids) < start + 0.5 * (rounded - start)
-    assert {layer.packed.grid.name for layer in packed(found).values()} == {weights}
+    assert {layer.codes.grid.name for layer in packed(found).values()} == {weights}
 
 
 def test_learned_steps_are_scales_among_what_is_trained(pico_model, pico_ids):
@@ -97,8 +97,8 @@ def test_layers_may_differ_and_others_stay_dense(pico_model, pico_ids):
     overrides = {"*.down_proj": {"weights": "ternary"}, "*.up_proj": {"weights": "none"}}
     step = QAT(weights="int4", overrides=overrides, activations="int8", steps=1, **FAST)
     found = worked(pico_model, [step], pico_ids)
-    assert all(layer.activations is GRIDS["int8"] for layer in packed(found).values())
-    grids = {name.rpartition(".")[2]: layer.packed.grid.name for name, layer in packed(found).items()}
+    assert all(layer.rounding.grid is GRIDS["int8"] for layer in packed(found).values())
+    grids = {name.rpartition(".")[2]: layer.codes.grid.name for name, layer in packed(found).items()}
     assert grids["down_proj"] == "ternary" and grids["q_proj"] == "int4" and "up_proj" not in grids
 
 

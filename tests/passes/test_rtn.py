@@ -12,6 +12,7 @@ from compress.api.observers import Nothing
 from compress.numerics.quant.codes import Percentile
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.rtn import RTN
+from compress.weights.layer import LayerScheme
 
 
 def solve(rtn, weight, layer):
@@ -24,7 +25,7 @@ def test_by_hand(layer_of):
     assert solution.weight.scale.tolist() == [[1.0], [pytest.approx(0.2)]]
     assert solution.weight.codes.tolist() == [[7, -3, 0, 0], [-8, 4, 0, 0]]  # 7.5 steps round to 8, which there is not
     assert solution.mask is None
-    assert solution.activations is None
+    assert solution.transforms == ()
 
 
 def by_the_conventions(weight, bits, size, symmetric):
@@ -115,11 +116,12 @@ def test_scales_are_in_the_storage_dtype(layer_of, storage):
 
 def test_the_grid_of_the_inputs_goes_along(layer_of):
     rtn = RTN(weights="int8", group_size="channel", activations="int8")
-    assert solve(rtn, random(4, 8), layer_of()).activations.grid is GRIDS["int8"]
+    [rounding] = solve(rtn, random(4, 8), layer_of()).transforms
+    assert rounding.grid is GRIDS["int8"]
     assert rtn.facts() == {"quantized", "activations_quantized"}
     assert RTN().facts() == {"quantized"}
-    assert rtn.spec.activations is GRIDS["int8"]
-    assert not rtn.spec.indexed
+    assert rtn.becomes(LayerScheme((8, 64))).rounding.grid is GRIDS["int8"]
+    assert not rtn.becomes(LayerScheme((8, 64))).codes.indexed
 
 
 def test_a_grid_may_be_given_itself():

@@ -72,9 +72,9 @@ def test_layers_may_differ_and_inputs_may_be_rounded(pico_model, ids):
     step = SignRound(group_size=32, iterations=2, activations="int8", overrides={"*.down_proj": {"weights": "int8"}})
     layers = {n: m for n, m in compress.apply(copy.deepcopy(pico_model), [step], calibration=ids).named_modules()
               if isinstance(m, CompressedLinear)}  # fmt: skip
-    assert {m.packed.grid.name for n, m in layers.items() if n.endswith("down_proj")} == {"int8"}
-    assert {m.packed.grid.name for n, m in layers.items() if n.endswith("up_proj")} == {"int4"}
-    assert all(layer.activations is GRIDS["int8"] for layer in layers.values())
+    assert {m.codes.grid.name for n, m in layers.items() if n.endswith("down_proj")} == {"int8"}
+    assert {m.codes.grid.name for n, m in layers.items() if n.endswith("up_proj")} == {"int4"}
+    assert all(layer.rounding.grid is GRIDS["int8"] for layer in layers.values())
 
 
 def test_the_start_by_gptq_is_gptq():

@@ -12,6 +12,7 @@ from torch import nn
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.links import Link, find_links
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
+from compress.weights.transforms.rounding import InputRounding
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])
@@ -174,7 +175,7 @@ def test_smoothing_makes_rounded_activations_less_wrong(batches, notes):
         for name in ("a", "b"):
             layer = CompressedLinear.of(rounded.get_submodule(name))
             layer.put(quantize(layer.weight, GRIDS["int8"], "channel"))
-            layer.activations = GRIDS["int8"]
+            layer.round_inputs(InputRounding.of(GRIDS["int8"]))
             setattr(rounded, name, layer)
         return sum(float((rounded(x) - y).norm()) for x, y in zip(batches, wanted, strict=True))
 

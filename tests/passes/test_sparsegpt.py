@@ -12,6 +12,7 @@ from compress.numerics.quant.codes import fit
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.sparsegpt import SparseGPT
 from compress.passes.wanda import Wanda
+from compress.weights.layer import LayerScheme
 
 WIDTH = 40
 PATTERNS = ["layer", "row", "2:4", "4x1", "4x2"]
@@ -70,7 +71,7 @@ def test_pruned_and_rounded_in_one_sweep(layer_of, pattern, size, order):
     assert float((dense[found.mask] != 0).float().mean()) > 0.7
     plain = Wanda(pattern=pattern).solve(weight, seen_of(rows, InputNorm), layer_of())
     assert error(dense, weight, rows) < error(plain.weight, weight, rows)
-    assert step.facts() == {"masked", "quantized"} and step.spec.group_size == size
+    assert step.facts() == {"masked", "quantized"} and step.becomes(LayerScheme(weight.shape)).codes.group_size == size
 
 
 @pytest.mark.parametrize("weights", [name for name, grid in GRIDS.items() if grid.has_zero])
@@ -122,7 +123,7 @@ def test_the_whole_model_with_rounding_keeps_its_pattern(tiny, ids):
     layers = [layer for name, layer in linears(model).items() if "layers" in name]
     assert len(layers) == 21
     for layer in layers:
-        assert layer.packed is not None
+        assert layer.quantized
         assert ((layer.weight != 0).reshape(-1, 4).sum(1) <= 2).all()
 
 
@@ -151,5 +152,5 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_without_a_grid_the_weight_stays_dense():
-    assert SparseGPT().spec is None and SparseGPT().facts() == {"masked"}
-    assert SparseGPT(weights="mxfp4").spec.group_size == 32
+    assert SparseGPT().becomes(LayerScheme((8, 64))).plain and SparseGPT().facts() == {"masked"}
+    assert SparseGPT(weights="mxfp4").becomes(LayerScheme((8, 64))).codes.group_size == 32

@@ -36,7 +36,7 @@ def test_what_is_kept_by_hand(layer_of, options, kept):
     solution = Wanda(**options).solve(WEIGHT, seen_of(INPUTS, InputNorm), layer_of())
     assert solution.mask.int().tolist() == kept
     assert torch.equal(solution.weight, WEIGHT * torch.tensor(kept))
-    assert solution.activations is None
+    assert solution.transforms == ()
 
 
 def test_the_norm_of_the_inputs_decides_between_equal_weights(layer_of):

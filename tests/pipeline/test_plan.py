@@ -1,7 +1,6 @@
 """A plan predicts the bytes that are written, names every module, and refuses what a run would refuse."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,18 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from schemes import coded, encoded, rounding
 
 import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
+from compress.formats.compressed_tensors import CompressedTensors
 from compress.model.open.opening import Mapped
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS, IntGrid
-from compress.numerics.quant.packed import PackedCodes
-from compress.pipeline.plan import layer_bytes, plan
-from compress.weights.base import Scheme
+from compress.pipeline.plan import plan
+from compress.weights.codes import CodesPart
 
 
 def written_bytes(folder) -> int:
@@ -38,7 +38,7 @@ def written_bytes(folder) -> int:
     shape=st.tuples(st.integers(1, 20), st.integers(1, 150)),
     group_size=st.integers(1, 160) | st.sampled_from(["channel", "tensor"]),
     symmetric=st.booleans(),
-    activations=st.sampled_from([None, GRIDS["int8"]]),
+    activations=st.sampled_from([None, "int8"]),
     storage=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_the_bytes_of_a_layer(name, grid, shape, group_size, symmetric, activations, storage):
@@ -46,18 +46,17 @@ def test_the_bytes_of_a_layer(name, grid, shape, group_size, symmetric, activati
     group_size = (
         GRIDS[grid].group_size or group_size
     )  # that of the grid, for grids that have one: a pass takes no other
-    scheme = Scheme(GRIDS[grid], group_size, symmetric, activations=activations, width=shape[1])
-    assume(format_.refuses(scheme, shape) is None)
-    codes = quantize(torch.ones(shape), GRIDS[grid], group_size, symmetric, dtype=storage)
-    packed = PackedCodes.of(codes)
-    if GRIDS[grid].scaling.stored is None:  # the others have a dtype of their own
-        packed = replace(packed, scale=packed.scale.to(storage))
-    packed = format_.adapt(packed)
-    if packed is None:
+    transforms = () if activations is None else (rounding(activations),)
+    scheme = coded(grid, group_size, symmetric, *transforms, shape=shape)
+    assume(format_.refuses(scheme) is None)
+    part = CodesPart.of(quantize(torch.ones(shape), GRIDS[grid], group_size, symmetric, dtype=storage))
+    part = format_.adapt_part(part.in_storage(storage))
+    if format_.adapt(scheme) is None:
         wanted = shape[0] * shape[1] * storage.itemsize
     else:
-        wanted = sum(t.numel() * t.element_size() for t in format_.encode(packed, activations).values())
-    assert layer_bytes(scheme, shape, format_, storage) == wanted
+        inputs = None if activations is None else GRIDS[activations]
+        wanted = sum(t.numel() * t.element_size() for t in encoded(format_, part, inputs).values())
+    assert format_.size_bytes(scheme, storage) == wanted
 
 
 RUNS = {
@@ -94,7 +93,7 @@ def test_the_dense_bytes_are_those_of_the_model(pico, recipe):
 
 
 def test_a_run_that_writes_other_bytes_than_planned_is_no_success(recipe, tmp_path, monkeypatch):
-    monkeypatch.setitem(plan.__globals__, "layer_bytes", lambda *_: 1)  # compress.plan is the function
+    monkeypatch.setattr(CompressedTensors, "size_bytes", lambda *_: 1)
     with pytest.raises(compress.errors.VerificationError, match="but the plan predicted"):
         compress.run(recipe(RTN(), save={"verify": "own"}), tmp_path)
 
@@ -110,7 +109,7 @@ def test_every_module_is_listed_with_its_passes(recipe):
     assert down.passes == ("passes[0] wanda", "passes[1] smoothquant", "passes[2] rtn")
     assert up.passes == ("passes[0] wanda", "passes[1] smoothquant") and query.passes == ("passes[1] smoothquant",)
     assert (down.shape, up.shape, query.shape) == ((128, 288), (288, 128), (128, 128))
-    assert down.scheme == Scheme(GRIDS["int4"], 32, True, width=288) and up.scheme is None
+    assert down.scheme == coded("int4", 32, shape=(128, 288)) and up.scheme.plain
     assert up.size_bytes == 288 * 128 * 4
     assert down.size_bytes == 128 * 288 // 2 + 128 * 9 * 4 + 16  # codes, scales, shape
 
@@ -181,13 +180,13 @@ def test_a_short_last_group_is_stored_in_groups_of_the_common_divisor(recipe):
 @given(width=st.integers(16, 600), group_size=st.integers(16, 600))
 def test_the_group_sizes_that_an_error_names_work(width, group_size):
     format_ = FORMATS["compressed-tensors"]
-    message = format_.refuses(Scheme(GRIDS["int4"], group_size, True), (8, width))
+    message = format_.refuses(coded("int4", group_size, shape=(8, width)))
     assume(message is not None)
     named = message.split("use ")[1].removesuffix(", or format: native").split(", ")
     assert named[-1] == "channel"
     for size in named:
         asked = "channel" if size == "channel" else int(size)
-        assert format_.refuses(Scheme(GRIDS["int4"], asked, True), (8, width)) is None
+        assert format_.refuses(coded("int4", asked, shape=(8, width))) is None
 
 
 def test_a_device_that_is_not_there(recipe, monkeypatch):

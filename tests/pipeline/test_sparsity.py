@@ -178,7 +178,7 @@ def test_joint_pruning_and_rounding_is_planned_as_it_ends(recipe, tiny_folder, t
     )  # fmt: skip
     predicted = compress.plan(asked)
     report = compress.run(asked, tmp_path / "out").report
-    assert predicted.layers[0].scheme.grid.name == "int4"
+    assert predicted.layers[0].scheme.codes.grid.name == "int4"
     assert report["size"]["tensor_bytes"] == report["predicted"]["tensor_bytes"] == predicted.checkpoint_bytes
     assert report["sparsity"]["achieved"] >= 0.5
 

@@ -53,7 +53,7 @@ def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, s
 def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):
     asked = recipe(RTN(), save={"verify": "own"})
     compress.run(asked, tmp_path)
-    monkeypatch.setattr("compress.numerics.quant.packed.PackedCodes.sha256", lambda self: "other")
+    monkeypatch.setattr("compress.model.linear.CompressedLinear.sha256", lambda self: "other")
     with pytest.raises(VerificationError, match=r"the codes of model\.layers\.0\..* do not read back") as caught:
         compress.run(asked, tmp_path)
     assert caught.value.exit_code == 1

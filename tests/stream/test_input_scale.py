@@ -13,6 +13,7 @@ from compress.api.observers import InputAbsMax
 from compress.api.passes import BlockPass
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
+from compress.weights.transforms.scale import Scale, ScaleScheme
 
 ATTENTION, MLP = "*.self_attn.*", "*.mlp.*"
 
@@ -51,8 +52,8 @@ def test_layers_are_solved_for_the_inputs_that_their_weight_sees(pico_model):
     model = compress.apply(pico_model, [Rescale(targets="*.q_proj"), static], tokens())
     divided = model.get_submodule("model.layers.0.self_attn.q_proj")
     plain = model.get_submodule("model.layers.0.self_attn.k_proj")
-    assert float(divided.activation_scale) == pytest.approx(1 / 127.5)
-    assert float(plain.activation_scale) == pytest.approx(
+    assert float(divided.rounding.scale) == pytest.approx(1 / 127.5)
+    assert float(plain.rounding.scale) == pytest.approx(
         float(inputs_of(model, "model.layers.0.self_attn.k_proj").abs().max()) / 127.5, rel=1e-5
     )
 
@@ -64,7 +65,7 @@ def test_layers_of_one_input_and_several_scales_are_solved_each_for_its_own(pico
     model = compress.apply(pico_model, passes, tokens())
     for name, wanted in {"q_proj": 1, "k_proj": 0.5, "v_proj": 1}.items():
         layer = model.get_submodule(f"model.layers.0.self_attn.{name}")
-        assert float(layer.activation_scale) == pytest.approx(wanted / 127.5)
+        assert float(layer.rounding.scale) == pytest.approx(wanted / 127.5)
 
 
 def test_the_native_checkpoint_holds_the_scales(recipe, tmp_path):
@@ -72,7 +73,7 @@ def test_the_native_checkpoint_holds_the_scales(recipe, tmp_path):
     report = compress.run(recipe(*passes, save={"format": "native"}), tmp_path).report
     assert report["verified"]["own"] <= LOGITS
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.self_attn.o_proj")
-    assert layer.input_scale.dtype == torch.float32 and layer.scheme.input_scaled
+    assert layer.transform_of(Scale).scale.dtype == torch.float32 and layer.scheme.transforms == (ScaleScheme(),)
     predicted, size = report["predicted"]["tensor_bytes"], report["size"]["tensor_bytes"]
     assert size == predicted + 3 * 4 * layer.shape[1] * 4  # which layers keep a scale is known only afterwards
     assert f"{predicted} were predicted" in (tmp_path / "report.md").read_text()

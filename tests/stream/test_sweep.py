@@ -202,7 +202,7 @@ def test_a_restored_block_is_not_worked_on_and_its_outputs_go_on(tiny, in_memory
             return False
         for name in linears(block.module):
             done = whole.blocks[block.index].module.get_submodule(name)
-            replace_linear(block.module, name).put(done.packed, done.mask)
+            replace_linear(block.module, name).put(done.codes, done.mask)
         return True
 
     sweep(resumed, batches, wanda(), gptq(), done=lambda block, _: worked.append(block.index), restore=restore)

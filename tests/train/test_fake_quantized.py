@@ -6,9 +6,9 @@ import torch
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.fake import gradient_scale
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
+from compress.weights.codes import CodesPart
 
 
 def weight_of(rows=4, width=40, seed=0):
@@ -43,7 +43,7 @@ def test_what_is_stored_is_what_was_multiplied_by(name, group_size, symmetric):
     for parametrization in made:
         used = parametrization(weight)
         codes, _ = parametrization.finalize(weight, torch.bfloat16)
-        packed = PackedCodes.of(codes).in_storage(torch.bfloat16)
+        packed = CodesPart.of(codes).in_storage(torch.bfloat16)
         assert torch.equal(packed.codes().dense(torch.float32), used)
 
 

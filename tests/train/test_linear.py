@@ -9,9 +9,11 @@ from torch import nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
-from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, packed_product
+from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, scaled_product
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
 from compress.weights.transforms.rounding import InputRounding
+from compress.weights.transforms.scale import Scale
 
 INT4 = GRIDS["int4"]
 
@@ -64,13 +66,13 @@ def dense_by_loops(codes: Codes, factor: torch.Tensor) -> torch.Tensor:
 def test_forward_and_gradients_are_those_of_the_dense_formula(asked):
     """group_size 8 leaves a short last group of 4 columns."""
     codes = codes_of(**asked)
-    packed = PackedCodes.of(codes)
+    packed = CodesPart.of(codes)
     draw = torch.Generator().manual_seed(1)
     start = 1 + 0.1 * torch.randn(codes.scale.shape, generator=draw)
     x, top = torch.randn(2, 5, 20, generator=draw), torch.randn(2, 5, 6, generator=draw)
     found = [x.clone().requires_grad_(), start.clone().requires_grad_()]
     wanted = [x.clone().requires_grad_(), start.clone().requires_grad_()]
-    y = packed_product(found[0], found[1], packed)
+    y = scaled_product(found[0], found[1], packed)
     z = wanted[0] @ dense_by_loops(codes, wanted[1]).T
     assert torch.allclose(y, z, atol=1e-4)
     (y * top).sum().backward()
@@ -81,9 +83,9 @@ def test_forward_and_gradients_are_those_of_the_dense_formula(asked):
 
 def test_a_gradient_by_hand():
     """Two groups of one weight each: dL/dfactor = dL/dy * x * code * scale."""
-    packed = PackedCodes.of(Codes(torch.tensor([[3, -2]]).to(torch.int8), torch.tensor([[0.5, 2.0]]), None, INT4, 1))
+    packed = CodesPart.of(Codes(torch.tensor([[3, -2]]).to(torch.int8), torch.tensor([[0.5, 2.0]]), None, INT4, 1))
     x, factor = torch.tensor([[10.0, 1.0]], requires_grad=True), torch.tensor([[1.0, 3.0]], requires_grad=True)
-    y = packed_product(x, factor, packed)
+    y = scaled_product(x, factor, packed)
     assert y.item() == 10 * 3 * 0.5 + 1 * -2 * 2 * 3
     (2 * y).backward()
     assert factor.grad.tolist() == [[2 * 10 * 3 * 0.5, 2 * 1 * -2 * 2]]
@@ -91,11 +93,11 @@ def test_a_gradient_by_hand():
 
 
 def test_nothing_dense_is_kept_for_the_backward_pass():
-    packed = PackedCodes.of(codes_of())
+    packed = CodesPart.of(codes_of())
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
         for factor in (None, torch.ones_like(packed.scale).requires_grad_()):
-            packed_product(torch.randn(4, 20, requires_grad=True), factor, packed)
+            scaled_product(torch.randn(4, 20, requires_grad=True), factor, packed)
         assert kept == [(4, 20), (6, 3)]
         nn.functional.linear(torch.randn(4, 20, requires_grad=True), weight_of())
     assert (20, 6) in kept, "what a plain linear does"
@@ -117,25 +119,26 @@ def test_before_a_step_it_is_the_layer_itself():
 
 def test_inputs_are_scaled_and_rounded_as_in_the_layer_and_gradients_pass_straight_through():
     linear = trained(codes_of())
-    linear.layer.input_scale = torch.linspace(0.5, 2, 20)
+    scale = torch.linspace(0.5, 2, 20)
+    linear.layer.set_transform(Scale.of(scale, linear.layer.shape))
     x = torch.randn(3, 20, requires_grad=True)
     x.data[1, 4] = 30.0  # above the threshold: its column is left as it is
-    linear.layer.round_inputs(InputRounding(GRIDS["int8"], threshold=6.0))
+    linear.layer.round_inputs(InputRounding.of(GRIDS["int8"], threshold=6.0))
     y = linear(x)
     assert torch.allclose(y, linear.layer(x.detach()), atol=1e-5)
     y.sum().backward()
-    wanted = linear.layer.weight.sum(0) / linear.layer.input_scale
+    wanted = linear.layer.weight.sum(0) / scale
     assert torch.allclose(x.grad, wanted.expand_as(x), atol=1e-5)
 
 
 def test_settling_changes_scales_alone_and_rounds_them_to_storage():
     codes = codes_of(symmetric=False, dtype=torch.bfloat16)
     linear = trained(codes)
-    before = linear.layer.packed
+    before = linear.layer.codes
     factor = linear.train_scales()
     with torch.no_grad():
         factor[0, 0], factor[2, 1] = 1.1, 0.9
-    after = linear.finalize(torch.bfloat16, torch.float32).packed
+    after = linear.finalize(torch.bfloat16, torch.float32).codes
     moved = (after.scale != before.scale).nonzero().tolist()
     assert moved == [[0, 0], [2, 1]]
     assert after.scale[0, 0] == (before.scale[0, 0].float() * 1.1).to(torch.bfloat16).to(before.scale.dtype)
@@ -175,3 +178,24 @@ def test_under_autocast_products_are_in_bfloat16_and_gradients_in_float32():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert factor.grad.dtype == torch.float32 and bool((factor.grad != 0).any())
+
+
+def test_the_scales_of_the_first_part_that_has_any_are_trained_and_the_others_stay():
+    codes, dense = CodesPart.of(codes_of()), DensePart.of(weight_of(seed=3))
+    layer = CompressedLinear.of(nn.Linear(20, 6).requires_grad_(False))
+    layer.put([dense, codes])
+    for unpacked in (False, True):
+        linear, x = TrainedLinear(layer, unpacked), torch.randn(3, 20)
+        factor = linear.train_scales()
+        assert torch.allclose(linear(x), layer(x), atol=1e-5)
+        with torch.no_grad():
+            factor[0, 0] = 1.5
+        y = linear(x)
+        y.sum().backward()
+        assert bool((factor.grad != 0).any())
+        trained = codes.with_scale(codes.scale * factor.detach())
+        weight = dense.weight + trained.dense(torch.float32)
+        assert torch.allclose(y, nn.functional.linear(x, weight, layer.bias), atol=1e-4)
+    after = linear.finalize(torch.float32, torch.float32)
+    assert after.all_parts[0] is dense and after.all_parts[1].scheme == codes.scheme
+    assert torch.equal(after.all_parts[1].scale, trained.scale)

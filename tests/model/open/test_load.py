@@ -33,8 +33,8 @@ def test_packed_weights_stay_packed_and_nothing_is_kept_twice(packed):
     layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     assert len(layers) == 12 and tokenizer is not None
     for layer in layers:
-        assert layer.packed is not None and layer.activations.name == "int8"
-        assert set(layer.state_dict()) == {"words", "scale"}
+        assert layer.codes is not None and layer.rounding.grid.name == "int8"
+        assert set(layer.state_dict()) == {"parts.0.words", "parts.0.scale"}
     assert not any(t.is_meta for t in model.state_dict().values())
     assert not model.training and not any(p.requires_grad for p in model.parameters())
 
@@ -43,7 +43,7 @@ def test_the_dtype_can_be_chosen_and_codes_stay(packed):
     exact, _ = compress.load(packed)
     half, _ = compress.load(packed, dtype="bfloat16")
     name = "model.layers.0.self_attn.q_proj"
-    assert exact.get_submodule(name).packed.sha256() == half.get_submodule(name).packed.sha256()
+    assert exact.get_submodule(name).codes.sha256() == half.get_submodule(name).codes.sha256()
     assert half.model.norm.weight.dtype == torch.bfloat16
     with torch.no_grad():
         logits = half(input_ids=torch.arange(8)[None]).logits

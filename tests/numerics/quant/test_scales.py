@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from compress.numerics.quant.codes import fit_shared, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo
+from compress.weights.codes import CodesPart
 
 F32 = torch.float32
 SPAN = 6.0
@@ -119,7 +119,7 @@ def test_nvfp4_is_that_of_compressed_tensors(seed, power):
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
     state = {"weight": weight, "weight_scale": scale, "weight_global_scale": shared}
     theirs = NVFP4PackedCompressor.compress(state, scheme)
-    packed = PackedCodes.of(quantize(weight, GRIDS["nvfp4"], 16))
+    packed = CodesPart.of(quantize(weight, GRIDS["nvfp4"], 16))
     assert torch.equal(packed.shared, shared)
     assert torch.equal(packed.scale, theirs["weight_scale"].view(torch.uint8))
     assert torch.equal(packed.words.view(torch.uint8), theirs["weight_packed"])

@@ -12,7 +12,9 @@ from masks import random_mask, regular_mask
 
 from compress.numerics.quant.bits import unpack
 from compress.numerics.sparse import positions as sparse
-from compress.numerics.sparse.positions import Kept, SparseWeight, Sparsity, choose, index_bits, is_regular, sparsities
+from compress.numerics.sparse.positions import Kept, Sparsity, choose, index_bits, is_regular, sparsities
+from compress.weights.dense import DensePart, DenseScheme
+from compress.weights.sparse import SparsePart, SparseScheme
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -30,8 +32,7 @@ def same_bits(a, b):
 
 
 def size_of(weight):
-    tensors = (weight.values, weight.kept.words)
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in weight.tensors().values())
 
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 150))
@@ -48,9 +49,9 @@ def test_two_of_four_by_hand():
     assert kept.words.tolist() == [
         [0b01_00_11_01]
     ]  # columns 1, 3 of the first group, 0, 1 of the second, low bits first
-    found = SparseWeight.of(torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 9]]), kept)
-    assert found.values.tolist() == [[5, 6, 7, 8, 9]]
-    assert found.dense().tolist() == [[0, 5, 0, 6, 7, 8, 0, 0, 9]]
+    found = SparsePart.of(DensePart.of(torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 9]])), kept)
+    assert found.values.weight.tolist() == [[5, 6, 7, 8, 9]]
+    assert found.dense(torch.float32).tolist() == [[0, 5, 0, 6, 7, 8, 0, 0, 9]]
 
 
 def test_a_bitmask_by_hand():
@@ -58,8 +59,8 @@ def test_a_bitmask_by_hand():
     kept = Kept.of(mask)
     assert (kept.sparsity, kept.sparsity.text) == (Sparsity(4), "bitmask")
     assert kept.words.tolist() == [[0b1010], [0], [0b0011]]
-    found = SparseWeight.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]]), kept)
-    assert found.values.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
+    found = SparsePart.of(DensePart.of(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 0], [3, 4, 0, 0]])), kept)
+    assert found.values.weight.tolist() == [1, 0, 3, 4]  # a kept zero is a value like others
 
 
 @pytest.mark.parametrize(("m", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (16, 4), (17, 5), (256, 8)])
@@ -97,10 +98,10 @@ def test_n_of_m_comes_back_bit_for_bit(drawn, dtype, part, seed):
         assert kept.sparsity == Sparsity.regular(shape, n, m)
         assert torch.equal(kept.mask(), mask)
         weight = weight_of(mask, dtype, seed)
-        found = SparseWeight.of(weight, kept)
-        assert same_bits(found.dense(), weight)
+        found = SparsePart.of(DensePart.of(weight), kept)
+        assert same_bits(found.dense(dtype), weight)
         kept.check("weight_kept")
-    assert found.values.shape == (shape[0], shape[1] // m * n + shape[1] % m)
+    assert found.values.weight.shape == (shape[0], shape[1] // m * n + shape[1] % m)
     assert kept.words.shape[1] == math.ceil(shape[1] // m * n * index_bits(m) / 32)
     assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
 
@@ -114,31 +115,30 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
         kept = Kept.of(mask)
         assert torch.equal(kept.mask(), mask)
         weight = weight_of(mask, dtype, seed)
-        found = SparseWeight.of(weight, kept)
-        assert same_bits(found.dense(), weight)
+        found = SparsePart.of(DensePart.of(weight), kept)
+        assert same_bits(found.dense(dtype), weight)
         kept.check("weight_kept")
-    assert found.values.shape == (int(mask.sum()),)
+    assert found.values.weight.shape == (int(mask.sum()),)
     assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
 
 
 @settings(deadline=None, max_examples=60)
 @given(shapes, st.floats(0, 1), st.sampled_from(FLOATS), st.integers(0, 99))
-def test_empty_weights_have_the_shapes_and_dtypes_of_real_ones(shape, density, dtype, seed):
+def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(shape, density, dtype, seed):
     mask = random_mask(*shape, density, seed)
     for sparsity in sparsities(mask):
-        found, empty = (
-            SparseWeight.of(weight_of(mask, dtype), Kept.of(mask, sparsity.n_of_m)),
-            SparseWeight.empty(sparsity, shape, dtype),
-        )
-        assert (found.values.shape, found.dtype) == (empty.values.shape, empty.dtype)
-        assert (found.kept.words.shape, found.kept.words.dtype) == (empty.kept.words.shape, empty.kept.words.dtype)
+        found = SparsePart.of(DensePart.of(weight_of(mask, dtype)), Kept.of(mask, sparsity.n_of_m))
+        specs = SparseScheme(sparsity, DenseScheme()).tensors(shape)
+        tensors = {name: (tuple(t.shape), t.dtype) for name, t in found.tensors().items()}
+        assert tensors == {name: (spec.shape, spec.dtype or dtype) for name, spec in specs.items()}
+        assert size_of(found) == found.scheme.size_bytes(shape, dtype)
 
 
 def test_the_dense_weight_in_another_dtype():
     mask = regular_mask(3, 8, 2, 4)
-    found = SparseWeight.of(weight_of(mask, torch.bfloat16), Kept.of(mask, (2, 4)))
+    found = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
     assert torch.equal(found.dense(torch.float32), weight_of(mask, torch.bfloat16).float())
-    assert found.dense().dtype == torch.bfloat16
+    assert found.dense(torch.bfloat16).dtype == found.dtype == torch.bfloat16
 
 
 # ---- which way to store a mask ----
@@ -201,16 +201,17 @@ def test_positions_must_pay(density, value, policy, stored):
 # ---- digests and damage ----
 
 
-def test_the_digest_sees_values_and_positions_but_not_the_dtype():
+def test_the_digest_sees_values_and_positions():
     mask = regular_mask(4, 16, 2, 4)
-    one = SparseWeight.of(weight_of(mask, torch.bfloat16), Kept.of(mask, (2, 4)))
-    assert one.sha256() == replace(one, values=one.values.float()).sha256()
-    values, words = one.values.clone(), one.kept.words.clone()
+    one = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
+    same = SparsePart.of(DensePart.of(weight_of(mask, torch.bfloat16)), Kept.of(mask, (2, 4)))
+    assert one.sha256() == same.sha256()
+    values, words = one.values.weight.clone(), one.positions.clone()
     values[1, 2], words[0, 0] = 9, words[0, 0] ^ 1
     others = [
-        replace(one, values=values),
-        replace(one, kept=replace(one.kept, words=words)),
-        SparseWeight.of(one.dense(), Kept.of(mask)),
+        one.with_values(DensePart(DenseScheme(), one.shape, {"weight": values})),
+        SparsePart(one.scheme, one.shape, {"positions": words}, one.values),
+        SparsePart.of(DensePart.of(one.dense(torch.bfloat16)), Kept.of(mask)),
     ]
     assert len({one.sha256(), *(other.sha256() for other in others)}) == 4
 

@@ -9,20 +9,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from masks import WITH_ZERO, random_mask, regular_mask
 
-from compress.kernels import reference
-from compress.numerics.quant import packed as packed_codes
+from compress.numerics.quant.bits import unpack
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.packed import PackedCodes
 from compress.numerics.sparse import positions as sparse
 from compress.numerics.sparse.positions import Kept, Sparsity
-
-TENSORS = ("words", "scale", "zero", "group_index", "shared")
+from compress.weights import codes as packed_codes
+from compress.weights.codes import CodesPart
+from compress.weights.sparse import SparsePart, SparseScheme
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
     weight = torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed))
-    return PackedCodes.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask, dtype=dtype))
+    return CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask, dtype=dtype))
 
 
 @settings(deadline=None, max_examples=60)
@@ -47,65 +46,60 @@ def test_kept_codes_come_back_bit_for_bit(
         mask[-1] = False
     whole = pruned(mask, grid, group_size, symmetric or GRIDS[grid].symmetric_only, seed)
     if indexed and isinstance(group_size, int):
-        whole = replace(whole, group_index=torch.randint(whole.scale.shape[1], shape[1:], dtype=torch.int32))
-        mask &= reference.dense_weight(whole, torch.float32) != 0  # zero points are those of other columns now
+        index = torch.randint(whole.scale.shape[1], shape[1:], dtype=torch.int32)
+        whole = whole.changed(replace(whole.scheme, indexed=True), group_index=index)
+        mask &= whole.dense(torch.float32) != 0  # zero points are those of other columns now
         assume(n_of_m is None)
-        whole = replace(whole, words=PackedCodes.of(replace(whole.codes(), codes=_masked(whole, mask))).words)
     with patch.object(sparse, "PART", part), patch.object(packed_codes, "PART", part):
-        only = whole.only(Kept.of(mask, n_of_m))
+        only = SparsePart.of(whole, Kept.of(mask, n_of_m))
         assert torch.equal(only.kept.mask(), mask)
-        back, codes = only.codes(), whole.codes()
-        assert torch.equal(back.codes[mask], codes.codes[mask]) and back.codes.dtype == codes.codes.dtype
-        assert not bool(back.dense()[~mask].any())
         for dtype in (torch.float32, torch.bfloat16):
-            masked = reference.dense_weight(whole, dtype) * mask
-            assert torch.equal(reference.dense_weight(only, dtype), masked)
-    empty = PackedCodes.empty(
-        GRIDS[grid], group_size, shape, whole.zero is None, whole.group_index is not None, torch.float32,
-        only.kept.sparsity,
-    )  # fmt: skip
-    for name in TENSORS:
-        real, counted = getattr(only, name), getattr(empty, name)
-        assert (real is None) == (counted is None)
-        assert real is None or (real.shape, real.dtype) == (counted.shape, counted.dtype)
-    size = sum(t.numel() * 4 for t in (only.words, only.kept.words))
+            assert torch.equal(only.dense(dtype), whole.dense(dtype).masked_fill(~mask, 0))
+        kept = torch.cat([only.values._kept_codes(rows, where) for rows, _, where in only.kept.parts()])
+        unsigned = unpack(whole.words, whole.grid.bits, shape[1])
+        assert torch.equal(kept.long(), unsigned[mask].long())
+    scheme = SparseScheme(only.kept.sparsity, whole.scheme)
+    assert only.scheme == scheme
+    tensors, specs = only.tensors(), scheme.tensors(shape)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {name: spec.shape for name, spec in specs.items()}
+    assert all((spec.dtype or torch.float32) == tensors[name].dtype for name, spec in specs.items())
+    size = sum(t.numel() * 4 for t in (only.values.words, only.positions))
     assert size == only.kept.sparsity.size_bytes(shape, GRIDS[grid].bits)
-
-
-def _masked(packed, mask):
-    """The codes with those of zero where nothing is kept."""
-    only = packed.only(Kept.of(mask))
-    return only.codes().codes
+    assert scheme.size_bytes(shape, torch.float32) == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 @pytest.mark.parametrize("grid", WITH_ZERO)
-def test_a_weight_that_was_rounded_under_its_mask_is_the_same_to_the_last_bit(grid):
-    """The codes of zero that are put back are those that rounding gave."""
+def test_a_weight_that_was_rounded_under_its_mask_is_the_same(grid):
     mask = regular_mask(6, 64, 2, 4)
     whole = pruned(mask, grid, GRIDS[grid].group_size or 16, True)
-    codes = whole.only(Kept.of(mask, (2, 4))).codes()
-    if "fp4" in grid or "fp8" in grid:  # these have two zeros; pruning may have left the negative one
-        assert torch.equal(codes.dense(), whole.codes().dense())
-    else:
-        assert PackedCodes.of(codes).sha256() == whole.sha256()
+    only = SparsePart.of(whole, Kept.of(mask, (2, 4)))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(only.dense(dtype), whole.dense(dtype))
 
 
 def test_two_of_four_in_int4_takes_three_bits():
     mask = regular_mask(8, 128, 2, 4)
-    only = pruned(mask, "int4", 64, True).only(Kept.of(mask, (2, 4)))
-    assert only.words.shape == (8, 8) and only.kept.words.shape == (8, 4)  # 64 codes of 4 bits, 64 indexes of 2 per row
-    stream = pruned(mask, "int4", 64, True).only(Kept.of(mask))
-    assert stream.words.shape == (64,) and stream.kept.words.shape == (8, 4)
+    only = SparsePart.of(pruned(mask, "int4", 64, True), Kept.of(mask, (2, 4)))
+    assert only.values.words.shape == (8, 8) and only.positions.shape == (
+        8,
+        4,
+    )  # 64 codes of 4 bits, 64 indexes of 2 per row
+    stream = SparsePart.of(pruned(mask, "int4", 64, True), Kept.of(mask))
+    assert stream.values.words.shape == (64,) and stream.positions.shape == (8, 4)
 
 
 def test_the_digest_sees_the_mask():
     mask = regular_mask(4, 16, 2, 4)
     whole = pruned(mask, "int8", 8, True)
-    found = {whole.sha256(), whole.only(Kept.of(mask)).sha256(), whole.only(Kept.of(mask, (2, 4))).sha256()}
+    found = {
+        whole.sha256(),
+        SparsePart.of(whole, Kept.of(mask)).sha256(),
+        SparsePart.of(whole, Kept.of(mask, (2, 4))).sha256(),
+    }
     assert len(found) == 3
     wider = mask.clone()
     wider[0] = True  # the same weight, with zeros that count as kept
-    assert whole.only(Kept.of(wider)).sha256() not in found
+    assert SparsePart.of(whole, Kept.of(wider)).sha256() not in found
 
 
 def test_sparsities_have_names():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from compress.numerics.quant.bits import packed_width
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS, IntGrid
-from compress.numerics.quant.packed import PackedCodes
+from compress.weights.codes import CodesPart, CodesScheme
 
 
 def random_codes(grid="int4", shape=(5, 70), group_size=32, symmetric=True, seed=0, dtype=torch.float32):
@@ -30,7 +30,7 @@ def random_codes(grid="int4", shape=(5, 70), group_size=32, symmetric=True, seed
 def test_unpacking_gives_back_the_codes(grid, rows, width, group_size, symmetric, seed):
     symmetric = symmetric or not isinstance(GRIDS[grid], IntGrid)
     codes = random_codes(grid, (rows, width), group_size, symmetric, seed)
-    packed = PackedCodes.of(codes)
+    packed = CodesPart.of(codes)
     assert packed.words.shape == (rows, packed_width(width, codes.grid.bits))
     back = packed.codes()
     assert torch.equal(back.codes, codes.codes)
@@ -47,12 +47,12 @@ def test_unpacking_gives_back_the_codes(grid, rows, width, group_size, symmetric
 def test_integers_are_stored_from_zero_up(name):
     grid = GRIDS[name]
     codes = replace(random_codes(name, (1, 2)), codes=torch.tensor([[grid.lowest, grid.highest]], dtype=torch.int8))
-    word = int(PackedCodes.of(codes).words[0, 0]) & 0xFFFFFFFF
+    word = int(CodesPart.of(codes).words[0, 0]) & 0xFFFFFFFF
     assert word == (2**grid.bits - 1) << grid.bits  # the lowest code is all zeros, the highest all ones
 
 
 def test_zero_points_are_held_in_one_byte():
-    packed = PackedCodes.of(random_codes(symmetric=False))
+    packed = CodesPart.of(random_codes(symmetric=False))
     assert packed.zero.dtype == torch.int8
 
 
@@ -64,20 +64,22 @@ def test_zero_points_are_held_in_one_byte():
     symmetric=st.booleans(),
     storage=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_empty_codes_have_the_shapes_and_dtypes_of_real_ones(grid, shape, group_size, symmetric, storage):
+def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(grid, shape, group_size, symmetric, storage):
     symmetric = symmetric or GRIDS[grid].symmetric_only
-    packed = PackedCodes.of(random_codes(grid, shape, group_size, symmetric, dtype=storage)).in_storage(storage)
-    empty = PackedCodes.empty(GRIDS[grid], group_size, shape, symmetric, False, storage)
-    for name in ("words", "scale", "zero", "group_index", "shared"):
-        real, counted = getattr(packed, name), getattr(empty, name)
-        assert (real is None) == (counted is None)
-        assert real is None or (real.shape, real.dtype) == (counted.shape, counted.dtype)
-    assert PackedCodes.empty(GRIDS[grid], 16, shape, symmetric, True, storage).group_index.shape == shape[1:]
+    part = CodesPart.of(random_codes(grid, shape, group_size, symmetric, dtype=storage)).in_storage(storage)
+    specs = CodesScheme(GRIDS[grid], group_size, symmetric).tensors(shape)
+    assert CodesScheme(GRIDS[grid], group_size, symmetric) == part.scheme
+    tensors = part.tensors()
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == {name: spec.shape for name, spec in specs.items()}
+    assert all((spec.dtype or storage) == tensors[name].dtype for name, spec in specs.items())
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    assert part.scheme.size_bytes(shape, storage) == size
+    assert CodesScheme(GRIDS[grid], 16, symmetric, True).tensors(shape)["g_idx"].shape == shape[1:]
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nf4_dq"])
 def test_scales_in_a_byte_stay_so_in_any_storage_dtype(name):
-    packed = PackedCodes.of(random_codes(name))
+    packed = CodesPart.of(random_codes(name))
     assert packed.scale.dtype == torch.uint8
     assert packed.in_storage(torch.bfloat16) is packed
     assert packed.dtype == torch.float32
@@ -86,36 +88,36 @@ def test_scales_in_a_byte_stay_so_in_any_storage_dtype(name):
 
 
 def test_the_shared_numbers_are_in_the_digest():
-    packed = PackedCodes.of(random_codes("nvfp4"))
-    assert packed.sha256() != replace(packed, shared=packed.shared * 2).sha256()
+    packed = CodesPart.of(random_codes("nvfp4"))
+    assert packed.sha256() != packed.changed(shared=packed.shared * 2).sha256()
 
 
 def test_the_group_index_survives():
     index = torch.tensor([0, 1] * 35, dtype=torch.int32)
     codes = replace(random_codes(), group_index=index)
-    assert torch.equal(PackedCodes.of(codes).codes().group_index, index)
+    assert torch.equal(CodesPart.of(codes).codes().group_index, index)
 
 
 def test_equal_weights_have_equal_digests_and_any_change_is_seen():
-    packed = PackedCodes.of(random_codes(symmetric=False))
-    assert packed.sha256() == PackedCodes.of(random_codes(symmetric=False)).sha256()
+    packed = CodesPart.of(random_codes(symmetric=False))
+    assert packed.sha256() == CodesPart.of(random_codes(symmetric=False)).sha256()
     one_code, one_scale, one_zero = packed.words.clone(), packed.scale.clone(), packed.zero.clone()
     one_code[2, 3] ^= 1 << 7
     one_scale[1, 1] = torch.nextafter(one_scale[1, 1], torch.tensor(9.0))
     one_zero[0, 0] += 1
     others = [
-        replace(packed, words=one_code),
-        replace(packed, scale=one_scale),
-        replace(packed, zero=one_zero),
-        replace(packed, zero=None),
-        replace(packed, group_size=31),
-        replace(packed, grid=GRIDS["nf4"]),
-        replace(packed, group_index=torch.zeros(70, dtype=torch.int32)),
+        packed.changed(words=one_code),
+        packed.changed(scale=one_scale),
+        packed.changed(zero=one_zero),
+        packed.changed(replace(packed.scheme, symmetric=True), zero=None),
+        packed.changed(replace(packed.scheme, group_size=31)),
+        packed.changed(replace(packed.scheme, grid=GRIDS["nf4"])),
+        packed.changed(replace(packed.scheme, indexed=True), group_index=torch.zeros(70, dtype=torch.int32)),
     ]
     assert len({packed.sha256(), *(other.sha256() for other in others)}) == 1 + len(others)
 
 
 def test_scales_of_16_bits_have_a_digest_too():
-    packed = PackedCodes.of(random_codes(dtype=torch.bfloat16))
-    half = replace(packed, scale=packed.scale.to(torch.bfloat16))
-    assert half.sha256() == replace(half, scale=half.scale.clone()).sha256() != packed.sha256()
+    packed = CodesPart.of(random_codes(dtype=torch.bfloat16))
+    half = packed.changed(scale=packed.scale.to(torch.bfloat16))
+    assert half.sha256() == half.changed(scale=half.scale.clone()).sha256() != packed.sha256()

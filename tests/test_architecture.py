@@ -76,17 +76,21 @@ ORDINARY = {
 }  # fmt: skip
 """Model types that are also words one needs."""
 
-KINDS_ASKED: dict[str, str] = {}
+KINDS_ASKED: dict[str, str] = {
+    "compress.formats.compressed_tensors: CodesPart": "its layouts hold codes alone",
+    "compress.formats.compressed_tensors: InputRounding": "of the transforms, it alone has a tensor in these layouts",
+    "compress.model.linear: CodesPart": "`codes` are those of a layer that has nothing else",
+    "compress.model.linear: InputRounding": "inputs are looked at before they are rounded",
+    "compress.model.linear: Permutation": "a new order of inputs takes the place of an old one",
+    "compress.passes.lorc: CodesScheme": "its correction is added to codes",
+}
 """'module: class' where code outside weights/ and kernels/ asks which kind of part a weight is, and why."""
 
 FAMILIES_ASKED: dict[str, str] = {
     "compress.pipeline.engine: ReshapingPass": "what comes after it works on another model",
-    "compress.pipeline.plan: Pruning": "what it asks to be zero is told",
     "compress.pipeline.resolve: Pruning": "its pattern has to fit the width",
     "compress.pipeline.resolve: Quantizing": "its spec decides the layout",
     "compress.pipeline.resolve: ReshapingPass": "its outcome is another configuration",
-    "compress.pipeline.sparsity: Pruning": "what it asked for is compared with what is there",
-    "compress.pipeline.sparsity: PruningPass": "its allocation says what was due to each layer",
 }
 """'module: class' where the pipeline asks which pass, or family of passes, a step is, and why."""
 

@@ -21,7 +21,7 @@ from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Solution
 from compress.errors import CalibrationError, RecipeError, TargetError
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import Quantizing
-from compress.model.kv_cache import SCALES, cache_sha256, caching, scheme_of
+from compress.model.kv_cache import SCALES, attentions_with_cache, cache_sha256, scheme_of
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.recipe.order import check_order
 
@@ -86,7 +86,9 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     held = tuple(f"{name}." for name in layers)
     rest = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(held)}
     found |= {name: tensor.clone() for name, tensor in rest.items() if not name.endswith(SCALES)}
-    return found | {f"{name}.cache": digest_of_cache(attention) for name, attention in caching(model).items()}
+    return found | {
+        f"{name}.cache": digest_of_cache(attention) for name, attention in attentions_with_cache(model).items()
+    }
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run: what passes and the sweep share about the run they are in; nothing in it changes what a pass computes."""
+"""Run: the state of a run that passes and the sweep share; it does not change the result of a pass."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from compress.model.objective import NEXT_TOKENS, LMObjective
 from compress.numerics.sparse.positions import SparsePolicy
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
-"""What can be written as `device`."""
+"""Regular expression of the values of `device`."""
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a recipe; 'auto' is CUDA where there is one.
+    """The device of a recipe; 'auto' is CUDA if a CUDA device exists.
 
     Raises RecipeError when this machine has no such device.
     """
@@ -33,13 +33,13 @@ def device_of(name: str) -> torch.device:
     device = torch.device(("cuda" if found else "cpu") if name == "auto" else name)
     if device.type == "cuda" and (device.index or 0) >= found:
         known = f"only cuda:0 to cuda:{found - 1}" if found else "no CUDA device that torch can use"
-        raise RecipeError(f"device: {name} was asked, but this machine has {known}; write device: auto, or cpu")
+        raise RecipeError(f"device: {name} does not exist: this machine has {known}; write device: auto, or cpu")
     return device
 
 
 @dataclass
 class Cost:
-    """Time and peak memory of a phase, added up over its parts."""
+    """Total time in seconds and peak memory in bytes of a phase."""
 
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -49,17 +49,17 @@ class Cost:
 class Run:
     """One run of a recipe.
 
-    device: where blocks are computed. storage: the dtype in which scales and dense tensors will be stored; computed
-    values are rounded to it before anything is calibrated on them. format: how layers will be stored; they take the
-    form that it can hold as soon as they are solved. sparse: when kept weights are stored alone, if the format can.
-    costs: seconds and peak memory per phase.
+    device: the device that computes blocks. storage: the dtype of stored scales and dense tensors; results are rounded
+    to it before later layers are calibrated on them. format: the checkpoint format; a solved layer is converted at once
+    to a form that the format can store. sparse: the policy for storing only the kept weights, if the format can. costs:
+    seconds and peak memory per phase.
 
-    For passes over the whole model: label is what errors and the journal call the pass that is at work. calibration:
-    token ids [sequences, length], None where none were given. open_teacher: opens the uncompressed model again, or
-    another one by its source, runnable inside of the context; its parts are in memory only while they are needed. work:
-    a folder for files that the run needs until it is complete, None where it has none; whoever is killed and started
-    again finds it as it was. prediction: what the model is asked for on the text, where a pass looks at that. training:
-    what the report says of each pass that trained, by label.
+    For passes over the whole model: label is the name of the current pass in errors and the journal. calibration: token
+    ids [sequences, length], or None. open_teacher: a context manager that opens the uncompressed model, or another one
+    by its source; the model can run inside of the context, and each block is in memory only while it runs. work: a
+    folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
+    lm_objective: the language-model objective, if a pass uses it. training: the report's record of each training pass,
+    by label.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -77,16 +77,16 @@ class Run:
     training: dict[str, Any] = field(default_factory=dict)
 
     def at(self, label: str) -> Run:
-        """The same run for one of its passes; what is recorded is recorded here."""
+        """The same run with the label of one pass; the journal and the costs are shared."""
         return replace(self, label=label)
 
     def folder_of_pass(self) -> Path | None:
-        """The part of the work folder that belongs to the pass at work."""
+        """The subfolder of the work folder for the current pass."""
         return None if self.work is None else self.work / "".join(c if c.isalnum() else "-" for c in self.label)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time and the peak memory of what is done inside under a name."""
+        """Add the time and the peak memory of the context to the phase `name`."""
         cost = self.costs.setdefault(name, Cost())
         begin = perf_counter()
         with PeakMemory() as memory:

@@ -16,13 +16,13 @@ INTERVAL_SECONDS = 0.02
 class ProblemSize:
     """The size of the model, of one block, or of one linear, that a pass works on.
 
-    weights: number in dense linears. scales: number in packed linears. outside: parameters that are not in linears of
-    the blocks. passed: inputs and outputs of all linears, per token. vocabulary: 0 for a block. length: tokens of an
-    example: of a calibration sequence, or, for a block, of a batch. itemsize: bytes per number of the dense model.
-    packed: number of weights in packed linears. inputs: widths of the tensors that the pass's linears read. largest:
-    the number of weights of the largest linear. forward_bytes: for a block, memory of a forward pass of an example.
-    states_bytes: for a block, its outputs on the whole calibration text.
-    shape: (out, in) of the linear; of a linear nothing else is given but `weights`.
+    weights: number of weights in dense linears. scales: number of scales in quantized linears. outside: number of
+    parameters outside of the blocks' linears. passed: number of inputs and outputs of all linears, per token.
+    vocabulary: vocabulary size; 0 for a block. length: tokens of one example: of a calibration sequence, or of a batch
+    for a block. itemsize: bytes per number of the dense model. packed: number of weights in quantized linears. inputs:
+    widths of the tensors that the pass's linears read. largest: number of weights of the largest linear. forward_bytes:
+    for a block, bytes of a forward pass of one example. states_bytes: for a block, bytes of its outputs for the whole
+    calibration text. shape: (out, in) of the linear. For one linear only `weights`, `itemsize` and `shape` are set.
     """
 
     weights: int
@@ -48,8 +48,8 @@ class ProblemSize:
 class PeakMemory:
     """A context manager that measures the resident memory of the process and the accelerator's allocated memory.
 
-    peak_bytes: the largest value seen; the system decides how mapped files count. One thread serves all contexts, so
-    that short contexts are cheap.
+    peak_bytes: the largest measured value. The operating system decides how many pages of mapped files it includes. One
+    thread measures for all contexts, so short contexts are cheap.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -75,7 +75,7 @@ class PeakMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory without swapping: the host's, or the device's if that is less."""
+    """Free memory in bytes without swapping: of the host, or of the device if that is less."""
     host = psutil.virtual_memory().available
     return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
 

@@ -33,11 +33,11 @@ class OptionError(ValueError):
     """A mistake at a place inside a pass's options, found during validation."""
 
     def __init__(self, place: Place, message: str) -> None:
-        super().__init__(f"{spoken(place)}: {message}")
+        super().__init__(f"{place_text(place)}: {message}")
         self.place, self.message = place, message
 
 
-def spoken(place: Place) -> str:
+def place_text(place: Place) -> str:
     """A place in words: 'overrides[1] group_size'."""
     return "".join(f"[{part}]" if isinstance(part, int) else f" {part}" for part in place).strip()
 
@@ -150,7 +150,7 @@ def _override(
         raise OptionError((*place, *inner), message) from error
 
 
-def taken(overrides: Sequence[Override], names: Sequence[str], where: str) -> dict[str, Override]:
+def resolve_overrides(overrides: Sequence[Override], names: Sequence[str], where: str) -> dict[str, Override]:
     """The override of each layer: the first one that matches it.
 
     Raises TargetError when a pattern matches none of the pass's layers, or only layers that earlier overrides match.

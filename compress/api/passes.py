@@ -1,23 +1,24 @@
 """The contract: a pass is its configuration, a frozen value with one verb, in one of three sizes.
 
-The verb is `LayerPass.solve`, `BlockPass.solve_block` or `ModelPass.apply`. All else that a pass can say of itself has
-an answer already, which most passes keep:
+The verb is `LayerPass.solve`, `BlockPass.solve_block` or `ModelPass.apply`. All other methods have defaults, which most
+passes keep:
 
-    every pass     facts      what is true of a layer after it, its options considered
-                   requires   what it needs of the run: data, a teacher, the uncompressed model, ... (`Requirements`)
-                   choose     the linears that it works on, of those that there are
-                   for_layer  itself with the options of one layer
-                   left_out   patterns of layers that it leaves alone
-                   check      why it cannot work on a linear
-                   spec       how it stores weights
-                   cache      how it has keys and values rounded
-                   zeros      the sparsity that it owes a layer
-                   memory     what it holds at its peak
-    LayerPass      observer   what it gathers from the inputs that layers share
-                   watches    what it gathers from the inputs of one layer
-                   survey     what it must know of all layers first
-    ModelPass      asks       what it asks of a language model
-                   outcome    the configuration of the model that it leaves
+    every pass     facts            facts that are true of a layer after the pass
+                   requires         the needs of the pass: data, a teacher, the uncompressed model, ... (`Requirements`)
+                   choose           the linears that the pass works on
+                   for_layer        the pass with the options of one layer
+                   left_out         patterns of layers that the pass skips
+                   check            the reason why the pass cannot work on a linear
+                   becomes          the storage scheme of a layer after the pass
+                   sparsities       the storage schemes of the masks that the pass makes
+                   cache            the rounding of keys and values
+                   zeros            the sparsity that the pass must reach in a layer
+                   memory           an estimate of the peak memory
+    LayerPass      observer         the statistics of inputs that several layers share
+                   watches          further statistics of the inputs of one layer
+                   survey           a walk over all layers before the first one is solved
+    ModelPass      adapt_objective  the language-model objective with the options of the pass
+                   outcome          the configuration of the model after the pass
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ from compress.weights.layer import LayerScheme
 if TYPE_CHECKING:
     from compress.api.context import Run
 
-COPIES = 4  # of a weight in float32: itself, what becomes of it, and two on the way
+COPIES = 4  # of a weight in float32: the original, the result, and two intermediate ones
 
 ActivationScale = Literal["token", "static"]
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """What a pruning pass owes a layer: the sparsity that was asked for it, and the share of zeros that this comes to.
+    """The sparsity that a pruning pass must reach in a layer.
 
-    due: what the pattern makes of `asked` in whole units; a tail that stays dense is not in it.
+    asked: the requested fraction of zeros. due: the fraction of zeros after `asked` is rounded to whole units of the
+    pattern; columns and rows that the pattern does not cover stay dense and are not counted as zeros.
     """
 
     asked: float
@@ -71,9 +73,9 @@ class Zeros:
 class Pass(BaseModel, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
-    paper: where the method was published. after: facts that must be true of the model before; never_after: facts that
-    must not be; makes: facts that are true afterwards. targets, ignore: globs or 're:' patterns of full module names;
-    a pattern that matches nothing is an error.
+    paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
+    that must be false before the pass. makes: facts that are true after the pass. targets, ignore: globs or 're:'
+    patterns of full module names; a pattern that matches nothing is an error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,86 +86,88 @@ class Pass(BaseModel, ABC):
     makes: ClassVar[frozenset[Fact]] = frozenset()
 
     targets: tuple[str, ...] = Field(
-        default=("*",), min_length=1, description="which linears: globs, or regular expressions after 're:'"
+        default=("*",), min_length=1, description="linears to work on: globs, or regular expressions after 're:'"
     )
-    ignore: tuple[str, ...] = Field(default=(), description="which of them to leave alone")
+    ignore: tuple[str, ...] = Field(
+        default=(), description="linears to skip: globs, or regular expressions after 're:'"
+    )
 
     _patterns = field_validator("targets", "ignore", mode="before")(patterns)
 
     @classmethod
     def key(cls) -> str:
-        """The name in a recipe, which is the name of the file; a class of one's own elsewhere is called by its name."""
+        """The name in a recipe: the file name of the module, or the lower-case class name outside of `passes`."""
         package, _, file = cls.__module__.rpartition(".")
         return file if package.endswith(".passes") else cls.__name__.lower()
 
     def facts(self) -> frozenset[Fact]:
-        """What this pass makes of the layers it works on, its options considered."""
+        """The facts that are true of the layers after the pass, given its options."""
         return self.makes
 
     @property
     def requires(self) -> Requirements:
-        """What it needs of the run."""
+        """The needs of the pass."""
         return Requirements(data=True)
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
-        """The linears that it works on, of all there are, by full name; where: its label.
+        """The linears that the pass works on, by full name. names: all linears. where: the label of the pass.
 
         Raises TargetError for patterns that match nothing.
         """
         return select(names, self.targets, self.ignore, where)
 
     def for_layer(self, name: str) -> Self | None:
-        """The pass with the options that it has for one of its layers; None where it leaves the layer alone."""
+        """The pass with its options for one layer; None when it skips the layer."""
         return self
 
     def check(self, layer: LayerFacts) -> str | None:
-        """Why it cannot work on a linear; None where it can. Asked of `for_layer`."""
+        """The reason why the pass cannot work on a linear, or None. Callers use the pass returned by `for_layer`."""
         after = self.becomes(LayerScheme(layer.shape))
         return next((reason for part in after.parts if (reason := part.refuses(layer.shape)) is not None), None)
 
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros | None:
-        """What it owes a layer of this shape, at its own sparsity or another; None: it does not prune."""
+        """The sparsity due in a layer of this shape, at the pass's sparsity or a given one; None: it does not prune."""
         return None
 
     def memory(self, size: ProblemSize) -> int:
-        """About what it holds at its peak besides the model, the activations between blocks and what was observed.
+        """Estimate the peak memory in bytes, without the model, the activations between blocks and the statistics.
 
-        size: of a linear, for a layer pass; of a block, for a block pass; of the model.
+        size: of a linear for a layer pass, of a block for a block pass, of the model for a model pass.
         """
         return 0
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
-        """How a layer that is stored as `before` will be stored after this pass, as far as can be said beforehand."""
+        """The storage scheme of a layer after this pass, as far as known before the run. before: its scheme now."""
         return before
 
     def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
-        """The ways to store the mask that it will give a layer of this shape; none where it gives none."""
+        """The possible storage schemes of the mask of a layer of this shape; empty if the pass makes no mask."""
         return []
 
     @property
     def cache(self) -> CacheScheme | None:
-        """How it has keys and values rounded, in the attentions that hold what it works on; None: not at all."""
+        """The rounding of keys and values in the attention modules that contain the targets; None: no rounding."""
         return None
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Patterns of the layers that it leaves alone although they match its targets."""
+        """Patterns of layers that match the targets but are skipped."""
         return self.ignore
 
     def takes(self, name: str) -> bool:
-        """Whether a module is one to work on, by its full name."""
+        """Whether the pass works on a module, by its full name."""
         return chosen(name, self.targets, self.ignore)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What a solver may know of the layer besides its weight and inputs.
+    """The information for a solver in addition to the weight and the statistics.
 
-    name: full module name. mask: True where weights are kept, or None. storage: the dtype that scales are stored in.
-    log: log(kind, message, **figures) writes to the journal. inputs: what `watches` gathered, or None. shared_absmax:
-    the largest magnitude among the weights that read the same input, this one included; servers fuse such layers, so
-    what scales have in common is found from it. allocated: what the pass's survey gave to the layer. unquantized: its
-    weight before a pass of the same sweep quantized it, for passes that require it.
+    name: full module name. mask: True where weights are kept, or None. storage: the dtype of stored scales. log:
+    log(kind, message, **figures) writes to the journal. inputs: the observer of `watches`, or None. shared_absmax: the
+    largest magnitude of all weights that read the same input, including this weight; servers fuse such layers, so the
+    common factor of their scales is computed from it. allocated: the layer's value from the survey of the pass.
+    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
     """
 
     name: str
@@ -178,11 +182,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Solution:
-    """What becomes of a layer.
+    """A solved layer.
 
-    weight: what replaces all parts of its weight: floats, codes, or parts; None: the parts stay as they are. added:
-    further parts. transforms: of its input, each in place of one of its own kind. mask: None: as before. zeros: what
-    must be zero, which is counted in the checkpoint.
+    weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change. mask:
+    True where weights are kept; None: the mask does not change. transforms: input transforms; each replaces the
+    transform of its own kind. zeros: the sparsity that is due, which is checked in the checkpoint. added: further
+    parts of the weight.
     """
 
     weight: Weight | None = None
@@ -194,7 +199,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Surveyed:
-    """One layer as a survey sees it. seen: what the survey's observer gathered. rows: sampled inputs, [rows, in]."""
+    """One layer in a survey. seen: the survey's observer. rows: sampled inputs, [rows, in], or None."""
 
     layer: Layer
     module: CompressedLinear
@@ -208,26 +213,26 @@ class Surveyed:
 
 
 class Survey(Protocol):
-    """A look at all layers of a pass, block by block, before the sweep solves the first: the model is as it came."""
+    """A walk over all layers of a pass, block by block, before the sweep solves the first one (original model)."""
 
     @property
     def observer(self) -> type[Observer]:
-        """What is gathered from the inputs of every layer; Nothing: the blocks are not even run."""
+        """The statistics of the inputs of every layer; Nothing: the blocks are not run."""
         ...
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Any]:
-        """What is to be remembered of the layers of a block, by full name."""
+        """The figures of the layers of a block, by full name."""
         ...
 
     def allocate(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What every layer is told as `Layer.decided`, from what was remembered of all."""
+        """The value of `Layer.allocated` for every layer, by full name. found: the collected figures of all layers."""
         ...
 
 
 class LayerPass(Pass):
     """One weight in, one compressed weight out (GPTQ, Wanda, RTN, ...).
 
-    observes: what to gather from the layer's inputs.
+    observes: the statistics of the layer's inputs.
     """
 
     observes: ClassVar[type[Observer]] = Nothing
@@ -237,11 +242,11 @@ class LayerPass(Pass):
     )
 
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
-        """What to gather beside `observes`, for this layer alone: it becomes `layer.inputs`. None: nothing."""
+        """Make a further observer (width, device) of this layer's inputs, which becomes `layer.inputs`. None: none."""
         return None
 
     def survey(self) -> Survey | None:
-        """What is to be known of all layers before the first is solved. None: nothing."""
+        """The survey that runs before the first layer is solved. None: no survey."""
         return None
 
     @property
@@ -252,7 +257,7 @@ class LayerPass(Pass):
 
     @property
     def observer(self) -> type[Observer]:
-        """What these options gather; `observes` unless a pass says otherwise."""
+        """The statistics for these options; by default `observes`."""
         return self.observes
 
     def memory(self, size: ProblemSize) -> int:
@@ -260,16 +265,16 @@ class LayerPass(Pass):
 
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
-        """The compressed layer; `seen` is an instance of `observer`. Pure: nothing is assigned, printed or timed."""
+        """Compress one layer. seen: an instance of `observer`. Pure: it assigns, prints and times nothing."""
 
 
 class BlockInputs(Protocol):
-    """What reaches a block, as a block pass sees it."""
+    """The inputs of a block, for a block pass."""
 
     groups: list[Group]
-    """Groups of the block's linears that the pass is to work on, in the order of execution."""
+    """Groups with linears that the pass works on, in the order of execution."""
     names: list[str]
-    """The linears inside the block that the pass is to work on; groups may hold others that read the same tensor."""
+    """The linears inside the block that the pass works on; groups may contain others that read the same tensor."""
 
     @property
     def name(self) -> str:
@@ -278,35 +283,35 @@ class BlockInputs(Protocol):
 
     @property
     def label(self) -> str:
-        """What errors call the pass at work on this block."""
+        """The label of the pass and the block in errors."""
         ...
 
     @property
     def storage(self) -> torch.dtype:
-        """The dtype that scales and dense tensors will be stored in."""
+        """The dtype of stored scales and dense tensors."""
         ...
 
     @property
     def links(self) -> list[Link]:
-        """Links to readers of which the pass is to work on one at least: where a scale per channel can be folded."""
+        """Links into which a scale per channel can be folded; the pass works on at least one reader of each."""
         ...
 
     @property
     def permutations(self) -> list[Permutation]:
-        """Channels that may trade places, with readers of which the pass is to work on one at least."""
+        """Channels that may be permuted; the pass works on at least one reader of each."""
         ...
 
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
-        """Forward all calibration inputs once; what an observer gathers at the input of each group."""
+        """Run all calibration inputs through the block once; return the observer of each group's input."""
         ...
 
     def probe(self, block: nn.Module) -> Tensor:
-        """The block's output (or a copy's) on one short fixed input, for proofs."""
+        """The output of the block (or of a copy) for one short fixed input, to prove rewrites."""
         ...
 
     @property
     def batches(self) -> int:
-        """How many batches of calibration inputs there are."""
+        """The number of calibration batches."""
         ...
 
     def forward(self, block: nn.Module, batch: int) -> Tensor:
@@ -314,24 +319,24 @@ class BlockInputs(Protocol):
         ...
 
     def reference(self, batch: int) -> Tensor:
-        """What the uncompressed model has behind this block; only for passes that require it."""
+        """The uncompressed model's activations after this block; only for passes that require `reference`."""
         ...
 
     def original(self, batch: int) -> Tensor:
-        """What the block made of the same inputs before the sweep; only for passes that require it."""
+        """The original block's output for the same inputs; only for passes that require `original`."""
         ...
 
     @property
     def work(self) -> Path | None:
-        """A folder for what must survive a killed run until the block is done; None where the run has none."""
+        """A folder for files that a killed run needs again, until the block is done; None if the run has no folder."""
         ...
 
     def layer(self, name: str) -> Layer:
-        """What a solver may know of a linear."""
+        """The information for a solver about a linear."""
         ...
 
     def put(self, name: str, solution: Solution) -> None:
-        """Put what became of a linear in place, in the form that it will be stored in, and measure what it did."""
+        """Install a solved layer in its storage form, and measure its error."""
         ...
 
 
@@ -343,31 +348,31 @@ class BlockPass(Pass):
 
     @abstractmethod
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        """Rewrite the block in place; every function-preserving rewrite proves itself first."""
+        """Rewrite the block in place; every function-preserving rewrite is proved first."""
 
 
 class ModelPass(Pass):
-    """The whole model: training and global decisions."""
+    """A pass over the whole model: training and global decisions."""
 
-    def asks(self, lm_objective: LMObjective, where: str) -> LMObjective:
-        """What it asks a model for that predicts so; where: its label. Raises RecipeError for options that say nothing.
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        """The model's objective with the options of the pass. where: the label of the pass.
 
-        Called before any work, too.
+        It is also called before the run. Raises RecipeError for options that have no effect on this objective.
         """
         return lm_objective
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration of the model that it leaves, for those that require `new_shape`; where: its label.
+        """The configuration of the model after the pass, for passes that require `new_shape`. where: its label.
 
-        No weight is looked at, they may be on the meta device. Raises TargetError, beginning with `where`, for what
-        cannot be done; ModelError where no configuration says it.
+        It reads no weights; they may be on the meta device. Raises TargetError, beginning with `where`, for an
+        impossible shape; ModelError if no configuration describes the shape.
         """
         return model.config
 
     @abstractmethod
     def apply(self, model: nn.Module, run: Run) -> None:
-        """Change the model in place; all of it is in memory."""
+        """Change the model in place; all weights are in memory."""
 
 
 Step = tuple[str, Pass, list[str]]
-"""(label, pass, full names of the linears it works on)."""
+"""(label, pass, full names of the linears that the pass works on)."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
 from compress.formats.base import CacheScheme
-from compress.model.kv_cache import caching, rounded_caches, roundings, stated_scheme, watching
+from compress.model.kv_cache import attentions_with_cache, rounded_caches, roundings, stated_scheme, watching
 from compress.model.objective import without_cache
 from compress.numerics.metrics import relative_error
 
@@ -76,7 +76,7 @@ class KVCache(Evaluator):
                     shared = "token and head" if scheme.scale == "token" else "attention"
                     errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
 
-        with watching(caching(model), see), torch.no_grad():
+        with watching(attentions_with_cache(model), see), torch.no_grad():
             model(input_ids=context.probe.to(next(model.parameters()).device), **without_cache(model))
         return {
             "bytes_per_token": {"before": before, "after": after},

@@ -1,1 +1,1 @@
-"""What kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping."""
+"""Shared code of the kinds of passes: quantizing, pruning, allocation, training, reconstruction, reshaping."""

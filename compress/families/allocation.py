@@ -1,6 +1,6 @@
-"""How a sparsity is shared out over the layers of a model: the values of `allocate`, which every pruning pass takes.
+"""Allocations: the distribution of a sparsity over the layers of a model; values of `allocate` of a pruning pass.
 
-Each is a frozen value; what it must know of the model is a survey, which the sweep makes before it solves anything.
+Each allocation is a frozen value. It reads the model through a survey, which the sweep runs before the first solver.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from compress.numerics.metrics import relative_error
 from compress.numerics.sparse.allocation import Histogram, below_threshold, ladder, least_error, outlier_weighed
 from compress.numerics.sparse.masks import Pattern
 
-POINTS = 7  # sparsities that a layer's error is measured at
+POINTS = 7  # number of sparsities at which a layer's error is measured
 
 
 class Prunes(Protocol):
-    """What an allocation needs of a pruning pass."""
+    """The interface of a pruning pass that an allocation uses."""
 
     pattern: Pattern
 
     @property
     def target_sparsity(self) -> float:
-        """The sparsity that was asked for."""
+        """The requested sparsity."""
         ...
 
     @property
     def observer(self) -> type[Observer]:
-        """What the pass gathers from a layer's inputs."""
+        """The statistics of a layer's inputs."""
         ...
 
     def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
-        """How much each weight matters; below zero where it is gone already."""
+        """The score of each weight; negative where it is already removed."""
         ...
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
-        """The layer at a sparsity."""
+        """Prune the layer to a sparsity."""
         ...
 
 
 class Allocation(BaseModel, ABC):
-    """A way to share out the sparsity: `share` of a pass is the mean over its layers, weighted by their size."""
+    """A distribution of the sparsity: the mean over the layers, weighted by size, is the sparsity of the pass."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -59,7 +59,7 @@ class Allocation(BaseModel, ABC):
 
     @abstractmethod
     def survey(self, step: Prunes) -> Survey | None:
-        """What must be known of the model first; it decides each layer's sparsity. None: all have the same."""
+        """The survey that decides the sparsity of each layer. None: all layers have the same sparsity."""
 
     @model_serializer
     def _spell(self) -> str | dict[str, dict[str, Any]]:
@@ -77,7 +77,7 @@ class Uniform(Allocation):
 
 
 class Global(Allocation):
-    """One threshold for the scores of all layers: a layer loses what is below it."""
+    """One threshold for the scores of all layers; weights below it are removed."""
 
     key: ClassVar[str] = "global"
 
@@ -94,7 +94,7 @@ class OWL(Allocation):
 
     key: ClassVar[str] = "owl"
 
-    M: float = Field(default=5.0, gt=0, description="how many times the mean an outlier is")
+    M: float = Field(default=5.0, gt=0, description="outliers are above M times the mean")
     lambda_: float = Field(default=0.08, gt=0, lt=0.5, alias="lambda", description="half the range of sparsities")
 
     def survey(self, step: Prunes) -> Survey:
@@ -102,22 +102,22 @@ class OWL(Allocation):
 
 
 class Sensitivity(Allocation):
-    """The least sum of squared relative errors of the layers' outputs, each measured with this layer alone pruned."""
+    """Minimize the sum of squared relative errors of the layers' outputs; only one layer is pruned per measurement."""
 
     key: ClassVar[str] = "sensitivity"
 
-    within: float = Field(default=0.1, gt=0, lt=1, description="how far a layer may be from the mean")
+    within: float = Field(default=0.1, gt=0, lt=1, description="largest difference of a layer's sparsity from the mean")
 
     def survey(self, step: Prunes) -> Survey:
         return _Errors(step, self.within)
 
 
 ALLOCATIONS: dict[str, type[Allocation]] = {kind.key: kind for kind in (Uniform, Global, OWL, Sensitivity)}
-"""Every allocation by the name it has in a recipe."""
+"""Every allocation by its name in a recipe."""
 
 
 def read_allocation(value: Any) -> Allocation:
-    """An allocation as it is written: its name, or {name: {option: value}}.
+    """Read an allocation from a recipe: its name, or {name: {option: value}}.
 
     Raises OptionError.
     """
@@ -126,10 +126,12 @@ def read_allocation(value: Any) -> Allocation:
     if isinstance(value, str):
         value = {value: {}}
     if not isinstance(value, Mapping) or len(value) != 1:
-        raise OptionError((), f"must be one of {', '.join(ALLOCATIONS)}, or such as {{owl: {{M: 5, lambda: 0.08}}}}")
+        raise OptionError(
+            (), f"must be one of {', '.join(ALLOCATIONS)}, or a mapping such as {{owl: {{M: 5, lambda: 0.08}}}}"
+        )
     ((key, options),) = value.items()
     if key not in ALLOCATIONS:
-        raise OptionError((), f"there is no allocation {key!r}{did_you_mean(str(key), ALLOCATIONS)}")
+        raise OptionError((), f"allocation {key!r} is not known{did_you_mean(str(key), ALLOCATIONS)}")
     try:
         return ALLOCATIONS[key].model_validate({} if options is None else options)
     except ValidationError as error:
@@ -138,7 +140,7 @@ def read_allocation(value: Any) -> Allocation:
 
 
 class _Threshold:
-    """A histogram of every layer's scores, so that no two layers' scores are in memory at once."""
+    """A histogram of every layer's scores, so that only one layer's scores are in memory at a time."""
 
     def __init__(self, step: Prunes) -> None:
         self.step, self.observer = step, step.observer
@@ -154,7 +156,7 @@ class _Threshold:
 
 
 class _Outliers:
-    """(share of outliers in the block, weights of the layer)."""
+    """Collect (fraction of outliers in the block, number of weights of the layer) for each layer."""
 
     observer: type[Observer] = InputNorm
 
@@ -165,7 +167,7 @@ class _Outliers:
         sizes = {one.layer.name: one.module.shape[0] * one.module.shape[1] for one in block}
         total = sum(sizes.values())
         mean = sum(float(_metric(one).sum(dtype=torch.float64)) for one in block) / total
-        # D = share of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
+        # D = fraction of entries of |W_ij| ||X_j||_2 above M times their mean  (equation 1)
         outliers = sum(int((_metric(one) > self.options.M * mean).sum()) for one in block)
         return {one.layer.name: (outliers / total, prod(self.step.pattern.whole(one.module.shape))) for one in block}
 
@@ -178,7 +180,7 @@ class _Outliers:
 
 
 class _Errors:
-    """(curve of a layer's error, weights of the layer)."""
+    """Collect (error curve of the layer, number of its weights) for each layer."""
 
     def __init__(self, step: Prunes, within: float) -> None:
         self.step, self.observer = step, step.observer if step.observer is not Nothing else InputNorm

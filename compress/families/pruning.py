@@ -1,4 +1,4 @@
-"""What pruning passes have in common: their options, under the same names, and how scores become masks."""
+"""Pruning passes: their common options, and the masks that scores give."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compress.numerics.sparse.positions import LARGEST_M, Sparsity
 
 
 class Pruning(BaseModel):
-    """How much a pass removes, and in which pattern; a mixin for all passes that prune, in one go or in training."""
+    """The sparsity and the pattern of a pass; a mixin for all passes that prune, once or during training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,11 +28,11 @@ class Pruning(BaseModel):
         default=None,
         gt=0,
         lt=1,
-        description="share of weights to remove; 0.5 if not given; N:M patterns have their own",
+        description="fraction of weights to remove; default 0.5; an N:M pattern fixes it",
     )
     pattern: Pattern = Field(
         default=Pattern("row"),
-        description="where zeros may stand: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
+        description="pattern of the zeros: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
     )
 
     def model_post_init(self, context: Any) -> None:
@@ -40,22 +40,22 @@ class Pruning(BaseModel):
         if self.pattern.n_of_m is not None and self.sparsity is not None:
             n, m = self.pattern.n_of_m
             if abs(self.sparsity - (1 - n / m)) > 1e-9:
-                raise ValueError(f"pattern {self.pattern.text} has sparsity {1 - n / m:g}; leave sparsity out")
+                raise ValueError(f"pattern {self.pattern.text} fixes sparsity {1 - n / m:g}; leave sparsity out")
 
     @property
     def density(self) -> float:
-        """The share of weights that is kept."""
+        """The fraction of weights that is kept."""
         return 1 - self.target_sparsity
 
     @property
     def target_sparsity(self) -> float:
-        """The share of weights that is removed, over all layers."""
+        """The fraction of weights that is removed, over all layers."""
         if self.pattern.n_of_m is not None:
             return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
         return 0.5 if self.sparsity is None else self.sparsity
 
     def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
-        """The ways to store the mask that it will make, if no other pass prunes the layer too."""
+        """The possible storage schemes of the mask, if no other pass prunes the layer."""
         rows, width = shape
         if self.pattern.n_of_m is not None:
             n, m = self.pattern.n_of_m
@@ -66,36 +66,36 @@ class Pruning(BaseModel):
         return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
 
     def check(self, layer: LayerFacts) -> str | None:
-        """Why the pattern does not fit a linear; None where it does."""
+        """The reason why the pattern does not fit a linear, or None."""
         return self.pattern.refuses(layer.shape, self.density)
 
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
-        """What is owed to a layer of this shape at a sparsity, that of the pass if not given."""
+        """The sparsity due in a layer of this shape, at the given sparsity or at that of the pass."""
         sparsity = self.target_sparsity if sparsity is None else sparsity
         return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
 
 
 class PruningPass(Pruning, LayerPass):
-    """Options that every pass has that prunes layer by layer, under the same names."""
+    """A pass that prunes one layer at a time."""
 
     allocate: Annotated[Allocation, BeforeValidator(read_allocation)] = Field(
         default=Uniform(),
-        description="how sparsity is shared out over layers: uniform, global (one threshold), owl, sensitivity; "
-        "options as {owl: {M: 5, lambda: 0.08}}",
+        description="distribution of the sparsity over layers: uniform, global (one threshold), owl, sensitivity; "
+        "with options: {owl: {M: 5, lambda: 0.08}}",
     )
 
     true_sequential: bool = Field(
         default=False,
-        description="calibrate each layer on the output of the compressed layers before it in the block; without it "
-        "scores are those of the block as it came, as in the papers",
+        description="calibrate each layer on the output of the compressed layers before it in the block; false: "
+        "compute scores on the original block, as in the papers",
     )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.pattern.n_of_m is not None and not isinstance(self.allocate, Uniform):
             raise ValueError(
-                f"allocate: {self.allocate.key} needs sparsities that can differ, and that of pattern "
-                f"{self.pattern.text} is fixed; use pattern: row or layer, or leave allocate out"
+                f"allocate: {self.allocate.key} needs different sparsities per layer, but pattern {self.pattern.text} "
+                "fixes the sparsity; use pattern: row or layer, or leave allocate out"
             )
 
     def survey(self) -> Survey | None:
@@ -104,15 +104,17 @@ class PruningPass(Pruning, LayerPass):
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         rows, width = self.pattern.whole((weight.shape[0], weight.shape[1]))
         if (rows, width) != weight.shape:
-            message = f"pattern {self.pattern.text} fits the first {rows} rows of {width}; what is beyond stays dense"
+            message = (
+                f"pattern {self.pattern.text} fits the first {rows} rows and {width} columns; the rest stays dense"
+            )
             layer.log("note", message, dense=weight.numel() - rows * width)
         sparsity = self.target_sparsity if layer.allocated is None else float(layer.allocated)
         if sparsity >= 1:
-            layer.log("fallback", "the allocation leaves no weight of this layer")
+            layer.log("fallback", "the allocation removes all weights of this layer")
         return self.prune(weight, seen, layer, sparsity)
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
-        """The layer at a sparsity; what was pruned before stays so, and counts."""
+        """Prune the layer to a sparsity; weights that earlier passes removed stay zero and count."""
         keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
         keep = keep if layer.mask is None else keep & layer.mask
         return Solution(
@@ -120,13 +122,13 @@ class PruningPass(Pruning, LayerPass):
         )
 
     def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
-        """The scores, -1 where a weight is gone already; magnitudes, with a note, where all scores are zero."""
+        """The scores, -1 where a weight is already removed; magnitudes, with a journal entry, if all are zero."""
         score = self.score(weight, seen)
         if not bool(score.any()):
-            layer.log("fallback", "all scores are zero; the smallest weights are removed instead")
+            layer.log("fallback", "all scores are zero; magnitudes are used instead")
             score = weight.abs()
         return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
 
     @abstractmethod
     def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
-        """How much each weight matters, at least 0; the least are removed."""
+        """The scores of all weights, at least 0; the weights with the smallest scores are removed."""

@@ -1,4 +1,4 @@
-"""What quantizing passes have in common: their options, under the same names, and how layers may differ in them."""
+"""Quantizing passes: their common options, and overrides of these options for some layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from compress.api.facts import Fact, Requirements
 from compress.api.observers import InputAbsMax, Observer
-from compress.api.options import Override, read_overrides, taken
+from compress.api.options import Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
 from compress.errors import NumericError, TargetError
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch
@@ -26,7 +26,7 @@ from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 
 def _grid(value: Any) -> Any:
-    """A grid by its name."""
+    """Check the name of a grid."""
     if isinstance(value, Grid):
         return value.name
     if not isinstance(value, str) or value not in GRIDS:
@@ -35,7 +35,7 @@ def _grid(value: Any) -> Any:
 
 
 def _known_grid(name: Any) -> Grid | None:
-    """The grid that is asked for, if there is such a one."""
+    """Look up a grid by name, or None."""
     return name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
 
 
@@ -49,12 +49,12 @@ def _group_size(value: Any) -> Any:
 
 
 def _search(value: Any) -> Any:
-    """A search by its name; percentile alone means its usual share."""
+    """Check a scale search; 'percentile' alone uses the default fraction."""
     if value == "percentile":
         return Percentile()
     share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
     if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
-        raise ValueError(f"percentile {share!r} must be a share above 0.5 and at most 1, such as 0.999")
+        raise ValueError(f"percentile {share!r} must be a fraction above 0.5 and at most 1, such as 0.999")
     if share is None and value not in ("absmax", "absmean", "mse") and not isinstance(value, Percentile):
         known = "absmax, absmean, mse, percentile, or {percentile: 0.999}"
         raise ValueError(f"scale {value!r} is not known; write {known}")
@@ -67,32 +67,31 @@ InputGrid = Literal["none", "int8", "fp8_e4m3"]
 
 
 def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
-    """Raise ValueError where a grid cannot have these options."""
+    """Raise ValueError if a grid does not support these options."""
     own = GRIDS[name].group_size
     if not symmetric and GRIDS[name].symmetric_only:
         raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
     if own is not None and group_size != own:
         raise ValueError(
-            f"group_size {group_size}: the scales of {name} are those of {own} columns; "
-            f"write {own}, or leave group_size out"
+            f"group_size {group_size}: {name} has one scale for {own} columns; write {own}, or leave group_size out"
         )
 
 
 class WeightGrid(Pass):
-    """The options that say what weights are rounded to: for passes that do it, and for those that prepare it."""
+    """The options of the weights' grid, for passes that quantize and passes that prepare quantization."""
 
     weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
     group_size: GroupSizeOption = Field(
         default=64,
-        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; grids that have "
-        "a group size of their own (mxfp4: 32, nvfp4: 16) take it",
+        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; some grids fix "
+        "the group size (mxfp4: 32, nvfp4: 16)",
     )
-    symmetric: bool = Field(default=True, description="no zero point; false adds one per scale (integer grids)")
+    symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
 
     @model_validator(mode="before")
     @classmethod
     def _own_group_size(cls, values: Any) -> Any:
-        """The group size that the grid has, where none is given."""
+        """Use the fixed group size of the grid if none is given."""
         if not isinstance(values, dict) or "group_size" in values:
             return values
         grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
@@ -109,28 +108,31 @@ class WeightGrid(Pass):
 
 
 class Quantizing(WeightGrid):
-    """Options that every quantizing pass has, under the same names."""
+    """The common options of all quantizing passes."""
 
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
     scale: ScaleOption = Field(
         default="absmax",
-        description="'absmax' covers the range; 'mse' clips it where rounding error is least; {percentile: 0.999} "
-        "covers that share of the weights; 'absmean': the mean magnitude, the default of ternary and binary",
+        description="'absmax' covers the range; 'mse' clips it to the range with the least error; {percentile: 0.999} "
+        "covers that fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
     )
-    activations: InputGrid = Field(default="none", description="grid that inputs are rounded to when the model runs")
+    activations: InputGrid = Field(
+        default="none", description="grid of the inputs, which are rounded when the model runs"
+    )
     activation_scale: ActivationScale = Field(
-        default="token", description="'token': a scale per token, found when the model runs; 'static': one, calibrated"
+        default="token",
+        description="'token': one scale per token, computed at run time; 'static': one calibrated scale",
     )
     overrides: tuple[Override, ...] = Field(
-        default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none leaves alone"
+        default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none skips layers"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _own_scale(cls, values: Any) -> Any:
-        """The search that the grid goes with, where none is given."""
+        """Use the default scale search of the grid if none is given."""
         if not isinstance(values, dict) or "scale" in values:
             return values
         grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
@@ -146,12 +148,14 @@ class Quantizing(WeightGrid):
         return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
-        """The linears that no override leaves alone."""
+        """The linears that no override skips."""
         found = super().choose(names, where)
-        overridden = taken(self.overrides, found, where)
+        overridden = resolve_overrides(self.overrides, found, where)
         chosen = [name for name in found if name not in overridden or not overridden[name].dense]
         if not chosen:
-            raise TargetError(f"{where}: the overrides leave none of the {len(found)} linears to work on")
+            raise TargetError(
+                f"{where}: the overrides skip all {len(found)} linears; remove weights: none from one of them"
+            )
         return chosen
 
     def for_layer(self, name: str) -> Self | None:
@@ -164,13 +168,13 @@ class Quantizing(WeightGrid):
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
         grid = GRIDS.get(override.options.get("weights", self.weights))
         if grid is not None and grid.group_size is not None:
-            own.pop("group_size")  # the grid has its own
+            own.pop("group_size")  # the grid fixes it
         if grid is not None and grid.averaged != self.grid.averaged:
             own.pop("scale")
         return type(self).model_validate({**own, **override.options})
 
     def variants(self) -> list[Self]:
-        """The pass with every set of options that it has for some layer."""
+        """The pass with its own options, and with those of each override."""
         return [self, *(self._with(override) for override in self.overrides if not override.dense)]
 
     @property
@@ -184,17 +188,17 @@ class Quantizing(WeightGrid):
 
     @property
     def rounding_scheme(self) -> RoundingScheme | None:
-        """How inputs are rounded; None: they are not."""
+        """The scheme of the inputs' rounding; None: inputs are not rounded."""
         return None if self.input_grid is None else RoundingScheme(self.input_grid, self.activation_scale)
 
     @property
     def float_zeros(self) -> bool:
-        """Whether zero points need not be whole numbers."""
+        """Whether zero points are floats."""
         return False
 
     @property
     def indexed(self) -> bool:
-        """Whether groups of columns are not contiguous."""
+        """Whether the groups are not contiguous, so that an index per column is stored."""
         return False
 
     @property
@@ -209,12 +213,12 @@ class Quantizing(WeightGrid):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.activation_scale == "static" and self.input_grid is None:
-            raise ValueError("activation_scale: static needs a grid of the inputs; add activations: int8")
+            raise ValueError("activation_scale: static needs rounded inputs; add activations: int8")
 
     def rounding(self, layer: Layer) -> InputRounding | None:
-        """How the layer's inputs are rounded; a static scale covers the largest of them.
+        """The rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
 
-        Raises NumericError when a static scale is asked for and no calibration token reached the layer.
+        Raises NumericError when the scale is static and no calibration token reached the layer.
         """
         if self.input_grid is None or self.activation_scale == "token":
             return None if self.input_grid is None else InputRounding.of(self.input_grid)
@@ -226,7 +230,7 @@ class Quantizing(WeightGrid):
 
 
 class QuantizingPass(Quantizing, LayerPass):
-    """A quantizing pass that works on one layer at a time."""
+    """A pass that quantizes one layer at a time."""
 
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
         return InputAbsMax if self.activation_scale == "static" else None
@@ -242,4 +246,4 @@ class QuantizingPass(Quantizing, LayerPass):
 
     @abstractmethod
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
-        """The weight in codes; weights outside of layer.mask must decode to exactly zero."""
+        """Quantize the weight; weights outside of layer.mask must decode to exactly zero."""

@@ -1,4 +1,4 @@
-"""What passes have in common that bring a block nearer to what it was: what it is to give, and how far off it is."""
+"""Targets and errors for passes that reconstruct the output of a block."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from compress.api.passes import BlockInputs
 
 ErrorName = Literal["symmetric", "asymmetric"]
-"""Against what a block's output is held: 'symmetric', what the block as it was makes of the same inputs; 'asymmetric',
-what the uncompressed model has there, so that errors of the blocks before are made up for, too."""
+"""The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the
+uncompressed model's activations after the block, so that the block also corrects errors of the blocks before it."""
 
 Targets = Callable[[int], Tensor]
-"""What the block is to give for a batch."""
+"""The target output of the block for a batch, by its number."""
 
 
 def relative_square(found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"]) -> Tensor:
@@ -25,10 +25,10 @@ def relative_square(found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"])
 
 
 def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches: Iterable[int]) -> float:
-    """||block(X) - target||^2 / ||target||^2 over some batches."""
-    wrong = whole = 0.0
+    """||block(X) - target||^2 / ||target||^2 over the given batches, by their numbers."""
+    error = energy = 0.0
     for batch in batches:
         wanted = targets(batch).float()
-        wrong += float((inputs.forward(block, batch).float() - wanted).square().sum())
-        whole += float(wanted.square().sum())
-    return wrong / max(whole, 1e-30)
+        error += float((inputs.forward(block, batch).float() - wanted).square().sum())
+        energy += float(wanted.square().sum())
+    return error / max(energy, 1e-30)

@@ -1,4 +1,4 @@
-"""Passes after which the model has another shape: fewer blocks, or narrower ones."""
+"""Passes that change the shape of the model: fewer blocks, or narrower ones."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compress.api.passes import ModelPass
 
 
 class ReshapingPass(ModelPass):
-    """The whole model made smaller in its configuration; what comes out is dense, and of the class that it was.
+    """A pass that makes the model smaller in its configuration; the result is dense and has the same class.
 
-    Passes behind it work on the model as it leaves it: their patterns match the names that modules have then.
+    Later passes work on the smaller model: their patterns match its module names.
     """
 
     never_after: ClassVar[frozenset[Fact]] = frozenset(

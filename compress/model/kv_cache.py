@@ -51,16 +51,16 @@ def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
     return next(((name, parameters.index(name)) for name in NAMES if name in parameters), None)
 
 
-def caching(root: nn.Module) -> dict[str, nn.Module]:
+def attentions_with_cache(root: nn.Module) -> dict[str, nn.Module]:
     """The innermost modules with a cache argument, by name, without attention that is not causal."""
     takers = {name: module for name, module in root.named_modules() if _place(type(module)) is not None}
     inner = {name: module for name, module in takers.items() if not any(_inside(n, name) for n in takers if n != name)}
     return {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
 
 
-def holding(root: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
-    """The modules of `caching` that contain one of the modules `names`."""
-    return {name: m for name, m in caching(root).items() if any(_inside(inner, name) for inner in names)}
+def attentions_containing(root: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:
+    """The modules of `attentions_with_cache` that contain one of the modules `names`."""
+    return {name: m for name, m in attentions_with_cache(root).items() if any(_inside(inner, name) for inner in names)}
 
 
 def _inside(name: str, outer: str) -> bool:
@@ -206,7 +206,7 @@ def cache_sha256(module: nn.Module) -> str:
 def stated_scheme(model: PreTrainedModel, caches: Mapping[str, CacheScheme], format_: Format) -> CacheScheme | None:
     """The common scheme of all caches of a model, if there is one and the format states it, else None."""
     kinds = set(caches.values())
-    if len(kinds) != 1 or set(caches) != set(caching(model)):
+    if len(kinds) != 1 or set(caches) != set(attentions_with_cache(model)):
         return None
     scheme = kinds.pop()
     return scheme if format_.states(scheme, model.config) else None

@@ -18,7 +18,7 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of, mean_loss, skipping, states
 from compress.model.linear import linears
-from compress.model.reshape.reconfigure import become, build, renumbered, tensors, with_blocks
+from compress.model.reshape.reconfigure import build, renumbered, replace_in_place, tensors, with_blocks
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.metrics import relative_error
 
@@ -78,7 +78,7 @@ class DropBlocks(ReshapingPass):
                 f"{where}: the model of {len(kept)} blocks is not the one that passes by the others (it differs by "
                 f"{error:.2g}): what a block does depends on its number in a way that no configuration says"
             )
-        become(model, new)
+        replace_in_place(model, new)
 
     def _number(self, blocks: Sequence[Block], where: str) -> int:
         """How many blocks go."""

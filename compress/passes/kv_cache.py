@@ -15,7 +15,7 @@ from compress.api.memory import ProblemSize
 from compress.api.passes import ActivationScale, BlockInputs, BlockPass
 from compress.errors import NumericError
 from compress.formats.base import CacheScheme
-from compress.model.kv_cache import holding, round_cache, watching
+from compress.model.kv_cache import attentions_containing, round_cache, watching
 from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
@@ -83,7 +83,7 @@ class KVCache(BlockPass):
         return size.forward_bytes
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        found, scheme = holding(block, inputs.names), self.cache
+        found, scheme = attentions_containing(block, inputs.names), self.cache
         if self.scale == "token":
             for attention in found.values():
                 round_cache(attention, scheme, (None, None))

@@ -20,8 +20,8 @@ from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import InMemory, OpenModel
-from compress.model.reshape.reconfigure import Path, become, build, changed, shapes, sketch, tensors
-from compress.model.reshape.residual import SAME, check_traded, with_fewer
+from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
+from compress.model.reshape.residual import SAME, check_traded, cut_hidden_channels
 from compress.model.reshape.widths import Width, ffn_widths, head_width, hidden_width
 from compress.model.structure.blocks import Block, find_blocks
 from compress.model.structure.coupled_channels import CoupledChannels, coupled_ffn_channels, coupled_heads, still_hold
@@ -145,10 +145,10 @@ class Narrow(ReshapingPass):
                 held[f"{context.full(name)}.weight"] = (new.T if layer.transposed else new).to(layer.weight.dtype)
         config = changed(model.config, width.edits)
         assert config is not None
-        new = with_fewer(model, config, held, width, kept, ids, where)
+        new = cut_hidden_channels(model, config, held, width, kept, ids, where)
         share = float(score[kept].sum() / score.sum())
         run.journal.add("note", where, "hidden channels left", kept=left, of=len(score), importance=round(share, 6))
-        become(model, new)
+        replace_in_place(model, new)
 
     def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> Float[Tensor, " hidden"]:
         """The importance of every hidden channel: its mean share of what each reader gives, or of all weights."""
@@ -250,7 +250,7 @@ class _Inside:
         error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
         if not error < SAME:
             raise ModelError(f"{where}: the narrow model is not the one whose other channels are silent ({error:.2g})")
-        become(model, new)
+        replace_in_place(model, new)
 
     def _narrow_block(self, context: BlockContext, kind: str, width: Width) -> None:
         block = context.block

@@ -19,8 +19,8 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears
-from compress.model.reshape.reconfigure import Path, become, build, changed, tensors
-from compress.model.reshape.residual import FORMS, TRADED, along, with_fewer
+from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, tensors
+from compress.model.reshape.residual import FORMS, TRADED, along, cut_hidden_channels
 from compress.model.reshape.widths import Width, hidden_width
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.links import find_groups
@@ -87,10 +87,10 @@ class SliceGPT(ReshapingPass):
         turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], where)
         left = next(iter(width.axes.values()))[1]
         kept = torch.arange(left, device=energy.device)
-        new = with_fewer(folded, config, turned, width, kept, ids[:1, :PROBE], where)
+        new = cut_hidden_channels(folded, config, turned, width, kept, ids[:1, :PROBE], where)
         figures = {"kept": left, "of": len(energy), "energy": round(float(energy[:left].sum() / energy.sum()), 6)}
         run.journal.add("note", where, "principal components left", **figures, rotation_error=error)
-        become(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
+        replace_in_place(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
 
 
 def untying(model: PreTrainedModel) -> dict[Path, Any]:

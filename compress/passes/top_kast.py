@@ -16,48 +16,49 @@ from compress.train.parametrization import Parametrization, Shares, magnitudes
 
 
 class TopKAST(SparseTrainingPass):
-    """Multiply by the largest weights alone (the set A); train these and the next largest (B), which may come in.
+    """Use only the largest weights (set A) in the forward pass; train these and the next largest ones (set B).
 
-    Weights outside of B stay as they are. The exploration penalty, on the square of the weights and with the weight
-    `penalty`, counts once in A and 1/D times in B without A, where D is the density of A: what is tried has to prove
-    itself. In the first stage A and B are chosen anew every few steps among all weights; in the second, refinement,
-    they are fixed and B is A. With an N:M pattern B keeps more of each M than A. What earlier passes removed stays so.
+    Weights outside of B do not change. The exploration penalty is an L2 penalty with the coefficient `penalty`. Its
+    factor is 1 in A, and 1/D in B without A, where D is the density of A; so a weight outside of A needs a larger
+    gradient to enter A. In the first stage A and B are chosen anew every few steps among all weights. In the second
+    stage, refinement, both are fixed and B equals A. With an N:M pattern B keeps more weights of each M than A. Weights
+    that earlier passes removed stay zero.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2106.03517"
 
     backward_sparsity: float | None = Field(
-        default=None, ge=0, lt=1, description="share of the weights that get no gradient; half of sparsity if not given"
+        default=None, ge=0, lt=1, description="fraction of the weights without a gradient; default: half of sparsity"
     )
-    penalty: float = Field(default=1e-4, ge=0, description="weight of the exploration penalty")
-    explore: float = Field(default=0.5, ge=0, le=1, description="share of the steps before masks are fixed")
-    every: int = Field(default=1, ge=1, description="steps between two choices of the masks")
+    penalty: float = Field(default=1e-4, ge=0, description="coefficient of the exploration penalty")
+    explore: float = Field(default=0.5, ge=0, le=1, description="fraction of the steps after which the masks are fixed")
+    every: int = Field(default=1, ge=1, description="steps between two updates of the masks")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.behind >= self.target_sparsity:
+        if self.outer_sparsity >= self.target_sparsity:
             raise ValueError(
-                f"backward_sparsity {self.behind:g} must be below sparsity, {self.target_sparsity:g}: "
-                "more weights are trained than multiplied by"
+                f"backward_sparsity {self.outer_sparsity:g} must be below sparsity, {self.target_sparsity:g}: "
+                "more weights must be trained than kept"
             )
         if self.pattern.n_of_m is not None and self.wide(self.pattern) == self.pattern:
             m = self.pattern.n_of_m[1]
             raise ValueError(
-                f"backward_sparsity {self.behind:g} of pattern {self.pattern.text} trains no more weights than are "
-                f"kept; lower it by 1/{m} at least"
+                f"backward_sparsity {self.outer_sparsity:g} of pattern {self.pattern.text} trains no more weights than "
+                f"it keeps; lower it by at least 1/{m}"
             )
 
     @property
-    def behind(self) -> float:
+    def outer_sparsity(self) -> float:
         """The sparsity of B."""
         return self.target_sparsity / 2 if self.backward_sparsity is None else self.backward_sparsity
 
     def wide(self, pattern: Pattern) -> Pattern | None:
         """The pattern of B; None: all weights are in it."""
         if pattern.n_of_m is None:
-            return pattern if self.behind else None
+            return pattern if self.outer_sparsity else None
         m = pattern.n_of_m[1]
-        n = round((1 - self.behind) * m)
+        n = round((1 - self.outer_sparsity) * m)
         return None if n == m else Pattern(f"{n}:{m}")
 
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
@@ -65,7 +66,7 @@ class TopKAST(SparseTrainingPass):
 
 
 class _Forward(torch.autograd.Function):
-    """W * A, with a gradient for all of B."""
+    """W * A in the forward pass; the backward pass gives a gradient to all of B."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _TwoSets(Parametrization):
-    """mask is A, outer is B; allowed: what may be kept at all."""
+    """mask: the set A. outer: the set B. allowed: weights that earlier passes kept, or None for all."""
 
     mask: Tensor
     outer: Tensor
@@ -91,13 +92,13 @@ class _TwoSets(Parametrization):
         self.register_buffer("allowed", allowed)
         for name in ("mask", "outer"):
             self.register_buffer(name, torch.ones(shape, dtype=torch.bool))
-        self._resting: Tensor | None = None  # weights outside of B, while the optimizer steps
+        self._resting: Tensor | None = None  # weights outside of B, during the optimizer step
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         return _Forward.apply(weight, self.mask, self.outer)  # type: ignore[return-value]
 
     def adjust(self, weight: nn.Parameter) -> None:
-        self._resting = weight[~self.outer]  # AdamW's averages would move them
+        self._resting = weight[~self.outer]  # AdamW's moving averages would change them
         if weight.grad is not None:
             # d/dW of penalty * (|W_A|^2 / 2 + |W_{B without A}|^2 / (2 D))
             factor = self.mask + (self.outer & ~self.mask) / self.step.density
@@ -116,11 +117,13 @@ class _TwoSets(Parametrization):
         return {} if done == 0 else {"flips": ((before != self.mask).sum(), before.numel())}
 
     def _choose(self, weight: Float[Tensor, "out in"]) -> None:
-        """A and B among all weights."""
+        """Choose A and B among all weights."""
         step, score = self.step, magnitudes(weight, self.allowed)
         wide = step.wide(step.pattern)
         self.mask.copy_(step.pattern.keep(score, step.density))
-        self.outer.copy_(torch.ones_like(self.mask) if wide is None else wide.keep(score, 1 - step.behind) | self.mask)
+        self.outer.copy_(
+            torch.ones_like(self.mask) if wide is None else wide.keep(score, 1 - step.outer_sparsity) | self.mask
+        )
         if self.allowed is not None:
             self.mask &= self.allowed
             self.outer &= self.allowed

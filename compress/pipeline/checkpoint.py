@@ -1,7 +1,7 @@
-"""The checkpoint as it grows: its manifest, its shards, and how a killed run takes them up and goes on.
+"""The growing checkpoint: its manifest, its shards, and the resumption of a killed run.
 
-A block that the last segment of the run has finished is a shard of the checkpoint. What earlier segments make of blocks
-is a snapshot in `.compress/segments/`: the last complete one is kept, and the one that is being made.
+The last segment of a run writes each finished block as a shard of the checkpoint. Earlier segments write snapshots to
+`.compress/segments/`; only the last complete snapshot and the unfinished one are kept.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ OWN_FILES = (
     "report.html",
     "training.svg",
 )
-"""What a run writes into its folder, and --overwrite therefore removes."""
+"""The files that a run writes into its folder; --overwrite removes them."""
 
 
 @dataclass
 class ShardEntry:
-    """One finished shard: what it holds, what was done, and how it can be recognized.
+    """One finished shard.
 
-    digests: sha256 of the codes per layer. schemes: how each layer is stored. results, journal: lines for the report.
-    caches: attentions whose keys and values are rounded: {scheme, sha256}.
+    file: its name. sha256: of the file. names: of its tensors. digests: sha256 of the codes per layer. schemes: the
+    storage scheme per layer. results, journal: lines for the report. caches: {scheme, sha256} per attention module with
+    rounded keys and values.
     """
 
     file: str
@@ -75,11 +76,11 @@ class ShardEntry:
 
 @dataclass
 class Manifest:
-    """What an output folder holds; written atomically after every shard.
+    """The content of an output folder; it is written atomically after every shard.
 
-    fingerprint: a digest of all that the bytes depend on. complete: the checkpoint is whole. training: what the report
-    says of passes that trained. reached: the model after the last complete segment but the very last. begun: what there
-    is of the next one.
+    fingerprint: a digest of everything that determines the checkpoint's bytes. complete: the checkpoint is complete.
+    training: the report's records of training passes. reached: the last complete snapshot. begun: the unfinished
+    snapshot of the next segment.
     """
 
     folder: Path
@@ -97,13 +98,13 @@ class Manifest:
         return self.folder / WORK / "manifest.json"
 
     def schemes_of(self, opened: OpenModel) -> dict[str, LayerScheme]:
-        """How every compressed layer is stored, in the order of the model."""
+        """The storage scheme of every compressed layer, in the order of the model."""
         found = {name: values for entry in self.shards.values() for name, values in entry.schemes.items()}
         return {name: LayerScheme.from_json(found[name]) for name in opened.linear_names() if name in found}
 
     @property
     def caches(self) -> dict[str, CacheScheme]:
-        """How keys and values are rounded, by attention, those that are."""
+        """The rounding of keys and values, by attention module."""
         record = {name: record for entry in self.shards.values() for name, record in entry.caches.items()}
         return {name: CacheScheme.from_json(values["scheme"]) for name, values in record.items()}
 
@@ -120,29 +121,29 @@ def fingerprint(**parts: Any) -> str:
 
 
 def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
-    """The manifest of an output folder: a new one, or that of an earlier start of the same run.
+    """The manifest of an output folder: a new one, or the one of an earlier start of the same run.
 
-    Raises OutputError when the folder cannot be made, holds files that are no run, or, unless `overwrite` is set,
-    another run; only the files of a run are ever removed.
+    Raises OutputError when the folder cannot be created, when it contains files of no run, or when it contains another
+    run and `overwrite` is false. Only files of a run are removed.
     """
     path = folder / WORK / "manifest.json"
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file; name a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or nothing was finished
+        nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or no block is finished
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be made or read ({error.strerror}); name another folder") from error
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); name another folder") from error
     found = _read(path, folder) if path.exists() else None
     if found is not None and found.fingerprint == wanted:
         return found
     if nothing and found is None:
         return Manifest(folder, wanted)
     if not path.exists():
-        raise OutputError(f"{folder}: holds files that are no run of compress; name a new or empty folder")
+        raise OutputError(f"{folder}: contains files that no run of compress wrote; name a new or empty folder")
     if not overwrite:
         raise OutputError(
-            f"{folder}: holds another run (its recipe, model, calibration text or version differs); "
+            f"{folder}: contains another run (its recipe, model, calibration text or version differs); "
             "name a new folder, or pass --overwrite to replace it"
         )
     for pattern in OWN_FILES:
@@ -159,20 +160,20 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         between = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
         return Manifest(**{**values, **between, "folder": folder, "shards": shards})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None  # written by another version, or damaged; it is not this run
+        return None  # written by another version, or damaged: not this run
 
 
 def restore_block(
     block: Block, entry: ShardEntry, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
     device: torch.device,
 ) -> bool:  # fmt: skip
-    """Put a block's shard into the model, the linears called `targets` compressed; False where it is not whole."""
+    """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
     path = folder / entry.file
     if not path.exists() or file_sha256(path) != entry.sha256:
         return False
     mapped = Mapped(stored_in(path), dtype, device)
     for name, layer in linears(block.module).items():
-        if isinstance(layer, CompressedLinear):  # of an earlier segment: nothing of it must be left
+        if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
             parent, _, leaf = name.rpartition(".")
             fresh = CompressedLinear(torch.empty(layer.shape, device="meta"), layer.bias, layer.transposed)
             setattr(block.module.get_submodule(parent), leaf, fresh)
@@ -189,7 +190,7 @@ def restore_block(
 
 
 def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
-    """Tensors that are stored as they are computed with."""
+    """Assign the tensors that are stored dense."""
     tensors = mapped.read(list(mapped.files))
     for name, layer in linears(block.module).items():
         full = f"{block.name}.{name}"
@@ -202,11 +203,11 @@ def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerSchem
 
 @dataclass
 class Shards:
-    """The sink of `run`: a shard per finished block, snapshots between segments, and at last what describes them.
+    """The sink of `run`: it writes a shard per finished block, snapshots between segments, and other files at the end.
 
-    probe: ids [1, length] whose logits are kept for the comparison after reloading. recipe: as YAML. first: whether
-    this process writes; others of the same launcher do the same work. together: whether there may be others, which wait
-    for one another where a segment ends.
+    probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: as YAML. first: whether
+    this process is rank 0, which writes; other processes compute the same. together: whether there may be other
+    processes; all processes wait for each other at the end of a segment.
     """
 
     opened: OpenModel
@@ -226,13 +227,13 @@ class Shards:
         self._began = len(self.run.journal.entries)
 
     def start(self, segments: Sequence[Segment]) -> int:
-        """Take up what an earlier start of the same run has left, and mark the folder as this run's."""
+        """Resume from the files of an earlier start of the same run, and write the manifest."""
         manifest, at = self.manifest, 0
         self.run.costs |= {name: Cost(**cost) for name, cost in manifest.costs.items()}
         reached = manifest.reached
         if reached is not None and reached.whole(self._folder(reached.segment)):
             at = reached.segment + 1
-            self._take_up(reached, segments[at].first)
+            self._resume_from(reached, segments[at].first)
         elif len(segments) > 1 or not segments[0].swept:
             for block in self.opened.blocks:
                 self.opened.weights.bring(block)
@@ -243,7 +244,7 @@ class Shards:
         return at
 
     def restore(self, segment: Segment, block: Block) -> bool:
-        """Read a block that a killed run had finished: its shard, or its part of a snapshot."""
+        """Restore a block that a killed run had finished, from its shard or from a snapshot."""
         opened, run = self.opened, self.run
         if segment.last:
             entry = self.manifest.shards.get(block.name)
@@ -262,7 +263,7 @@ class Shards:
         return True
 
     def done(self, segment: Segment, block: Block, results: list[LayerResult]) -> None:
-        """Write a finished block, and tell the journal's listeners when it is on disk."""
+        """Write a finished block, then notify the journal's listeners."""
         if not self.first:
             return
         journal, made = self.run.journal, [asdict(result) for result in results]
@@ -284,14 +285,14 @@ class Shards:
         journal.add("block", "save", block.name, **figures)
 
     def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
-        """Write what the segment leaves besides blocks, after which the snapshot before it is not needed any more."""
+        """Write the tensors outside of blocks and the manifest, and remove the previous snapshot."""
         folder, label = self.manifest.folder, segment.steps[-1][0]
         if self.first and segment.last:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
         elif self.first:
             self._complete_snapshot(segment)
         if self.together:
-            PartialState().wait_for_everyone()  # all have read the snapshot before
+            PartialState().wait_for_everyone()  # all processes have read the previous snapshot
         if not segment.last:
             self._begin(segment.index + 1, segment.index + 2 == segment.count)
         if self.first and segment.last:
@@ -303,14 +304,14 @@ class Shards:
             self.run.journal.add("segment", "save", label, segment=segment.index, segments=segment.count)
 
     def _begin(self, index: int, last: bool) -> None:
-        """Begin a segment. What the journal says of it is told block by block; the last one's with all before."""
+        """Begin a segment. Its journal entries are stored per block; the last segment also stores earlier entries."""
         known = self.manifest.begun
         self._begun = known if known is not None and known.segment == index else Snapshot(index)
         self.manifest.begun = None if last else self._begun
         self._noted = self._began if last else len(self.run.journal.entries)
 
-    def _take_up(self, reached: Snapshot, first: int) -> None:
-        """The model as a snapshot has it; first: the number of the first pass to come."""
+    def _resume_from(self, reached: Snapshot, first: int) -> None:
+        """Restore the model from a snapshot. first: the number of the first pass after it."""
         with self.run.phase("restore"):
             if read_snapshot(reached, self._folder(reached.segment), self.opened):
                 follow(self.steps, self.opened, self.run.format, first)
@@ -344,7 +345,7 @@ class Shards:
         return entry
 
     def _describe(self) -> None:
-        """The tensors outside of the blocks, and everything besides the shards."""
+        """Write the tensors outside of the blocks, the configuration, the recipe and the final manifest."""
         manifest, folder, format_ = self.manifest, self.manifest.folder, self.run.format
         with self.run.phase("save"):
             tensors = outside_tensors(self.opened, self.run.storage)
@@ -363,20 +364,20 @@ class Shards:
             self._write()
 
     def _write(self) -> None:
-        """The manifest, with the costs so far."""
+        """Write the manifest with the costs so far."""
         self.manifest.costs = {name: asdict(cost) for name, cost in self.run.costs.items()}
         self.manifest.write()
 
     def _folder(self, segment: int) -> Path:
-        """The folder of a snapshot."""
+        """The folder of the snapshot of a segment."""
         return self.manifest.folder / WORK / SEGMENTS / str(segment)
 
     def _file(self, block: Block | None) -> str:
-        """The name of the file of a block, or of what is outside of them."""
+        """The file name of a block, or of the tensors outside of blocks (None)."""
         return shard_name(1 if block is None else block.index + 2, len(self.opened.blocks) + 1)
 
 
 def _entry(path: Path, tensors: dict[str, Tensor]) -> ShardEntry:
-    """Write a shard; its entry in the manifest."""
+    """Write a shard and return its entry in the manifest."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     return ShardEntry(path.name, write_shard(path, tensors), list(tensors), size)

@@ -1,8 +1,8 @@
-"""The one loop behind `run` and `apply`: a recipe's passes, segment by segment, into a sink.
+"""The engine of `run` and `apply`: it applies a recipe's passes, segment by segment, and passes results to a sink.
 
-Consecutive layer and block passes are one segment, a sweep over the blocks; every pass over the whole model is a
-segment of its own, and may give the model another shape. The sink says what becomes of finished blocks: `Memory` leaves
-them where they are, `checkpoint.Shards` writes them, and takes up a run that was killed.
+Consecutive layer and block passes form one segment, a sweep over the blocks. Each pass over the whole model is a
+segment of its own, and may change the shape of the model. A sink receives finished blocks: `Memory` keeps them in
+memory, `checkpoint.Shards` writes them to files and resumes a run that was killed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from compress.stream.sweep import Sweep
 
 @dataclass(frozen=True)
 class Segment:
-    """Number `index` of `count` segments: the passes of one sweep, or one pass over the whole model.
+    """Segment `index` of `count`: the passes of one sweep, or one pass over the whole model.
 
-    first: the number of its first pass.
+    first: the number of its first pass in the recipe.
     """
 
     index: int
@@ -39,40 +39,40 @@ class Segment:
 
     @property
     def swept(self) -> bool:
-        """Whether it is a sweep over the blocks."""
+        """Whether the segment is a sweep over the blocks."""
         return not isinstance(self.steps[0][1], ModelPass)
 
     @property
     def last(self) -> bool:
-        """Whether nothing is done to the model after it."""
+        """Whether no segment follows."""
         return self.index == self.count - 1
 
 
 class Sink(Protocol):
-    """What becomes of blocks that are finished."""
+    """A receiver of finished blocks."""
 
     def start(self, segments: Sequence[Segment]) -> int:
-        """Make the model ready for the first segment that is not done yet, and say which one that is."""
+        """Prepare the model for the first unfinished segment and return the number of that segment."""
         ...
 
     def restore(self, segment: Segment, block: Block) -> bool:
-        """Put in place what the segment has made of a block, if an earlier start of the run has done that."""
+        """Restore a block that an earlier start of the run has finished in this segment; False if there is none."""
         ...
 
     def done(self, segment: Segment, block: Block, results: list[LayerResult]) -> None:
-        """Take a block that the segment has finished, its weights present."""
+        """Receive a block that the segment has finished; its weights are in memory."""
         ...
 
     def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
-        """Take the model as the segment leaves it, all of its blocks done; logits: its output for the probe."""
+        """Receive the model after the segment, with all blocks finished. logits: computes its output for the probe."""
         ...
 
 
 class Memory:
-    """The sink of `apply`: all stays in memory."""
+    """The sink of `apply`: the model stays in memory."""
 
     def start(self, segments: Sequence[Segment]) -> int:
-        """Begin with the first segment."""
+        """Start at the first segment."""
         return 0
 
     def restore(self, segment: Segment, block: Block) -> bool:
@@ -83,11 +83,11 @@ class Memory:
         """Leave the block in the model."""
 
     def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
-        """Leave the model as it is."""
+        """Do nothing."""
 
 
 def segments(steps: Sequence[Step]) -> list[Segment]:
-    """The passes in the parts that they are worked in."""
+    """Split the passes into segments."""
     apart = groupby(enumerate(steps), lambda item: item[0] if isinstance(item[1][1], ModelPass) else -1)
     parts = [list(group) for _, group in apart]
     return [Segment(i, len(parts), part[0][0], tuple(step for _, step in part)) for i, part in enumerate(parts)]
@@ -96,10 +96,10 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
 def engine(
     steps: Sequence[Step], opened: OpenModel, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink
 ) -> None:
-    """Work all passes on the model.
+    """Apply all passes to the model.
 
-    steps: all passes with the linears that they work on, which change when a pass gives the model another shape.
-    batches: calibration ids [batch, length] each. probe: ids [1, length] that go along.
+    steps: all passes with their linears; the lists of linears change when a pass changes the shape of the model.
+    batches: calibration ids, [batch, length] each. probe: ids [1, length] that run with the batches.
     """
     round_to_storage(opened.model, run)
     parts = segments(steps)
@@ -117,7 +117,7 @@ def engine(
 
 
 def _work_on_whole(segment: Segment, steps: Sequence[Step], opened: OpenModel, run: Run) -> None:
-    """Apply a pass over the whole model; later ones find the model as it leaves it."""
+    """Apply a pass over the whole model; after a change of shape, update the linears of later passes."""
     ((where, step, _),) = segment.steps
     with run.phase(where):
         step.apply(opened.model, run.at(where))

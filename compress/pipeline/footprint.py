@@ -1,8 +1,8 @@
-"""About how much memory a run takes at its peak: what every pass says that it holds, and what the house does beside it.
+"""Estimate the peak memory of a run: the memory of each pass, and of the pipeline.
 
-Tensors alone are counted, and of the weights only those that are no views of a file (`model.held`), since the system
-can take back the others. What is held is held for one block at a time, unless passes over the whole model, or several
-sweeps, need all of them. Nothing is computed, and no weight is read.
+Only tensors are counted. Weights that are views of a mapped file are not counted (`model.open.resident`), because the
+operating system can free their pages. One block is in memory at a time, unless a pass over the whole model, or several
+sweeps, need all blocks. The estimate computes nothing and reads no weights.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
 from compress.weights.layer import LayerScheme
 
-# Tensors of a forward pass through a block, as transformers' blocks have them: of the hidden width a shortcut, what a
-# norm made of it, and what is next (queries, keys and values together, where those are wider than the widest input);
-# and of the widest input of a linear what it is computed from (gate, up and activation).
+# Tensors of a forward pass through a block of transformers. With the hidden width: the residual, the output of a norm,
+# and the next tensor (queries, keys and values together, if these are wider than the widest input). With the width of
+# the widest input of a linear: the tensors that it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
 
 Before = Callable[[int, str], LayerScheme]
-"""(number of a step, full name of a linear) -> how the steps before it leave the linear."""
+"""(number of a step, full name of a linear) -> the storage scheme of the linear before that step."""
 
 
 @dataclass
 class Footprint:
-    """The estimate for a recipe on a model. steps: of the recipe, resolved. shapes: (out, in) of linears by full name.
+    """The estimate for a recipe on a model.
 
-    store_bytes: the limit of an activation store.
+    steps: the resolved steps of the recipe. shapes: (out, in) of linears by full name. store_bytes: the memory limit of
+    an activation store.
     """
 
     recipe: Recipe
@@ -57,7 +58,7 @@ class Footprint:
         sequences, self.length = extent(calibration.source, calibration.sequences, calibration.length)
         batch = min(calibration.batch, sequences)
         if not any(step.requires.data for _, step, _ in self.steps):
-            sequences = batch  # as the runner does
+            sequences = batch  # as `run` does
         self.tokens, self.per_batch = sequences * self.length, batch * self.length
         self.itemsize = self.opened.dtype.itemsize
         self.vocabulary: int = getattr(self.opened.config, "vocab_size", 0)
@@ -67,27 +68,29 @@ class Footprint:
         self.outside = outside_state(self.opened)
 
     def peak_bytes(self) -> int:
-        """The largest of all that is held at one time, what is outside of the blocks included."""
+        """The peak memory in bytes, including the tensors outside of the blocks."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         kept = self._all_blocks() if whole else 0
         found = [self._finished()]
         for i, (_, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
                 found.append(kept + step.memory(self._size(i, names)))
-        last = {self.block_of(block): block for block in self.opened.blocks}.values()  # one of those that are alike
+        last = {
+            self.block_of(block): block for block in self.opened.blocks
+        }.values()  # the last of each kind of equal blocks
         if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
             found += [kept + self._block(block, whole) for block in last]
         return self.held(self.outside) + max(found)
 
     def held(self, tensors: dict[str, Tensor]) -> int:
-        """Of tensors of the model as it came, those that are held; all where they are rounded to a narrower dtype."""
+        """Bytes of the original tensors that are in memory; all of them if they are rounded to a narrower dtype."""
         dtype = self.recipe.save.dtype
         if dtype != "auto" and DTYPES[dtype].itemsize < self.itemsize:
             return sum(tensor.nbytes for tensor in tensors.values())
         return held_bytes(self.opened, tensors)
 
     def block_of(self, block: Block) -> tuple[object, ...]:
-        """What decides how much a block takes: its shapes, and the steps that work on each of its linears."""
+        """A key that determines the memory of a block: its shapes, and the steps of each of its linears."""
         chosen = [{n.removeprefix(block.name) for n in names if self._inside(block, n)} for _, _, names in self.steps]
         sizes = tuple((name, tuple(t.shape)) for name, t in block.module.state_dict().items())
         return sizes, tuple(frozenset(names) for names in chosen)
@@ -99,7 +102,7 @@ class Footprint:
         return {f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()}
 
     def _all_blocks(self) -> int:
-        """All blocks as they came, and what has become of their linears."""
+        """Bytes of all original blocks and of their compressed linears."""
         worked = [name for name in self.shapes if self._worked(len(self.steps), name)]
         every = {name: t for block in self.opened.blocks for name, t in self._tensors(block).items()}
         return self.held(every) + sum(self._became(len(self.steps), name) for name in worked)
@@ -109,13 +112,13 @@ class Footprint:
         return any(name in names for _, _, names in self.steps[:count])
 
     def _became(self, count: int, name: str) -> int:
-        """Bytes of what the first `count` steps make of a linear."""
+        """Bytes of a linear after the first `count` steps."""
         rows, width = self.shapes[name]
         scheme = self.before(count, name)
         return scheme.size_bytes(self.opened.dtype) if scheme.quantized else rows * width * self.itemsize
 
     def _finished(self) -> int:
-        """While the checkpoint is evaluated: logits of one text."""
+        """Bytes during the evaluation: the logits of one text."""
         length = extent(self.recipe.eval.perplexity[0], None, self.recipe.eval.length)[1] if self.texts else 0
         return length * self.vocabulary * self.itemsize
 
@@ -124,17 +127,17 @@ class Footprint:
         """Texts to evaluate on."""
         return self.recipe.eval.perplexity
 
-    # A sweep
+    # Sweeps
 
     def _block(self, block: Block, whole: bool) -> int:
-        """The peak while a block is worked on; whole: weights of all blocks are counted already."""
+        """The peak during the sweep of a block. whole: the weights of all blocks are already counted."""
         sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if not isinstance(step, ModelPass)]
         parts = [(i, step, [n for n in names if self._inside(block, n)]) for i, step, names in sweeps]
         mine = [(i, step, names) for i, step, names in parts if names]
         states = min(self.states_bytes, self.store_bytes)
         compared = any(step.requires.reference for _, step, _ in sweeps)
         original = any(step.requires.original for _, step, _ in mine)
-        stores = states * (1 + 2 * compared + original)  # of the reference: before the block, and after it
+        stores = states * (1 + 2 * compared + original)  # the reference has one store before and one after the block
         if any(step.requires.unquantized for _, step, _ in sweeps):
             stores += sum(4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n))
         peak = self.forward_bytes(self.per_batch)
@@ -148,32 +151,32 @@ class Footprint:
         return stores + peak + (0 if whole else self.held(self._tensors(block)))
 
     def forward_bytes(self, tokens: int, narrow: int = NARROW) -> int:
-        """What a forward pass through a block holds for so many tokens."""
+        """Bytes of a forward pass through a block for a number of tokens."""
         return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
 
     def _layer_pass(self, step: LayerPass, names: Sequence[str]) -> int:
-        """Statistics, and either a forward pass or a solver.
+        """Bytes of the statistics, and of either a forward pass or a solver.
 
-        In lockstep (`true_sequential`) all batches stop inside of the block, and so do all of the uncompressed model
-        where a pass compares with it: their activations there are no store's, and nothing limits them.
+        In lockstep (`true_sequential`) all batches stop inside of the block, and also all batches of the uncompressed
+        model if the pass compares with it. Their activations are in no store, so no limit applies to them.
         """
         groups = self._inputs(names)
         seen = sum(step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups)
         stopped = self.tokens * self.itemsize * (NARROW * self.hidden + self.widest)
-        again = max(0, self.states_bytes - self.store_bytes)  # what was read from files
+        again = max(0, self.states_bytes - self.store_bytes)  # read again from files
         times = step.true_sequential + step.requires.reference
         sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
-        forward = self.forward_bytes(self.per_batch, 0 if times else NARROW)  # which are among those that have stopped
+        forward = self.forward_bytes(self.per_batch, 0 if times else NARROW)  # NARROW is counted in `stopped`
         return seen + times * (stopped + again) + max(solver, forward)
 
     def _inputs(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Widths of the tensors that linears read, taking those of one width in one module to read the same."""
+        """Widths of the input tensors of linears; linears of one module with equal widths count as one input."""
         found = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
         return tuple(sorted(width for _, width in found))
 
     def _size(self, index: int, names: Sequence[str], block: Block | None = None) -> ProblemSize:
-        """What step `index` finds of these linears, in a block or in the whole model."""
+        """The problem size of step `index` on these linears, in a block or in the whole model."""
         weights = packed = scales = 0
         for name in names:
             rows, width = self.shapes[name]

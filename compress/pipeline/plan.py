@@ -1,4 +1,4 @@
-"""What a recipe will do to every module, how many bytes it will write and what memory it will need: no computing."""
+"""Plan a recipe without computing: the passes of every module, the bytes to write and the peak memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compress.api.context import device_of
 from compress.api.passes import Pass, Step
 from compress.formats import FORMATS
 from compress.formats.base import Format
-from compress.model.kv_cache import holding
+from compress.model.kv_cache import attentions_containing
 from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
@@ -25,7 +25,7 @@ from compress.weights.layer import LayerScheme
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear: its shape (out, in), the passes that work on it, how it ends, and its bytes in the checkpoint."""
+    """One linear: its shape (out, in), its passes, its final storage scheme, and its bytes in the checkpoint."""
 
     name: str
     shape: tuple[int, int]
@@ -36,9 +36,10 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layers; bytes of all tensors of the checkpoint, and of the dense model in the storage dtype.
+    """The plan of all layers.
 
-    memory_bytes: about what the process will hold at its peak in tensors, beside the libraries and mapped files.
+    checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
+    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -51,7 +52,7 @@ class Plan:
 def planned_scheme(
     steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
 ) -> LayerScheme:
-    """How the layer ends, as far as can be said before anything is computed. policy: of sparse layers."""
+    """The final storage scheme of a layer, as far as it is known before the run. policy: for sparse layers."""
     scheme, found = LayerScheme(shape), []
     for _, step in steps:
         own = own_options(step, name)
@@ -61,13 +62,13 @@ def planned_scheme(
 
 
 def plan(recipe: Recipe) -> Plan:
-    """Open the model (its weights are not read) and say what `run` would do; raises what `run` would raise first."""
+    """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights."""
     device_of(recipe.device)
     return plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
-    """The plan for an open model."""
+    """Plan a recipe for an open model."""
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
     planned = plan_on(recipe, steps, form)
     if form is opened:
@@ -85,7 +86,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
-    """The plan of what is written of a model that has its last shape; dense_bytes: of the model in that shape."""
+    """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
     shapes, layers = layer_shapes(form), []
     chosen = [(where, step, set(names)) for where, step, names in steps]
@@ -101,7 +102,9 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     rest = sum(_bytes(t, storage) for name, t in _stored_once(form).items() if name not in inside)
     dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
     scales = sum(
-        sum(step.cache.static) * len(holding(form.model, names)) for _, step, names in steps if step.cache is not None
+        sum(step.cache.static) * len(attentions_containing(form.model, names))
+        for _, step, names in steps
+        if step.cache is not None
     )
     return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
 
@@ -109,9 +112,9 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
 def final_plan(
     recipe: Recipe, steps: Sequence[Step], opened: OpenModel, planned: Plan, folder: Path
 ) -> tuple[OpenModel, Plan]:
-    """The model, and the plan of its layers, in the shape that the checkpoint in `folder` describes.
+    """The model and the plan of its layers in the shape of the checkpoint in `folder`.
 
-    Both are as they came where no pass gives the model another shape.
+    Both are the arguments unless a pass changes the shape of the model.
     """
     last = max((i for i, (_, step, _) in enumerate(steps) if step.requires.new_shape), default=None)
     if last is None:
@@ -133,11 +136,11 @@ def _stored_once(opened: OpenModel) -> dict[str, Tensor]:
 
 
 def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Format, storage: torch.dtype) -> Plan:
-    """The plan with the schemes that layers really ended with: some are known only when calibration data was seen."""
+    """The plan with the actual final schemes of layers; some are unknown before calibration."""
     layers = []
     for layer in planned.layers:
         scheme = schemes.get(layer.name)
-        if scheme is None and not layer.scheme.quantized:  # stored dense after all
+        if scheme is None and not layer.scheme.quantized:  # stored dense
             scheme = LayerScheme(layer.shape)
         if scheme is not None:
             layer = replace(layer, scheme=scheme, size_bytes=format_.size_bytes(scheme, storage))

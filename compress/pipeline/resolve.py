@@ -1,4 +1,4 @@
-"""Resolve a recipe on a model: targets, facts, shapes, texts, teachers; every mistake is found before the work."""
+"""Resolve a recipe on a model: targets, facts, shapes, texts, teachers. All mistakes are found before the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compress.data.ids import model_ids, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
-from compress.model.kv_cache import holding, rounded_caches
+from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.model.open.opening import InMemory, OpenModel, open_model
@@ -32,17 +32,17 @@ from compress.weights.layer import LayerScheme
 
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
-    """The dtype that scales and dense tensors are stored in."""
+    """The dtype of stored scales and dense tensors."""
     return opened.dtype if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
 
 
 def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:
-    """Every pass with the linears it works on, and the model as the last one leaves it, without weights if reshaped.
+    """Return every pass with its linears, and the model after the last pass, without weights if its shape changes.
 
-    first: the place of the first of these passes in the recipe.
+    first: the index of the first of these passes in the recipe.
 
-    Raises TargetError: a pattern that matches nothing, a layer that an earlier pass has made unfit for a later one, a
-    group size that a layer or the format cannot have, a shape that the model cannot be given.
+    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, a layer or
+    the format does not support a group size, or the model cannot have a shape.
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
     steps: list[Step] = []
@@ -67,7 +67,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
 
 
 def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
-    """The model in the shape of another configuration, without any weights. Raises ModelError."""
+    """The model of another configuration, without weights. Raises ModelError if transformers cannot build it."""
     model = sketch(opened.model, config)
     if model is None:
         raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
@@ -75,7 +75,7 @@ def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
 
 
 def follow(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
-    """Let the steps behind the first `done` work on the linears of the model as it has become."""
+    """Update the linears of all steps after the first `done` to those of the model in its new shape."""
     rest = [step for _, step, _ in steps[done:]]
     found, _ = resolve(rest, opened, format_, done)
     for (_, _, names), (_, _, now) in zip(steps[done:], found, strict=True):
@@ -83,7 +83,7 @@ def follow(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int)
 
 
 def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
-    """What is true of every linear of the model as it came, and who made it so."""
+    """The facts of every linear of the original model, each with its origin."""
     found: dict[str, dict[Fact, str]] = {name: {} for name in opened.linear_names()}
     for name in found:
         layer = opened.model.get_submodule(name)
@@ -102,7 +102,7 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
 
 
 def _schemes(opened: OpenModel) -> dict[str, LayerScheme]:
-    """How every linear of the model is stored as it came."""
+    """The storage scheme of every linear of the original model."""
     return {
         f"{block.name}.{name}": CompressedLinear.of(module).scheme
         for block in opened.blocks
@@ -131,45 +131,45 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
 
 
 def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
-    """Raise TargetError where a pass needs what layers were before the sweep, and no pass of the sweep changes them.
+    """Raise TargetError if a pass needs the original layers of the sweep and no pass of the sweep changes them.
 
-    swept: linears that earlier passes of the same sweep work on.
+    swept: the linears of earlier passes of the same sweep.
     """
     if step.requires.original and not swept & set(names):
         raise TargetError(
-            f"{where}: it brings blocks nearer to what they were before the passes of its sweep, but none of these "
-            f"works on its {len(names)} linears; put it right after the passes that compress them"
+            f"{where}: it reconstructs the outputs of blocks before the earlier passes of its sweep, but none of "
+            f"these passes works on its {len(names)} linears; put it right after the passes that compress them"
         )
     if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
-            f"{where}: it compares {late[0]} with what it was before it was quantized, but no pass of the same sweep "
-            "quantizes it; put it right after that pass, or leave the layer out (ignore)"
+            f"{where}: it needs the weight of {late[0]} before quantization, but no earlier pass of the same sweep "
+            "quantizes the layer; put it right after that pass, or leave the layer out (ignore)"
         )
 
 
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
-    """All linears of the modules that keep keys and values in a cache, and hold one of those chosen."""
-    held = holding(opened.model, chosen)
+    """All linears of the attention modules with a KV cache that contain one of the chosen linears."""
+    held = attentions_containing(opened.model, chosen)
     if not held:
-        reason = f"none of the {len(chosen)} linears it works on is in an attention that has one; widen its targets"
-        if not holding(opened.model, names):
+        reason = f"none of its {len(chosen)} linears is in an attention module with a cache; widen its targets"
+        if not attentions_containing(opened.model, names):
             kind = type(opened.model).__name__
-            reason = f"{kind} has none: an encoder sees the whole text at once; leave {where.split()[-1]} out"
-        raise TargetError(f"{where}: it rounds what enters a cache of keys and values; {reason}")
+            reason = f"{kind} has no cache: an encoder sees the whole text at once; leave {where.split()[-1]} out"
+        raise TargetError(f"{where}: it rounds the keys and values of a KV cache; {reason}")
     return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 
 
 def own_options(step: Pass, name: str) -> Pass:
-    """The pass with the options that it has for one of its layers."""
+    """The pass with its options for one of its layers."""
     return step.for_layer(name) or step
 
 
 def _check_layers(
     step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, where: str
 ) -> None:  # fmt: skip
-    """Raise TargetError where a pass cannot work on a layer, or the format cannot hold what it becomes.
+    """Raise TargetError if a pass cannot work on a layer, or the format cannot store the result.
 
-    schemes: how layers are stored before the step; afterwards, after it.
+    schemes: the storage schemes of layers before the step; they are updated to those after it.
     """
     for name in names:
         own, before = own_options(step, name), schemes[name]
@@ -182,7 +182,7 @@ def _check_layers(
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear in the blocks by its full name."""
+    """The shape (out, in) of every linear in the blocks, by full name."""
     return {
         f"{block.name}.{name}": CompressedLinear.of(module).shape
         for block in opened.blocks
@@ -191,33 +191,33 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
 
 
 def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
-    """`Run.lm_objective`; where no pass looks at it, a tokenizer need not say which token is the mask.
+    """Return `Run.lm_objective`. The tokenizer needs a mask token only if a pass uses the objective.
 
-    Raises ModelError where it must, and does not; RecipeError for options that say nothing of what is predicted.
+    Raises ModelError for a missing mask token; RecipeError for options that have no effect on the objective.
     """
-    asking = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
-    found = objective_of(opened.model, opened.tokenizer, seed) if asking else NEXT_TOKENS
-    for where, step in asking:
-        step.asks(found, where)
+    users = [(where, step) for where, step, _ in steps if isinstance(step, ModelPass) and step.requires.objective]
+    found = objective_of(opened.model, opened.tokenizer, seed) if users else NEXT_TOKENS
+    for where, step in users:
+        step.adapt_objective(found, where)
     return found
 
 
 def teachers(
     passes: Sequence[Pass], model: PreTrainedModel, teacher: PreTrainedModel | None, opened: OpenModel
 ) -> Callable[[str | None], AbstractContextManager[nn.Module]]:
-    """`Run.open_teacher` of a model in memory; `teacher`, or else a copy, is there where a pass learns from it.
+    """Return `Run.open_teacher` for a model in memory. It opens `teacher`, or a copy of the model if a pass needs one.
 
     Raises ModelError for a teacher with another vocabulary, or of another kind.
     """
-    asked = {step.requires.teacher for step in passes}
-    for source in sorted(source for source in asked if isinstance(source, str)):
+    sources = {step.requires.teacher for step in passes}
+    for source in sorted(source for source in sources if isinstance(source, str)):
         check_teacher(source, opened, trust_remote_code=False)
-    known = copy.deepcopy(model) if teacher is None and True in asked else teacher
+    known = copy.deepcopy(model) if teacher is None and True in sources else teacher
     if known is not None:
         check_kind("it", type(known), known.config, opened)
     if known is not None and known.config.vocab_size != model.config.vocab_size:
-        sizes = f"it knows {known.config.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise ModelError(f"teacher: {sizes}; both need one vocabulary")
+        sizes = f"it has a vocabulary of {known.config.vocab_size} tokens, the model of {model.config.vocab_size}"
+        raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
 
     def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
         if other is not None:
@@ -231,7 +231,7 @@ def teachers(
 def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
     """The recipe's calibration token ids, [sequences, length].
 
-    Raises CalibrationError: no such text, too little of it, ids beyond the vocabulary, or a model without tokenizer.
+    Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
     """
     wanted = recipe.calibration
     if wanted.source == "self":

@@ -1,4 +1,4 @@
-"""run(recipe, out): compress by blocks, save, reload and compare, evaluate, report. The command line calls this."""
+"""run(recipe, out): compress block by block, save, reload and compare, evaluate, report. Used by the command line."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every bloc
 
 @dataclass(frozen=True)
 class Result:
-    """What a run made: the folder, the report as it stands in report.json, and the journal.
+    """The result of a run: the folder, the content of report.json, and the journal.
 
-    report: empty in processes of a launcher that only took part in training; the first one writes it.
+    report: empty in all processes of a launcher except rank 0, which writes it.
     """
 
     folder: Path
@@ -61,8 +61,8 @@ class Result:
 def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
 
-    The same call continues a run that was killed; a run that is complete is only checked and evaluated again. Started
-    in several processes by `accelerate launch` or torchrun, all of them train together; the first does the rest.
+    The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
+    processes, started by `accelerate launch` or torchrun, all processes train together and rank 0 does everything else.
 
     Raises the errors of `compress.errors`.
     """
@@ -71,7 +71,7 @@ def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journ
     journal = (journal or Journal()) if first else Journal()
     with processes.main_process_first():
         job = prepare(recipe, Path(out), overwrite, journal)
-    processes.wait_for_everyone()  # so that all have read the same manifest
+    processes.wait_for_everyone()  # so that all processes read the same manifest
     trains = any(step.requires.training for _, step, _ in job.steps)
     if not job.manifest.complete and (first or trains):
         compress(job, first, together=trains)
@@ -88,14 +88,14 @@ def apply(
     teacher: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> PreTrainedModel:
-    """Work passes on a model in memory, in place; returns it. Experts kept as 3-D weights become linears.
+    """Apply passes to a model in memory, in place, and return it. Experts stored as 3-D weights become linears.
 
-    calibration: token ids [sequences, length]; needed unless all passes are data-free. teacher: the uncompressed model,
-    for passes that learn from it; a copy of the model as it comes, if it is not given. tokenizer: says which token is
-    the mask, for passes that train a model of masked tokens or look at its loss.
+    calibration: token ids [sequences, length]; required unless all passes are data-free. batch: sequences per batch.
+    teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer: provides
+    the mask token, for passes that train a masked language model or compute its loss.
 
-    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a mask
-    that is not known.
+    Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
+    missing mask token.
     """
     check_order(passes)
     first, journal = next(model.parameters()), journal or Journal()
@@ -119,9 +119,9 @@ def apply(
 
 @dataclass(frozen=True)
 class Job:
-    """What a run works on, resolved before any work.
+    """The inputs of a run, resolved before it starts.
 
-    ids: calibration token ids. texts: evaluation token ids by name, made before the work so that it is not in vain.
+    ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
     """
 
     recipe: Recipe
@@ -135,7 +135,7 @@ class Job:
 
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
-    """Open everything that can be wrong: model, targets, texts, output folder."""
+    """Open and check the model, targets, texts and output folder, before the run starts."""
     opened = open_model(recipe.model, recipe.dtype, device_of(recipe.device), recipe.trust_remote_code)
     for log in opened.notes:
         journal.add("note", "model", log)
@@ -148,7 +148,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
             check_teacher(step.requires.teacher, opened, recipe.trust_remote_code)
     context.lm_objective = predicted(steps, opened, recipe.seed)
     if recipe.eval.perplexity:
-        objective_of(opened.model, opened.tokenizer)  # for `_measure`: an error comes before the work
+        objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
     texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
     with context.phase("calibration text"):
         ids = calibration_ids(recipe, opened)
@@ -161,25 +161,25 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
 
 
 def compress(job: Job, first: bool = True, together: bool = False) -> None:
-    """Work all passes and write every shard and its description; first, together: as of `Shards`.
+    """Apply all passes and write the shards and the other files of the checkpoint. first, together: see `Shards`.
 
     Raises ShortageError when a batch does not fit into the memory of the device.
     """
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
-        batches = batches[:1]  # nothing is calibrated; one batch is enough to measure errors on
+        batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.recipe.to_yaml(), first, together)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
-        hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates what is needed"
+        hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates the memory"
         raise ShortageError(f"a batch does not fit into the memory of {job.opened.device}; {hint}") from error
 
 
 def finish(job: Job) -> Result:
-    """Read the checkpoint back, compare it with what was computed, evaluate it, and write the report.
+    """Reload the checkpoint, compare it with the computed model, evaluate it, and write the report.
 
-    Only one model is in memory at a time: the one that was worked on is given up first.
+    Only one model is in memory at a time: the computed model is freed first.
     """
     recipe, context, manifest, folder = job.recipe, job.context, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
@@ -195,7 +195,7 @@ def finish(job: Job) -> Result:
     evaluated = EvaluationContext(context, "compressed", reference["ids"], job.steps, results)
     compressed = _measure(job, opened, model, evaluated)
     del model
-    gc.collect()  # models hold cycles
+    gc.collect()  # models contain reference cycles
     with _source(recipe, opened) as dense:
         base = _measure(job, opened, dense, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
@@ -222,6 +222,6 @@ def _measure(job: Job, opened: OpenModel, model: PreTrainedModel, context: Evalu
 
 
 def _source(recipe: Recipe, opened: OpenModel, other: str | None = None) -> AbstractContextManager[PreTrainedModel]:
-    """The model as it came, or another; runnable with one block's weights in memory at a time."""
+    """Open the original model, or another; only one block's weights are in memory while it runs."""
     source = recipe.model if other is None else other
     return open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code).streaming()

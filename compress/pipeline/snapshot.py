@@ -1,7 +1,8 @@
-"""The working model in files between two segments of a run: exactly as it is in memory, and back.
+"""Snapshots: write the model between two segments of a run to files, and restore it exactly.
 
-A checkpoint holds layers as they end; a snapshot also holds what later passes still need, which no checkpoint says: the
-mask of a dense weight, scales and orders of inputs of dense layers, the dtype and the order in memory of every tensor.
+A checkpoint stores layers in their final form. A snapshot also stores state that later passes need and no checkpoint
+contains: the mask of a dense weight, input scales and permutations of dense layers, the dtype and memory order of every
+tensor.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from compress.formats.containers.safetensors import write_shard
 from compress.model.kv_cache import SCALES, round_cache, rounded_caches, scheme_of
 from compress.model.linear import CompressedLinear
 from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
-from compress.model.reshape.reconfigure import become, build, shapes, sketch
+from compress.model.reshape.reconfigure import build, replace_in_place, shapes, sketch
 from compress.model.save import outside_state
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.layer import LayerScheme
 
 OUTSIDE = "outside"
-"""The name of the part that belongs to no block."""
+"""The name of the part with all tensors outside of blocks."""
 
 
 @dataclass
 class Part:
-    """A file with the tensors of a block, or of all that is outside of blocks.
+    """A file with the tensors of a block, or with all tensors outside of blocks.
 
-    record: what `state_of` says of them. results, journal: lines for the report on this segment's work on the block.
+    record: the plain values of `state_of`. results, journal: the lines of this segment about the block, for the report.
     """
 
     file: str
@@ -47,10 +48,10 @@ class Part:
 
 @dataclass
 class Snapshot:
-    """The model as segment number `segment` of a run leaves it; some of its blocks, until it is `complete`.
+    """The model after segment `segment` of a run; only some of its blocks until it is `complete`.
 
-    parts: by the name of the block, and `OUTSIDE`. config: of the model. results: of layers, by block, and journal: of
-    all segments so far.
+    parts: by block name and `OUTSIDE`. config: of the model. results: results of layers, by block, of all segments so
+    far. journal: entries of all segments so far.
     """
 
     segment: int
@@ -67,18 +68,18 @@ class Snapshot:
         return cls(**{**values, "parts": parts})
 
     def whole(self, folder: Path) -> bool:
-        """Whether it is complete, and all files are as they were written."""
+        """Whether the snapshot is complete and all its files are unchanged."""
         return self.complete and all(_present(folder, part) for part in self.parts.values())
 
 
 def write_part(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> Part:
-    """Write what `state_of` gives. Raises SaveError."""
+    """Write the result of `state_of` to a file. Raises SaveError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return Part(path.name, write_shard(path, tensors), record)
 
 
 def read_part(folder: Path, part: Part, module: nn.Module, device: torch.device) -> bool:
-    """Put a part back into its block; False, and nothing changed, where the file is not as it was written."""
+    """Restore a part into its block; return False, without a change, if the file is missing or changed."""
     if not _present(folder, part):
         return False
     put_state(module, _read(folder / part.file, device), part.record)
@@ -86,10 +87,10 @@ def read_part(folder: Path, part: Part, module: nn.Module, device: torch.device)
 
 
 def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
-    """Put the whole model back, in memory; whether it has another shape than before."""
+    """Restore the whole model in memory; return whether its shape changes."""
     reshaped = _plain(opened.config.to_dict()) != _plain(snapshot.config)
     if reshaped:
-        become(opened.model, _empty(opened, snapshot.config))
+        replace_in_place(opened.model, _empty(opened, snapshot.config))
         opened.blocks = find_blocks(opened.model)
     for block in opened.blocks:
         part = snapshot.parts[block.name]
@@ -102,12 +103,12 @@ def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
 
 
 def outside_of(opened: OpenModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """As `state_of`, of all that belongs to no block."""
+    """As `state_of`, for all tensors outside of blocks."""
     return _in_order(outside_state(opened), {"layers": {}, "caches": {}})
 
 
 def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, plain values) that say all about a block, by names inside of it."""
+    """(tensors, plain values) of the whole state of a block, by names inside of the block."""
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Any] = {}
     for name, layer in module.named_modules():
@@ -121,7 +122,7 @@ def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def put_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """The inverse of `state_of`, whatever the linears of the block have become meanwhile."""
+    """The inverse of `state_of`; the linears of the block may be in any form."""
     tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
     for name, values in record["layers"].items():
         start = f"{name}."
@@ -140,7 +141,7 @@ def put_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[
 def _layer_state(layer: CompressedLinear) -> tuple[dict[str, Tensor], dict[str, Any]]:
     values: dict[str, Any] = {"scheme": layer.scheme.to_json(), "transposed": layer.transposed}
     tensors = layer.tensors()
-    if layer.mask_words is not None and layer.sparsity is not None:  # a part says no mask of its own
+    if layer.mask_words is not None and layer.sparsity is not None:  # no part stores this mask
         tensors["mask"], values["kept"] = layer.mask_words, layer.sparsity.kept
     return tensors | ({} if layer.bias is None else {"bias": layer.bias}), values
 
@@ -156,8 +157,9 @@ def _layer_from(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Com
 
 
 def _in_order(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Contiguous tensors; those that are so when they are transposed are stored that way: a product's last bit may
-    depend on the order in memory.
+    """Make tensors contiguous; matrices in column-major order are stored transposed, and listed as 'turned'.
+
+    The memory order must survive, because the last bit of a product may depend on it.
     """
     turned = [n for n, t in tensors.items() if t.ndim == 2 and not t.is_contiguous() and t.T.is_contiguous()]
     stored = {name: tensor.T if name in turned else tensor for name, tensor in tensors.items()}
@@ -165,16 +167,16 @@ def _in_order(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> tuple[di
 
 
 def _empty(opened: OpenModel, config: Mapping[str, Any]) -> nn.Module:
-    """The model of a configuration, its weights still to come."""
+    """The model of a configuration, with placeholders for weights."""
     found = type(opened.config).from_dict(dict(config))
     drawn = sketch(opened.model, found)
-    assert drawn is not None, "the configuration is that of a model that was there"
+    assert drawn is not None, "the configuration belongs to a model that existed"
     nothing = torch.empty((), dtype=opened.dtype, device=opened.device)
     return build(opened.model, found, {name: nothing.expand(shape) for name, shape in shapes(drawn).items()})
 
 
 def _plain(config: Mapping[str, Any]) -> Any:
-    """A configuration as JSON has it."""
+    """A configuration after a round trip through JSON."""
     return json.loads(json.dumps(config))
 
 

@@ -1,4 +1,4 @@
-"""Reloading what was written and comparing it with what was computed, before a run is called successful."""
+"""Verification: reload the checkpoint and compare it with the computed model."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from compress.model.open.load import load
 from compress.numerics.dtypes import dtype_name
 from compress.recipe.schema import Recipe
 
-TOLERANCE = 1e-3  # of the largest logit; equal arithmetic gives 0, and a wrong scale or zero point is far above it
+TOLERANCE = 1e-3  # relative to the largest logit; equal arithmetic gives 0, a wrong scale or zero point far more
 MB = 1e6
-ROUNDED_TOLERANCE = 0.1  # where a reader rounds weights to bfloat16; they are compared bit for bit after that rounding
+ROUNDED_TOLERANCE = 0.1  # for a reader that rounds weights to bfloat16; the rounded weights are compared bit for bit
 
 
 @dataclass(frozen=True)
 class Verified:
-    """layers: compressed layers whose codes or kept weights were read back bit for bit. own, transformers: largest
-    absolute difference of logits to the model as it was computed, None where not checked; then `skipped` says why.
+    """The result of a verification.
+
+    layers: number of compressed layers whose codes or kept weights are equal after reloading. own, transformers: the
+    largest absolute difference of logits from the computed model; None if not checked. skipped: the reason, or None.
     """
 
     layers: int
@@ -53,22 +55,22 @@ def verify(
     run: Run,
     caches: Mapping[str, str] | None = None,
 ) -> tuple[Verified, PreTrainedModel]:
-    """Reload by compress.load and, where a reader and the memory for it are there, by plain transformers.
+    """Reload with compress.load and, if there are a reader and enough memory, with transformers alone.
 
-    digests: sha256 of every layer's codes. reference: 'ids' and the 'logits' that the computed model gave for them.
-    caches: `cache_sha256` of every attention whose keys and values are rounded.
+    digests: sha256 of every layer's codes. reference: 'ids', and 'logits' of the computed model for them. caches:
+    `cache_sha256` of every attention module with rounded keys and values.
 
-    Raises VerificationError naming the layer, or the reader whose logits differ.
+    Raises VerificationError, which names the layer or the reader with the difference.
     """
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
         layer = model.get_submodule(name)
         if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
-            raise VerificationError(f"{folder}: the codes of {name} do not read back as they were computed")
+            raise VerificationError(f"{folder}: the codes of {name} differ from the computed ones after reloading")
     rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
     if rounding != (caches or {}):
         name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
-        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} does not read back as it was")
+        raise VerificationError(f"{folder}: the rounding of the KV cache of {name} differs after reloading")
     own = _compare("compress.load", model, reference, run.device, folder)
     skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
     if skipped is not None:
@@ -79,16 +81,16 @@ def verify(
     if rounded:
         run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
-    _round_as_well(model, other, run)
+    _copy_cache_rounding(model, other, run)
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
     del other
-    gc.collect()  # their model is full of cycles
+    gc.collect()  # the model contains reference cycles
     return Verified(len(digests), own, theirs, None), model
 
 
 def check_size(folder: Path, written_bytes: int, planned_bytes: int) -> None:
-    """Raise VerificationError when the tensors of a checkpoint have another size than its plan says."""
+    """Raise VerificationError when the bytes of the checkpoint's tensors differ from the plan."""
     if written_bytes != planned_bytes:
         raise VerificationError(
             f"{folder}: holds {written_bytes} bytes of tensors, but the plan predicted {planned_bytes}"
@@ -105,32 +107,32 @@ def _compare_with_transformers(
     tolerance: float,
     format_: Format,
 ) -> float:
-    """The largest difference of logits of `other`, as transformers read it; its weights must be those of `model`."""
-    _multiply_out_as_needed(other)
+    """The largest difference of the logits of `other`, loaded by transformers; its weights must equal `model`'s."""
+    _dequantize_on_demand(other)
     difference = _compare("transformers", other, reference, next(model.parameters()).device, folder, tolerance)
     open_experts(other)
     for name in names:
         layer = other.get_submodule(name)
-        with _multiplied_out(layer):
+        with _dequantized(layer):
             _same_weight(name, model.get_submodule(name), layer, dtype, folder, format_)
     return difference
 
 
-def _round_as_well(model: nn.Module, other: nn.Module, run: Run) -> None:
-    """Let `other`, as transformers read it, round the keys and values that it knows nothing of, for the comparison."""
+def _copy_cache_rounding(model: nn.Module, other: nn.Module, run: Run) -> None:
+    """Add the rounding of keys and values to `other`, loaded by transformers, which does not store all of it."""
     left = [name for name in rounded_caches(model) if not hasattr(other.get_submodule(name), "quantization_scheme")]
     for name in left:
         copy_rounding(model.get_submodule(name), other.get_submodule(name))
     if left:
-        message = "transformers reads keys and values as they are, so they were rounded for the comparison"
+        message = "transformers does not round these keys and values, so they were rounded for the comparison"
         run.journal.add("note", "verify", message, attentions=len(left))
 
 
-def _multiply_out_as_needed(model: nn.Module) -> None:
-    """Let compressed-tensors multiply out each layer while it runs, not the whole model in the first forward pass."""
+def _dequantize_on_demand(model: nn.Module) -> None:
+    """Make compressed-tensors dequantize each layer while it runs, not the whole model in the first forward pass."""
     whole = getattr(model, "ct_decompress_hook", None)
     if whole is None:
-        return  # multiplied out already, or not quantized
+        return  # dequantized already, or not quantized
     whole.remove()
     for layer in model.modules():
         if _is_packed(layer):
@@ -138,11 +140,11 @@ def _multiply_out_as_needed(model: nn.Module) -> None:
 
 
 def _dense_while_it_runs(layer: nn.Module) -> None:
-    """Multiply a packed layer out before each of its forward passes, and give the dense weight up afterwards."""
+    """Dequantize a packed layer before each forward pass, and free the dense weight afterwards."""
     dense = ExitStack()
 
     def begin(module: nn.Module, args: Any) -> None:
-        dense.enter_context(_multiplied_out(module))
+        dense.enter_context(_dequantized(module))
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         dense.close()
@@ -152,17 +154,19 @@ def _dense_while_it_runs(layer: nn.Module) -> None:
 
 
 def _is_packed(layer: nn.Module) -> bool:
-    """Whether compressed-tensors holds this layer packed; an attention that says so rounds its cache."""
+    """Whether compressed-tensors holds this layer packed; attention modules with the same status round their cache."""
     return getattr(layer, "quantization_status", None) == "compressed" and not any(layer.children())
 
 
 @contextmanager
-def _multiplied_out(layer: nn.Module) -> Iterator[None]:
-    """compressed-tensors' own dense weight of a layer for a while; a dense layer stays as it is."""
+def _dequantized(layer: nn.Module) -> Iterator[None]:
+    """Dequantize a layer with compressed-tensors inside of the context; a dense layer does not change."""
     if not _is_packed(layer):
         yield
         return
-    from compressed_tensors.compressors import decompress_module  # an extra; here only when transformers used it
+    from compressed_tensors.compressors import (
+        decompress_module,
+    )  # optional dependency; installed if transformers used it
 
     packed = layer._parameters, layer._buffers, layer.quantization_status
     layer._parameters, layer._buffers = dict(packed[0]), dict(packed[1])
@@ -174,17 +178,17 @@ def _multiplied_out(layer: nn.Module) -> Iterator[None]:
 
 
 def _compressed_layers(model: nn.Module) -> list[CompressedLinear]:
-    """Layers that are stored in another form than a dense weight."""
+    """The layers that are not stored as one dense weight."""
     return [m for m in model.modules() if isinstance(m, CompressedLinear) and not m.scheme.plain]
 
 
 def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """Why transformers is not asked, or cannot read the checkpoint; None when it can."""
+    """The reason why transformers does not or cannot load the checkpoint, or None."""
     if recipe.save.verify == "own":
         return "the recipe says verify: own"
     experts = [module for module in model.modules() if isinstance(module, Experts)]
     if not all(module.named for module in experts):
-        return "transformers has no names for this model's experts one by one"
+        return "transformers has no name for each single expert of this model"
     format_ = FORMATS[recipe.save.format]
     stated = stated_scheme(model, rounded_caches(model), format_) is not None
     if not _compressed_layers(model) and not stated:
@@ -195,7 +199,7 @@ def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> st
 
 
 def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:
-    """Why the checkpoint cannot be loaded by transformers, which multiplies all weights out; None when it fits."""
+    """The reason why the memory is too small for transformers, which dequantizes all weights; None if it fits."""
     layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
     inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
     rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
@@ -210,12 +214,12 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
 def _transformers_model(
     model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool
 ) -> nn.Module:
-    """The checkpoint as any user of transformers loads it, quietly."""
+    """Load the checkpoint with transformers, without logging or progress bars."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        with redirect_stderr(io.StringIO()):  # compressed-tensors has progress bars of its own
+        with redirect_stderr(io.StringIO()):  # compressed-tensors shows its own progress bars
             return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
@@ -233,7 +237,7 @@ def _compare(
     folder: Path,
     tolerance: float = TOLERANCE,
 ) -> float:
-    """The largest absolute difference of logits; VerificationError when it is more than rounding."""
+    """The largest absolute difference of logits. Raises VerificationError when it exceeds the tolerance."""
     with torch.no_grad():
         found = model(input_ids=reference["ids"].to(device)).logits.float().cpu()
     wanted = reference["logits"].float()
@@ -249,7 +253,7 @@ def _compare(
 def _same_weight(
     name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path, format_: Format
 ) -> None:  # fmt: skip
-    """Bit for bit the same dense weight; readers dequantize in the dtype they load in, or in the stored one."""
+    """Compare a dense weight bit for bit; readers dequantize in the dtype of loading, or in the stored dtype."""
     assert isinstance(ours, CompressedLinear)
     kinds = (format_.reads_in(ours.scheme, dtype), ours.all_parts[0].dtype)
     if not any(torch.equal(theirs.weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compress.api.facts import Fact
-from compress.api.options import Place, spoken
+from compress.api.options import Place, place_text
 from compress.api.passes import Pass
 from compress.errors import RecipeError
 
 
 def recipe_error(path: Place, message: str) -> RecipeError:
     """The error for a mistake at a place in the recipe's data."""
-    where = spoken(path)
+    where = place_text(path)
     return RecipeError(f"{where}: {message}" if where else message, path)
 
 

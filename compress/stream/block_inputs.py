@@ -28,14 +28,14 @@ from compress.stream.store import ActivationStore
 class Inputs:
     """BlockInputs of one block in a sweep.
 
-    behind: the uncompressed model's activations after the block; before: the block's outputs before the sweep; each
-    only if the pass needs it. results: of the layers that the pass has installed.
+    reference_outputs: the uncompressed model's activations after the block. original_outputs: the block's outputs
+    before the sweep. Each is None unless the pass needs it. results: of the layers that the pass has installed.
     """
 
     context: BlockContext
     names: list[str]
-    behind: ActivationStore | None = None
-    before: ActivationStore | None = None
+    reference_outputs: ActivationStore | None = None
+    original_outputs: ActivationStore | None = None
     groups: list[Group] = field(init=False)
     results: list[LayerResult] = field(init=False, default_factory=list)
     _samples: dict[str, Sample] = field(init=False, default_factory=dict)
@@ -141,12 +141,12 @@ class Inputs:
         return call.run(block, hidden)
 
     def reference(self, batch: int) -> Tensor:
-        assert self.behind is not None, "the pass does not set needs_reference"
-        return self.behind[batch]
+        assert self.reference_outputs is not None, "the pass does not set needs_reference"
+        return self.reference_outputs[batch]
 
     def original(self, batch: int) -> Tensor:
-        assert self.before is not None, "the pass does not need the block's original outputs"
-        return self.before[batch]
+        assert self.original_outputs is not None, "the pass does not need the block's original outputs"
+        return self.original_outputs[batch]
 
     def layer(self, name: str) -> Layer:
         module = self.context.block.module.get_submodule(name)

@@ -93,7 +93,7 @@ class BlockContext:
         check_hidden(hidden, self.block)
         return hidden
 
-    def behind(self, original: nn.Module) -> ActivationStore:
+    def reference_outputs(self, original: nn.Module) -> ActivationStore:
         """The uncompressed model's activations after the block; `original`: the uncompressed block."""
         assert self.state.reference is not None
         return self.outputs(original, self.state.reference)

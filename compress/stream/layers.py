@@ -22,8 +22,8 @@ from compress.stream.store import ActivationStore
 class LayerWork:
     """One layer pass on one block.
 
-    allocated: the allocation of the pass's survey, by full name. behind: set by the call, the uncompressed model's
-    activations after the block, if the pass needs a reference.
+    allocated: the allocation of the pass's survey, by full name. reference_outputs: the uncompressed model's
+    activations after the block; the call sets them if the pass needs a reference.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LayerWork:
         self.allocated = allocated or {}
         self.results: list[LayerResult] = []
         self.reference: Reference | None = None
-        self.behind: ActivationStore | None = None
+        self.reference_outputs: ActivationStore | None = None
         if step.requires.reference:
             original = twin(module)
             assert context.state.reference is not None
@@ -75,9 +75,9 @@ class LayerWork:
             if keep_outputs:
                 self.context.propagate()
         if self.reference is not None:
-            self.behind = ActivationStore(self.context.store_bytes, self.context.run.work)
+            self.reference_outputs = ActivationStore(self.context.store_bytes, self.context.run.work)
             for i in range(len(hidden)):
-                self.behind.append(self.reference.output(i))
+                self.reference_outputs.append(self.reference.output(i))
         return self.results
 
     def _arrive(self, stage: int, name: str, rows: Tensor) -> None:

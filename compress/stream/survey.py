@@ -18,7 +18,7 @@ from compress.stream.context import BlockContext
 
 
 @dataclass
-class Asked:
+class SurveyTask:
     """A survey of a pass. names: full names of its layers. found: the collected figures, by layer."""
 
     label: str
@@ -32,9 +32,9 @@ class Asked:
         return [name.removeprefix(start) for name in self.names if name.startswith(start)]
 
 
-def look_over(
+def run_surveys(
     blocks: Sequence[Block],
-    asked: Sequence[Asked],
+    tasks: Sequence[SurveyTask],
     bring: Callable[[Block], nn.Module],
     release: Callable[[Block], None],
     context_of: Callable[[Block, str], BlockContext],
@@ -44,21 +44,21 @@ def look_over(
     bring, release: load and free a block's weights. context_of(block, label): the context of a block, with a state that
     this walk may change.
     """
-    runs = any(ask.survey.observer is not Nothing for ask in asked)
+    runs = any(task.survey.observer is not Nothing for task in tasks)
     for block in blocks:
         bring(block)
-        context = context_of(block, asked[0].label)
-        watched = [(ask, Inputs(context, names)) for ask in asked if (names := ask.inside(block))]
+        context = context_of(block, tasks[0].label)
+        watched = [(task, Inputs(context, names)) for task in tasks if (names := task.inside(block))]
         with ExitStack() as stack:
-            seen = [stack.enter_context(inputs.watching(ask.survey.observer)) for ask, inputs in watched]
+            seen = [stack.enter_context(inputs.watching(task.survey.observer)) for task, inputs in watched]
             if runs:
                 context.propagate()
         if runs:
             context.propagate_probe()
-        for (ask, inputs), gathered in zip(watched, seen, strict=True):
-            ask.found |= ask.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
+        for (task, inputs), gathered in zip(watched, seen, strict=True):
+            task.found |= task.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
         release(block)
-    return {ask.label: dict(ask.survey.allocate(ask.found)) for ask in asked}
+    return {task.label: dict(task.survey.allocate(task.found)) for task in tasks}
 
 
 def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:

@@ -28,7 +28,7 @@ from compress.stream.install import UNDONE, LayerResult, round_to_storage
 from compress.stream.layers import LayerWork
 from compress.stream.reference import twin
 from compress.stream.store import STORE_BYTES, ActivationStore
-from compress.stream.survey import Asked, look_over
+from compress.stream.survey import SurveyTask, run_surveys
 from compress.weights.transforms.scale import Scale
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
@@ -80,7 +80,7 @@ class Sweep:
                         context = self._context(block, state, "restored")
                         context.propagate()
                         if original is not None:
-                            state.reference = context.behind(original)
+                            state.reference = context.reference_outputs(original)
                 else:
                     self._bring(block)
                     done(block, self._work(block, state))
@@ -90,17 +90,17 @@ class Sweep:
         return state.probe
 
     def _survey(self, state: SweepState) -> None:
-        """What passes must know of all layers before the first is solved; the model is left as it is."""
+        """Run the surveys of all passes before the first layer is solved; the model does not change."""
         surveys = [(label, step.survey(), names) for label, step, names in self.steps if isinstance(step, LayerPass)]
-        asked = [Asked(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
-        if not asked:
+        tasks = [SurveyTask(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
+        if not tasks:
             return
         apart = replace(state, hidden=ActivationStore(self.store_bytes, self.run.work))
         for hidden in state.hidden:
             apart.hidden.append(hidden)
         with self.run.phase("survey"):
-            self.allocated = look_over(
-                self.opened.blocks, asked, self._bring, self.opened.weights.release,
+            self.allocated = run_surveys(
+                self.opened.blocks, tasks, self._bring, self.opened.weights.release,
                 lambda block, label: self._context(block, apart, f"{label} survey"),
             )  # fmt: skip
 
@@ -114,8 +114,8 @@ class Sweep:
         """Every pass on one block; leaves its outputs in the state."""
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
-        behind: ActivationStore | None = None  # the uncompressed model's activations behind this block
-        original: ActivationStore | None = None  # what the block made of these inputs as it came
+        reference: ActivationStore | None = None  # the uncompressed model's activations after this block
+        original: ActivationStore | None = None  # the outputs of the original block for the same inputs
         for label, step, names in self.steps:
             inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
@@ -123,24 +123,24 @@ class Sweep:
             context = self._context(block, state, label)
             with self.run.phase(label):
                 compares_itself = isinstance(step, LayerPass) and step.requires.reference
-                if state.reference is not None and behind is None and not compares_itself:
-                    behind = context.behind(block.module)  # before anything is changed
+                if state.reference is not None and reference is None and not compares_itself:
+                    reference = context.reference_outputs(block.module)  # before anything is changed
                 if original is None and self._compares(block):
                     original = context.outputs(block.module, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
-                    results += self._block_pass(context, step, inside, behind, original)
+                    results += self._block_pass(context, step, inside, reference, original)
                 else:
                     work = LayerWork(context, step, inside, self.allocated.get(label))
                     results += work(is_last)
                     current = is_last
-                    behind = work.behind if behind is None else behind
+                    reference = work.reference_outputs if reference is None else reference
         if state.unquantized:
             state.unquantized.clear()
         current &= not self._absorb(block)
         context = self._context(block, state, "propagate", shown=False)
         if state.reference is not None:
-            state.reference = context.behind(block.module) if behind is None else behind
+            state.reference = context.reference_outputs(block.module) if reference is None else reference
         if not current:
             with self.run.phase("propagate"):
                 context.propagate()
@@ -152,10 +152,10 @@ class Sweep:
         return any(step.requires.original for step in mine)
 
     def _block_pass(
-        self, context: BlockContext, step: BlockPass, names: list[str], behind: ActivationStore | None,
+        self, context: BlockContext, step: BlockPass, names: list[str], reference: ActivationStore | None,
         original: ActivationStore | None,
     ) -> list[LayerResult]:  # fmt: skip
-        inputs = Inputs(context, names, behind, original)
+        inputs = Inputs(context, names, reference, original)
         inputs.check(step)
         step.solve_block(context.block.module, inputs, context.logger(context.block.name))
         round_to_storage(context.block.module, self.run)
@@ -164,7 +164,7 @@ class Sweep:
         return inputs.results
 
     def _absorb(self, block: Block) -> bool:
-        """Take back what is done to the inputs of layers that stayed dense; True when there was anything.
+        """Undo the input transforms of layers that stayed dense; True when there were any.
 
         The order of inputs stays where kept weights will be stored alone.
         """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.scales import positive
 from compress.train.parametrization import Parametrization, Shares, masked
-from compress.train.sharded import put_together
+from compress.train.sharded import full_parameters
 from compress.weights.base import WeightPart
 
 SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
@@ -116,7 +116,7 @@ class TrainedLinear(nn.Module):
         """Once the gradients of a step are there: what the parametrization does to that of the weight."""
         how = self.parametrization
         if how is not None and self.weight is not None and type(how).adjust is not Parametrization.adjust:
-            with put_together(self):
+            with full_parameters(self):
                 how.adjust(self.weight)
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class TrainedLinear(nn.Module):
         how = self.parametrization
         if how is None or self.weight is None or type(how).update is Parametrization.update:
             return {}
-        with put_together(self):
+        with full_parameters(self):
             return how.update(self.weight, done, of)
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
 
 
 @contextmanager
-def put_together(module: nn.Module) -> Iterator[None]:
+def full_parameters(module: nn.Module) -> Iterator[None]:
     """Unshard a module's parameters and their gradients inside the context; in-place changes are kept."""
     found = [
         (owner, name, parameter)

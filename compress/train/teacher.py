@@ -95,8 +95,8 @@ class CachedTeacher:
 
 
 @dataclass(frozen=True)
-class Question:
-    """The options of a cached teacher: its `top_k` most likely tokens at a temperature.
+class TeacherOptions:
+    """Options of a cached teacher: its `top_k` most likely tokens at a temperature.
 
     source: of the teacher; None: the uncompressed model. lm_objective: the model inputs for the text.
     """
@@ -107,8 +107,8 @@ class Question:
     lm_objective: LMObjective = NEXT_TOKENS
 
 
-def ask(
-    open_teacher: Teach, ids: Int[Tensor, "sequences length"], question: Question, work: Path | None,
+def cached_teacher(
+    open_teacher: Teach, ids: Int[Tensor, "sequences length"], options: TeacherOptions, work: Path | None,
     device: torch.device, where: str, tell: Callable[[int, int], None],
 ) -> CachedTeacher:  # fmt: skip
     """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
@@ -120,7 +120,7 @@ def ask(
     """
     stored, folder = CachedTeacher(device), None
     if work is not None:
-        record = {**vars(question), "lm_objective": repr(question.lm_objective)}
+        record = {**vars(options), "lm_objective": repr(options.lm_objective)}
         folder = work / f"teacher-{digest(record, {'ids': ids})[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
@@ -135,9 +135,9 @@ def ask(
             for done, i in enumerate(missing):
                 tell(done, len(missing))
                 row = ids[i : i + 1].to(device)
-                logits = question.lm_objective.read(model, row, [i]).logits
-                wanted = question.lm_objective.targets(row, [i])
-                targets = reduced(logits, wanted, question.temperature, question.top_k, where)
+                logits = options.lm_objective.read(model, row, [i]).logits
+                wanted = options.lm_objective.targets(row, [i])
+                targets = reduced(logits, wanted, options.temperature, options.top_k, where)
                 made[i] = {name: t.cpu().contiguous() for name in PARTS if (t := getattr(targets, name)) is not None}
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:

@@ -107,7 +107,7 @@ def opened(pico):
             {"*.mlp.*": {"scale": "mse"}, "*.up_proj": {"weights": "int8"}},
             "earlier overrides match; put this override before",
         ),
-        ({"*": {"weights": "none"}}, "the overrides leave none of the 9 linears to work on"),
+        ({"*": {"weights": "none"}}, "the overrides skip all 9 linears; remove weights: none from one of them"),
         (
             {"*.up_proj": {"group_size": 4096}},
             "model.layers.0.mlp.up_proj: group_size 4096 is larger than its .* inputs",

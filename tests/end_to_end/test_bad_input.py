@@ -128,7 +128,7 @@ def test_a_text_that_cannot_be_fetched(recipe, file_of, monkeypatch, tmp_path):
 @pytest.mark.parametrize("command", ["run", "plan"])
 def test_a_device_that_is_not_there(command, recipe, file_of):
     line = one_line(2, command, file_of(recipe(RTN(), device="cuda")))
-    assert "device: cuda was asked, but this machine has no CUDA" in line and "write device: auto, or cpu" in line
+    assert "device: cuda does not exist: this machine has no CUDA" in line and "write device: auto, or cpu" in line
 
 
 # ---- the output folder ----
@@ -141,7 +141,7 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
     path = file_of(recipe(RTN(weights="int8")))
     line = one_line(2, "run", path, "-o", out)
-    assert "holds another run" in line and "--overwrite" in line
+    assert "contains another run" in line and "--overwrite" in line
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
     done = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out), "--overwrite"])
     assert done.exit_code == 0 and (out / "notes.md").read_text() == "mine"
@@ -151,7 +151,7 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_foreign_files_are_never_touched(overwrite, tmp_path):
     (tmp_path / "model.safetensors").write_text("another's")
-    with pytest.raises(OutputError, match="holds files that are no run of compress; name a new or empty folder"):
+    with pytest.raises(OutputError, match="contains files that no run of compress wrote; name a new or empty folder"):
         open_folder(tmp_path, "a", overwrite)
     assert (tmp_path / "model.safetensors").read_text() == "another's"
 
@@ -160,7 +160,7 @@ def test_folders_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="is a file; name a folder"):
         open_folder(tmp_path / "file", "a", False)
-    with pytest.raises(OutputError, match="cannot be made or read .*; name another folder"):
+    with pytest.raises(OutputError, match="cannot be created or read .*; name another folder"):
         open_folder(tmp_path / "file" / "out", "a", False)
 
 
@@ -170,7 +170,7 @@ def test_a_broken_manifest_is_another_run(text, tmp_path):
     (tmp_path / ".compress" / "manifest.json").write_text(text)
     assert open_folder(tmp_path, "a", False).shards == {}  # nothing else there: nothing to lose
     (tmp_path / "model-00002-of-00004.safetensors").write_text("weights")
-    with pytest.raises(OutputError, match="holds another run"):
+    with pytest.raises(OutputError, match="contains another run"):
         open_folder(tmp_path, "a", False)
 
 

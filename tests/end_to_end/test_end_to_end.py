@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_at_the_next_block_and_ends_with_the_same_bytes(fin
 
 def test_another_run_is_not_overwritten_silently(finished):
     other = chain_in_python().model_copy(update={"seed": 1})
-    with pytest.raises(OutputError, match="holds another run"):
+    with pytest.raises(OutputError, match="contains another run"):
         compress.run(other, finished.folder)
 
 

@@ -193,7 +193,7 @@ def test_without_a_mask_token_all_else_is_done(recipe, tiny_folder, tmp_path, ti
 
 
 def test_a_share_of_masks_says_nothing_of_next_tokens(tiny, ids):
-    with pytest.raises(RecipeError, match="finetune: mask_probability says nothing of a model of next tokens"):
+    with pytest.raises(RecipeError, match="finetune: mask_probability has no effect on a model of next tokens"):
         compress.apply(tiny("llama"), [Finetune(steps=1, mask_probability=0.3)], ids())
     model = tiny("llama")
     before = model.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()

@@ -77,14 +77,14 @@ def test_it_is_spelled_as_it_is_read():
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("orl", r"allocate: there is no allocation 'orl'; did you mean 'owl'\?"),
+        ("orl", r"allocate: allocation 'orl' is not known; did you mean 'owl'\?"),
         ("{owl: {M: 5, lamda: 0.1}}", r"allocate owl lamda: unknown option; did you mean 'lambda'\?"),
         ("{owl: {M: 0}}", "allocate owl M: input should be greater than 0, not 0"),
         ("{owl: {lambda: 0.5}}", "allocate owl lambda: input should be less than 0.5"),
         ("{sensitivity: {within: 1}}", "allocate sensitivity within: input should be less than 1"),
         ("{uniform: {M: 5}}", "allocate uniform M: unknown option"),
         ("{owl: 5}", "allocate owl: must be a mapping of options"),
-        ("{owl: {}, global: {}}", "allocate: must be one of uniform, global, owl, sensitivity, or such as"),
+        ("{owl: {}, global: {}}", "allocate: must be one of uniform, global, owl, sensitivity, or a mapping such as"),
         ("[owl]", "allocate: must be one of uniform"),
         ("5", "allocate: must be one of uniform"),
     ],
@@ -97,7 +97,7 @@ def test_a_mistake_says_where_it_is_and_what_is_right(written, message):
 @pytest.mark.parametrize("written", ["global", "owl", "sensitivity"])
 def test_a_pattern_with_a_sparsity_of_its_own_cannot_be_allocated(written):
     with pytest.raises(
-        ValidationError, match=f"allocate: {written} needs sparsities that can differ, and that of pattern 2:4"
+        ValidationError, match=f"allocate: {written} needs different sparsities per layer, but pattern 2:4"
     ):
         compress.Wanda(pattern="2:4", allocate=written)
     assert compress.Wanda(pattern="2:4", allocate="uniform").density == 0.5
@@ -187,7 +187,7 @@ def test_a_layer_that_a_global_threshold_empties_is_told(tiny, in_memory):
         opened.blocks[1].module.get_submodule(name).weight.data *= 1e-6
     swept(opened, [], compress.Magnitude(sparsity=0.5, allocate="global"), run=run)
     record = [
-        entry for entry in run.journal.entries if entry.message == "the allocation leaves no weight of this layer"
+        entry for entry in run.journal.entries if entry.message == "the allocation removes all weights of this layer"
     ]
     assert len(record) == 7 and all("model.layers.1." in entry.where for entry in record)
 

@@ -12,10 +12,10 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from compress.formats.base import CacheScheme
 from compress.model.kv_cache import (
     CacheProxy,
+    attentions_containing,
+    attentions_with_cache,
     cache_sha256,
-    caching,
     copy_rounding,
-    holding,
     round_cache,
     rounded_caches,
     roundings,
@@ -33,7 +33,7 @@ FP8 = CacheScheme(GRIDS["fp8_e4m3"], GRIDS["fp8_e4m3"])
 
 
 def rounded(model, scheme=INT4, scales=(None, None)):
-    for attention in caching(model).values():
+    for attention in attentions_with_cache(model).values():
         round_cache(attention, scheme, scales)
     return model
 
@@ -47,7 +47,7 @@ def nearest(x, levels):
 
 def is_rounded(keys, model):
     """Rounding what was rounded to 8-bit floats changes nothing."""
-    of_keys, _ = roundings(next(iter(caching(model).values())))
+    of_keys, _ = roundings(next(iter(attentions_with_cache(model).values())))
     return torch.allclose(of_keys(keys), keys, rtol=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_a_cache_for_two_models_is_used_in_the_part_of_this_one(tiny, ids):
         wanted = model(input_ids=text, use_cache=False).logits
     assert isinstance(found.past_key_values, EncoderDecoderCache) and near(found.logits, wanted)
     assert is_rounded(found.past_key_values.self_attention_cache.layers[0].keys, model)
-    assert all("crossattention" not in name for name in caching(model))
+    assert all("crossattention" not in name for name in attentions_with_cache(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox"])
@@ -150,7 +150,7 @@ class Attending(nn.Module):
 
 def test_a_cache_may_be_given_by_position():
     block, keys, kept = Attending(True), torch.randn(1, 2, 3, 8), DynamicCache()
-    assert list(caching(block)) == ["attention"]
+    assert list(attentions_with_cache(block)) == ["attention"]
     round_cache(block.attention, INT4, (None, None))
     wanted, _ = roundings(block.attention)
     for given in (kept, None):
@@ -160,15 +160,15 @@ def test_a_cache_may_be_given_by_position():
 
 
 def test_what_sees_later_tokens_keeps_no_cache(tiny):
-    assert caching(tiny("bert")) == {} and caching(Attending(False)) == {}
+    assert attentions_with_cache(tiny("bert")) == {} and attentions_with_cache(Attending(False)) == {}
 
 
 def test_attentions_are_found_by_what_is_in_them(tiny):
     model = tiny("llama")
-    assert list(holding(model, ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj"])) == [
+    assert list(attentions_containing(model, ["model.layers.1.self_attn.k_proj", "model.layers.2.mlp.up_proj"])) == [
         "model.layers.1.self_attn"
     ]
-    assert list(holding(Attention(), ["anything"])) == [""]
+    assert list(attentions_containing(Attention(), ["anything"])) == [""]
 
 
 def test_copies_round_too_and_what_is_copied_from_does_not(tiny, ids):

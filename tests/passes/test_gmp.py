@@ -112,8 +112,8 @@ WRONG = {
     "end": ({"begin": 0.5, "end": 0.5}, r"the schedule ends \(0.5 of the steps\) before it begins \(0.5\)"),
     "initial": ({"initial": 0.6}, "sparsity 0.5 is not above initial 0.6; lower initial, or use finetune"),
     "2:4": ({"initial": 0.5, "pattern": "2:4"}, "sparsity 0.5 is not above initial 0.5"),
-    "train": ({"train": ["norms"]}, "gmp trains the weights that it prunes; add weights to train"),
-    "sparsity": ({"sparsity": 0.3, "pattern": "2:4"}, "pattern 2:4 has sparsity 0.5; leave sparsity out"),
+    "train": ({"train": ["norms"]}, "gmp must train weights; add weights to train"),
+    "sparsity": ({"sparsity": 0.3, "pattern": "2:4"}, "pattern 2:4 fixes sparsity 0.5; leave sparsity out"),
 }
 
 

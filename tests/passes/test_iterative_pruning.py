@@ -136,7 +136,7 @@ WRONG = {
     "kind": ({"retrain": "rewind"}, "input should be 'finetune', 'weight_rewind' or 'lr_rewind'"),
     "rounds": ({"rounds": 0}, "greater than or equal to 1"),
     "rewind_to": ({"rewind_to": 1.0}, "less than 1"),
-    "train": ({"train": ["scales"]}, "iterative_pruning trains the weights that it prunes"),
+    "train": ({"train": ["scales"]}, "iterative_pruning must train weights"),
 }
 
 

@@ -15,7 +15,7 @@ import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
 from compress.api.journal import Journal
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
-from compress.model.kv_cache import CONFIG_KEY, caching, rounded_caches, roundings, scheme_of, watching
+from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, rounded_caches, roundings, scheme_of, watching
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.kv_cache import ALLOWED
 from compress.report.markdown import markdown
@@ -33,7 +33,9 @@ def logits(model, ids):
 
 
 def scales(model):
-    return {name: (m.k_scale, m.v_scale) for name, m in caching(model).items() if scheme_of(m) is not None}
+    return {
+        name: (m.k_scale, m.v_scale) for name, m in attentions_with_cache(model).items() if scheme_of(m) is not None
+    }
 
 
 def test_a_scale_per_token_needs_no_data_and_changes_no_tensor(pico_model, pico_ids):
@@ -59,7 +61,7 @@ def test_a_static_scale_covers_what_the_block_makes_of_the_text(pico_model, pico
     """Of the rounded model: what comes to a block went through the rounded ones before it."""
     compress.apply(pico_model, [KVCache(keys="int8", values="none", scale="static")], pico_ids)
     largest = {}
-    with watching(caching(pico_model), lambda name, k, v: largest.update({name: k.abs().amax()})):
+    with watching(attentions_with_cache(pico_model), lambda name, k, v: largest.update({name: k.abs().amax()})):
         logits(pico_model, pico_ids)
     found = scales(pico_model)
     assert len(found) == 3 and all(of_values is None for _, of_values in found.values())
@@ -142,7 +144,7 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (CONFIG_KEY in config) == (not stated)
     assert bool((config.get("quantization_config") or {}).get("kv_cache_scheme")) == stated
-    record = [e for e in result.journal.entries if "reads keys and values as they are" in e.message]
+    record = [e for e in result.journal.entries if "does not round these keys and values" in e.message]
     assert len(record) == (not stated and format_ != "native")
     model, _ = compress.load(tmp_path)
     assert set(rounded_caches(model).values()) == {KVCache(**options).cache}
@@ -274,12 +276,12 @@ def test_a_static_scale_needs_a_text(pico_model):
 
 
 def test_an_encoder_has_no_cache(tiny):
-    with pytest.raises(TargetError, match=r"passes\[0\] kv_cache: .*; BertForMaskedLM has none: an encoder sees"):
+    with pytest.raises(TargetError, match=r"passes\[0\] kv_cache: .*; BertForMaskedLM has no cache: an encoder sees"):
         compress.apply(tiny("bert"), [KVCache()])
 
 
 def test_targets_without_an_attention_are_an_error(pico_model):
-    with pytest.raises(TargetError, match="none of the 9 linears it works on is in an attention that has one; widen"):
+    with pytest.raises(TargetError, match="none of its 9 linears is in an attention module with a cache; widen"):
         compress.apply(pico_model, [KVCache(targets="*.mlp.*")])
 
 
@@ -346,7 +348,7 @@ def test_a_damaged_checkpoint_is_an_error(damage, message, damaged):
 
 def test_another_scale_than_was_computed_is_found(damaged, recipe):
     stored(damaged, lambda tensors: tensors[f"{ATTENTION}.k_scale"].mul_(1.0001))
-    with pytest.raises(VerificationError, match=f"the rounding of the KV cache of {ATTENTION} does not read back"):
+    with pytest.raises(VerificationError, match=f"the rounding of the KV cache of {ATTENTION} differs after"):
         compress.run(recipe(KVCache(scale="static"), save={"format": "dense", "verify": "own"}), damaged)
 
 

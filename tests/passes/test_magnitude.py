@@ -34,14 +34,14 @@ def test_a_tail_stays_dense_and_is_told(layer_of, notes):
     first = [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
     assert solution.mask.int().tolist() == [first, [0, 0, 1, 1, 0, 0, 1, 1, 1, 1], first]
     assert (solution.zeros.asked, solution.zeros.due) == (0.5, 0.4)
-    message = "pattern 2:4 fits the first 3 rows of 8; what is beyond stays dense"
+    message = "pattern 2:4 fits the first 3 rows and 8 columns; the rest stays dense"
     assert notes == [("note", message, {"dense": 6})]
 
 
 def test_a_layer_of_zeros_is_pruned_to_the_pattern_and_told(layer_of, notes):
     solution = Magnitude(pattern="2:4").solve(torch.zeros(2, 4), None, layer_of())
     assert solution.mask.int().tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
-    assert notes == [("fallback", "all scores are zero; the smallest weights are removed instead", {})]
+    assert notes == [("fallback", "all scores are zero; magnitudes are used instead", {})]
 
 
 def test_without_an_allocation_that_looks_at_inputs_it_needs_no_data():

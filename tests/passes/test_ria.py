@@ -51,7 +51,7 @@ def test_rows_and_columns_of_zeros_score_zero(layer_of, notes):
     assert (score[1] == 0).all() and (score[:, 2] == 0).all() and (score[0, [0, 1, 3]] > 0).all()
     solution = RIA().solve(random(4, 4), seen_of([0.0] * 4), layer_of())
     assert solution.mask.sum(1).tolist() == [2] * 4
-    assert notes[0][:2] == ("fallback", "all scores are zero; the smallest weights are removed instead")
+    assert notes[0][:2] == ("fallback", "all scores are zero; magnitudes are used instead")
 
 
 @pytest.mark.parametrize(

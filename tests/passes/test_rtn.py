@@ -142,14 +142,14 @@ def test_a_grid_may_be_given_itself():
             "scale 'median' is not known; write absmax, absmean, mse, percentile, or {percentile: 0.999}",
         ),
         ({"scale": {"percentile": 0.9, "steps": 3}}, "scale .* is not known"),
-        ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a share above 0.5 and at most 1, such as 0.999"),
+        ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a fraction above 0.5 and at most 1, such as 0.999"),
         (
             {"weights": "mxfp4", "group_size": 64},
-            "group_size 64: the scales of mxfp4 are those of 32 columns; write 32",
+            "group_size 64: mxfp4 has one scale for 32 columns; write 32",
         ),
         (
             {"weights": "nvfp4", "group_size": "channel"},
-            "group_size channel: the scales of nvfp4 are those of 16 columns",
+            "group_size channel: nvfp4 has one scale for 16 columns",
         ),
         ({"activations": "int4"}, "Input should be 'none', 'int8' or 'fp8_e4m3'"),
         ({"bits": 4}, "Extra inputs are not permitted"),

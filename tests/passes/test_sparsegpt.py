@@ -106,7 +106,7 @@ def test_a_tail_of_columns_stays_dense(layer_of, notes):
         found = SparseGPT(pattern="2:4", act_order=order).solve(weight, seen_of(rows), layer_of())
         assert found.mask[:, 36:].all() and (found.mask[:, :36].reshape(-1, 4).sum(1) == 2).all()
         assert found.zeros.due == 18 / 38
-    assert notes[0][1] == "pattern 2:4 fits the first 4 rows of 36; what is beyond stays dense"
+    assert notes[0][1] == "pattern 2:4 fits the first 4 rows and 36 columns; the rest stays dense"
 
 
 def test_columns_that_were_always_zero_are_pruned_first(layer_of):
@@ -136,7 +136,7 @@ def test_the_whole_model_with_rounding_keeps_its_pattern(tiny, ids):
         ({"scale": "mse"}, "scale has no meaning without rounding"),
         ({"weights": "int5.5"}, "grid 'int5.5' is not known"),
         ({"weights": "nf4", "symmetric": False}, "symmetric: false needs an integer grid; nf4 has no zero point"),
-        ({"weights": "mxfp4", "group_size": 64}, "the scales of mxfp4 are those of 32 columns"),
+        ({"weights": "mxfp4", "group_size": 64}, "mxfp4 has one scale for 32 columns"),
         ({"pattern": "2:4", "prune_block": 64}, "prune_block has no meaning with pattern 2:4"),
         ({"pattern": "4x3"}, "prune_block 128 is no multiple of the 3 columns of 4x3"),
         ({"pattern": "3:6", "weights": "int4", "group_size": 16}, "group_size 16 is no multiple of the 6 columns"),

@@ -91,10 +91,13 @@ def test_it_recovers_much_of_what_2_of_4_cost(pico, pico_model):
 
 
 WRONG = {
-    "as sparse": ({"backward_sparsity": 0.5}, "backward_sparsity 0.5 must be below sparsity, 0.5: more weights are tr"),
+    "as sparse": (
+        {"backward_sparsity": 0.5},
+        "backward_sparsity 0.5 must be below sparsity, 0.5: more weights must be tr",
+    ),
     "2:4": (
         {"pattern": "2:4", "backward_sparsity": 0.4},
-        "backward_sparsity 0.4 of pattern 2:4 trains no more weights than are kept; lower it by 1/4 at least",
+        "backward_sparsity 0.4 of pattern 2:4 trains no more weights than it keeps; lower it by at least 1/4",
     ),
 }
 

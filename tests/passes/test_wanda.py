@@ -85,12 +85,12 @@ def test_the_density_of_a_pattern_is_its_own():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pattern": "2:4", "sparsity": 0.6}, "pattern 2:4 has sparsity 0.5; leave sparsity out"),
+        ({"pattern": "2:4", "sparsity": 0.6}, "pattern 2:4 fixes sparsity 0.5; leave sparsity out"),
         ({"pattern": 124}, 'quote N:M in YAML: "2:4"'),
         ({"pattern": "4:2"}, "N must be at least 1 and smaller than M"),
         ({"sparsity": 0}, "greater than 0"),
         ({"sparsity": 1}, "less than 1"),
-        ({"allocate": "orl"}, "there is no allocation 'orl'; did you mean 'owl'?"),
+        ({"allocate": "orl"}, "allocation 'orl' is not known; did you mean 'owl'?"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

@@ -70,14 +70,14 @@ def test_a_file_is_no_folder(tmp_path):
 def test_files_of_others_are_never_taken_for_a_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match="holds files that are no run of compress"):
+        with pytest.raises(OutputError, match="contains files that no run of compress wrote"):
             open_folder(tmp_path, "one", overwrite)
     assert (tmp_path / "config.json").exists()
 
 
 def test_another_run_is_replaced_only_when_asked(tmp_path):
     written(tmp_path)
-    with pytest.raises(OutputError, match="holds another run .* pass --overwrite to replace it"):
+    with pytest.raises(OutputError, match="contains another run .* pass --overwrite to replace it"):
         open_folder(tmp_path, "two", overwrite=False)
     for name in ("model-00002-of-00002.safetensors", "config.json", "a.part", "report.md", "notes.txt"):
         (tmp_path / name).write_text("x")
@@ -93,7 +93,7 @@ def test_a_manifest_that_cannot_be_read_is_another_run(text, tmp_path):
     path, shard = written(tmp_path).path, tmp_path / entry().file
     path.write_text(text)
     shard.write_text("finished by another version")
-    with pytest.raises(OutputError, match="holds another run"):
+    with pytest.raises(OutputError, match="contains another run"):
         open_folder(tmp_path, "one", overwrite=False)
     assert shard.exists() and path.read_text() == text
     assert open_folder(tmp_path, "one", overwrite=True) == Manifest(tmp_path, "one")
@@ -111,7 +111,7 @@ def test_a_run_that_was_killed_in_its_first_shard_goes_on(tmp_path):
     begun.write()
     (tmp_path / f"{entry().file}.part").write_text("half")
     assert open_folder(tmp_path, "one", overwrite=False) == begun
-    with pytest.raises(OutputError, match="holds another run"):
+    with pytest.raises(OutputError, match="contains another run"):
         open_folder(tmp_path, "two", overwrite=False)
 
 
@@ -119,7 +119,7 @@ def test_a_manifest_of_more_fields_is_another_run(tmp_path):
     path = written(tmp_path).path
     (tmp_path / entry().file).write_text("finished by another version")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"unheard_of": 1}))
-    with pytest.raises(OutputError, match="holds another run"):
+    with pytest.raises(OutputError, match="contains another run"):
         open_folder(tmp_path, "one", overwrite=False)
 
 

@@ -192,11 +192,11 @@ def test_the_group_sizes_that_an_error_names_work(width, group_size):
 def test_a_device_that_is_not_there(recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        RecipeError, match="device: cuda was asked, but this machine has no CUDA.*write device: auto, or cpu"
+        RecipeError, match="device: cuda does not exist: this machine has no CUDA.*write device: auto, or cpu"
     ):
         plan(recipe(RTN(), device="cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(RecipeError, match="cuda:2 was asked, but this machine has only cuda:0 to cuda:1; write"):
+    with pytest.raises(RecipeError, match="cuda:2 does not exist: this machine has only cuda:0 to cuda:1; write"):
         plan(recipe(RTN(), device="cuda:2"))
     assert plan(recipe(RTN(), device="cuda:1")).layers

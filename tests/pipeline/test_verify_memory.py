@@ -54,7 +54,9 @@ def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypat
     asked = recipe(RTN(), save={"verify": "own"})
     compress.run(asked, tmp_path)
     monkeypatch.setattr("compress.model.linear.CompressedLinear.sha256", lambda self: "other")
-    with pytest.raises(VerificationError, match=r"the codes of model\.layers\.0\..* do not read back") as caught:
+    with pytest.raises(
+        VerificationError, match=r"the codes of model\.layers\.0\..* differ from the computed ones"
+    ) as caught:
         compress.run(asked, tmp_path)
     assert caught.value.exit_code == 1
 

@@ -188,17 +188,25 @@ MISTAKES = {
     ),
     "2:4 unquoted": (START + "wanda: {pattern: 2:4}", "3:13", 'pattern 124 is a number; quote N:M.*"2:4"'),
     "4:2": (START + "wanda: {pattern: '4:2'}", "3:13", "N must be at least 1 and smaller than M"),
-    "two sparsities": (START + "wanda: {sparsity: 0.3, pattern: '2:4'}", "3:5", "has sparsity 0.5; leave sparsity out"),
+    "two sparsities": (
+        START + "wanda: {sparsity: 0.3, pattern: '2:4'}",
+        "3:5",
+        "fixes sparsity 0.5; leave sparsity out",
+    ),
     "no search of scales": (
         START + "rtn: {scale: min}",
         "3:11",
         "scale 'min' is not known; write absmax, absmean, mse, percentile",
     ),
-    "half of a range": (START + "rtn: {scale: {percentile: 0.5}}", "3:11", "must be a share above 0.5 and at most 1"),
+    "half of a range": (
+        START + "rtn: {scale: {percentile: 0.5}}",
+        "3:11",
+        "must be a fraction above 0.5 and at most 1",
+    ),
     "groups of another size": (
         START + "rtn: {weights: mxfp4, group_size: 64}",
         "3:5",
-        "those of 32 columns; write 32, or",
+        "one scale for 32 columns; write 32, or",
     ),
     "zero points of floats": (
         START + "rtn: {weights: nf4, symmetric: false}",

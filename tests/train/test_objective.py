@@ -11,7 +11,7 @@ from torch import nn
 
 from compress.model.objective import IGNORED, MaskedTokens
 from compress.train.objective import LanguageLoss
-from compress.train.teacher import OnlineTeacher, Question, ask
+from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
 
 PREDICTION = MaskedTokens(MASK, VOCAB, (0, 1, 2, 3, 4), seed=5)
 ROWS = [3, 1]
@@ -80,8 +80,10 @@ def test_the_triple_loss_is_the_sum_of_its_parts(pair, words):
 def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, words, tmp_path, ce_weight):
     student, teacher = pair
     text = torch.cat([words.flip(1), words])
-    question = Question(2.0, VOCAB, lm_objective=PREDICTION)
-    kept = ask(lambda: nullcontext(teacher), text, question, tmp_path, torch.device("cpu"), "here", lambda *_: None)
+    options = TeacherOptions(2.0, VOCAB, lm_objective=PREDICTION)
+    kept = cached_teacher(
+        lambda: nullcontext(teacher), text, options, tmp_path, torch.device("cpu"), "here", lambda *_: None
+    )
     beside = OnlineTeacher(teacher, 2.0, "here", PREDICTION)
     losses = []
     for known in (kept, beside):
@@ -96,6 +98,8 @@ def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, w
 
 def test_other_masks_are_another_question(pair, words, tmp_path):
     for seed in (0, 1, 0):
-        question = Question(1.0, 8, lm_objective=MaskedTokens(MASK, VOCAB, seed=seed))
-        ask(lambda: nullcontext(pair[1]), words, question, tmp_path, torch.device("cpu"), "here", lambda *_: None)
+        options = TeacherOptions(1.0, 8, lm_objective=MaskedTokens(MASK, VOCAB, seed=seed))
+        cached_teacher(
+            lambda: nullcontext(pair[1]), words, options, tmp_path, torch.device("cpu"), "here", lambda *_: None
+        )
     assert len(list(tmp_path.glob("teacher-*"))) == 2

@@ -7,7 +7,7 @@ import torch
 
 from compress.errors import NumericError
 from compress.numerics.metrics import soft_targets
-from compress.train.teacher import OnlineTeacher, Question, ask
+from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ class Opened:
 
 def asked(opened, ids, work=None, temperature=2.0, top_k=8, source=None, record=None):
     tell = (lambda *done: record.append(done)) if record is not None else lambda done, of: None
-    return ask(opened, ids, Question(temperature, top_k, source), work, CPU, "here", tell)
+    return cached_teacher(opened, ids, TeacherOptions(temperature, top_k, source), work, CPU, "here", tell)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme, Format
-from compress.model.kv_cache import CONFIG_KEY, SCALES, caching, round_cache
+from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
@@ -99,7 +99,7 @@ def _caches(
     try:
         everywhere = None if format_ is None else format_.cached(described)
         if everywhere is not None:
-            return dict.fromkeys(caching(model), everywhere)
+            return dict.fromkeys(attentions_with_cache(model), everywhere)
         return {name: CacheScheme.from_json(values) for name, values in (record or {}).items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({error!r})") from error
@@ -112,7 +112,7 @@ def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], cac
 
     Raises ModelError for a scale that is missing or cannot be right, and for an attention that is not there.
     """
-    known = caching(root)
+    known = attentions_with_cache(root)
     for full, scheme in caches.items():
         attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "": the root itself
         if attention is None:

@@ -164,7 +164,7 @@ def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str
     return new.requires_grad_(False)
 
 
-def become(model: nn.Module, other: nn.Module) -> None:
+def replace_in_place(model: nn.Module, other: nn.Module) -> None:
     """Replace all state of the model by that of another model of its class; the object stays the same."""
     assert type(model) is type(other)
     vars(model).clear()

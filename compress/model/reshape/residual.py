@@ -47,7 +47,7 @@ def along(held: Mapping[str, Tensor], width: Width, change: Callable[[Tensor, in
     return found
 
 
-def with_fewer(
+def cut_hidden_channels(
     model: PreTrainedModel,
     config: PretrainedConfig,
     held: Mapping[str, Tensor],

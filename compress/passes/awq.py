@@ -1,4 +1,4 @@
-"""AWQ: scale input channels and clip weights so that rounding spares what large activations multiply (Lin 2023)."""
+"""AWQ: scale input channels and clip weights, to reduce rounding errors at large activations (Lin 2023)."""
 
 from __future__ import annotations
 
@@ -19,53 +19,54 @@ from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread
 
-STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of what is clipped
-MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest share of a range that is cut off
+STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of the clipped fraction
+MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest clipped fraction of a range
 SMALLEST = 1e-4  # reference code (auto_scale.py): scales are kept above this before they are normalized
-SKETCH = 128  # rows of each weight, evenly spaced, that every scale is tried on
-FINALISTS = 2  # scales that are then compared, with no scaling, on all rows
+SKETCH = 128  # number of evenly spaced rows of each weight on which all scales are tried
+FINALISTS = 2  # number of best scales that are then compared, with no scaling, on all rows
 
 Equalize = Callable[[Tensor], Tensor]
-"""A scale made equal on columns that come from one channel."""
+"""Make a scale equal on columns that belong to one channel."""
 
 
 class AWQ(WeightGrid, BlockPass):
     """Prepare weights for a quantizing pass with the same weights, group_size and symmetric, which must follow.
 
-    Scales: s_j = mean|X_j|^alpha multiplies the columns of the weights and divides what writes their input (a fold that
-    is proved in float32, and undone when it changes the block's output). alpha is the one of a grid of 20, no scaling
-    included, with the least error of the readers' outputs, ||Q(W s) (X / s) - W X||^2 = tr(D H D^T), where
-    D = Q(W s) / s - W and H = X^T X (equation 4; the reference code compares the outputs of the attention or MLP around
-    the readers instead). With duo, the scales s_j = mean|X_j|^alpha / mean|W_j|^(1 - alpha) are tried as well.
+    Scales: s_j = mean|X_j|^alpha multiplies the columns of the weights, and the module that writes their input is
+    divided by it. This fold is proved in float32, and undone if it changes the block's output. alpha is chosen from 20
+    values, including no scaling, by the least error of the readers' outputs, ||Q(W s) (X / s) - W X||^2 = tr(D H D^T),
+    where D = Q(W s) / s - W and H = X^T X (equation 4; the reference code compares the outputs of the attention or MLP
+    around the readers instead). With duo, the scales s_j = mean|X_j|^alpha / mean|W_j|^(1 - alpha) are tried as well.
 
-    Clipping: the range of each group of weights is cut to the share, 1, 0.95, ... 0.5, with the least error of the
-    group's part of the output, and the weights are clamped to it. Rows whose error over all groups this does not lessen
-    stay as they were (for certain unless scales depend on the whole matrix, as those of nvfp4 do). The reference code
-    leaves queries and keys unclipped, which it knows by their names; here all linears are alike.
+    Clipping: the range of each group of weights is multiplied by the factor, 1, 0.95, ... 0.5, with the least error of
+    the group's part of the output, and the weights are clamped to it. Rows whose total error does not decrease do not
+    change (guaranteed unless scales depend on the whole matrix, as in nvfp4). The reference code does not clip
+    queries and keys, which it finds by their names; here all linears are clipped.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
-    duo: bool = Field(default=True, description="also try scales that are divided by the size of the weights")
-    clip: bool = Field(default=True, description="cut the range of each group of weights where that lessens the error")
+    duo: bool = Field(default=True, description="also try scales that are divided by the mean magnitude of the weights")
+    clip: bool = Field(default=True, description="clip each group of weights if this reduces the error")
     unlinked: Literal["leave", "scale"] = Field(
-        default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
+        default="leave",
+        description="linears without a module to fold into: 'leave', or 'scale': divide inputs at run time",
     )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.group_size == "tensor":
-            raise ValueError("group_size: tensor is one range for all rows, which cannot be searched; use channel")
+            raise ValueError("group_size: tensor has one range for all rows, which cannot be searched; use channel")
 
     def memory(self, size: ProblemSize) -> int:
-        """Statistics of all inputs, and while scales are tried a few copies of a chunk of rows and of a matrix."""
+        """Statistics of all inputs, plus the copies of a chunk of rows and of a matrix that the scale search needs."""
         widest = max(size.inputs, default=0)
         rows = COPIES * 4 * min(size.largest, CHUNK)
         return sum(map(Moments.memory_bytes, size.inputs)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = {group: Fed(found) for group, found in inputs.observe(Moments).items()}
+        seen = {group: InputStatistics(found) for group, found in inputs.observe(Moments).items()}
         chosen = set(inputs.names)
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
@@ -75,8 +76,10 @@ class AWQ(WeightGrid, BlockPass):
                 continue
             done = fold(block, link, scale, inputs.probe)
             if done.kept:
-                for fed in (fed for group, fed in seen.items() if set(group.linears) & set(link.readers)):
-                    fed.divide(scale)
+                for statistics in (
+                    statistics for group, statistics in seen.items() if set(group.linears) & set(link.readers)
+                ):
+                    statistics.divide(scale)
             else:
                 where = ", ".join(link.readers)
                 message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
@@ -88,29 +91,34 @@ class AWQ(WeightGrid, BlockPass):
             for group in inputs.groups:
                 self._clip(block, [name for name in group.linears if name in chosen], seen[group], log)
 
-    def _unlinked(self, block: nn.Module, names: Sequence[str], fed: Fed, log: Log) -> None:
-        """Linears that read one tensor, which nothing is linked to."""
+    def _unlinked(self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log) -> None:
+        """Handle linears of one input tensor that no link leads to."""
         if self.unlinked == "leave":
             where = ", ".join(names)
-            log("note", f"{where}: nothing that writes their input can take a scale, so none is searched")
+            log("note", f"{where}: no module that writes their input can take a scale, so none is searched")
             return
-        scale = self.scale_of(block, {fed: names}, names, lambda scale: scale, log)
+        scale = self.scale_of(block, {statistics: names}, names, lambda scale: scale, log)
         if scale is not None:
             for name in names:
                 replace_linear(block, name).rescale_input(scale)
-            fed.divide(scale)
+            statistics.divide(scale)
 
     def scale_of(
-        self, block: nn.Module, read: Mapping[Fed, Sequence[str]], readers: Sequence[str], equalize: Equalize, log: Log
+        self,
+        block: nn.Module,
+        read: Mapping[InputStatistics, Sequence[str]],
+        readers: Sequence[str],
+        equalize: Equalize,
+        log: Log,
     ) -> Float[Tensor, " in"] | None:
-        """The scale with the least error; None where that is no scaling, or no token came by."""
+        """The scale with the least error; None if this is no scaling, or if no token reached the readers."""
         where = ", ".join(readers)
-        tokens = sum(fed.tokens for fed in read)
+        tokens = sum(statistics.tokens for statistics in read)
         if tokens == 0:
             log("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
             return None
-        weights = {fed: [_weight(block, name) for name in names] for fed, names in read.items()}
-        inputs = torch.stack([fed.mean * (fed.tokens / tokens) for fed in read]).sum(0)
+        weights = {statistics: [_weight(block, name) for name in names] for statistics, names in read.items()}
+        inputs = torch.stack([statistics.mean * (statistics.tokens / tokens) for statistics in read]).sum(0)
         held = [weight for found in weights.values() for weight in found]
         trials = self.trials(equalize(inputs), equalize(weight_mean(held, self.group_size)), equalize)
         best, error, unscaled = self.best(list(trials.values()), weights)
@@ -134,38 +142,42 @@ class AWQ(WeightGrid, BlockPass):
                 found["duo", alpha] = equalize(normalized(inputs.pow(alpha) / (weights.pow(1 - alpha) + SMALLEST)))
         return found
 
-    def best(self, scales: Sequence[Tensor], weights: Mapping[Fed, Sequence[Tensor]]) -> tuple[int, float, float]:
+    def best(
+        self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]]
+    ) -> tuple[int, float, float]:
         """(index of the best scale, its error, that of the first).
 
-        All scales are tried on a few rows of the weights; the best of them and the first one, then, on all rows.
+        All scales are tried on a few rows of the weights; then the best ones and the first one are tried on all rows.
         """
-        drafts = {fed: [part[:: -(-len(part) // SKETCH)] for part in parts] for fed, parts in weights.items()}
+        drafts = {
+            statistics: [part[:: -(-len(part) // SKETCH)] for part in parts] for statistics, parts in weights.items()
+        }
         rough = self._errors(scales, drafts)
         chosen = [0, *sorted(range(1, len(scales)), key=rough.__getitem__)[:FINALISTS]]
         exact = dict(zip(chosen, self._errors([scales[i] for i in chosen], weights), strict=True))
         best = min(chosen, key=exact.__getitem__)
         return best, exact[best], exact[0]
 
-    def _errors(self, scales: Sequence[Tensor], weights: Mapping[Fed, Sequence[Tensor]]) -> list[float]:
+    def _errors(self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]]) -> list[float]:
         """2 ||Q(W s) (X / s) - W X||^2 over all weights and tokens, for each scale."""
         found = [0.0] * len(scales)
-        for fed, members in weights.items():
-            hessian = fed.hessian.mul_(fed.tokens)
+        for statistics, members in weights.items():
+            hessian = statistics.hessian.mul_(statistics.tokens)
             for rows in (rows for weight in members for rows in chunks(weight)):
                 for i, scale in enumerate(scales):
                     found[i] += float(row_errors(self.rounded(rows * scale).div_(scale).sub_(rows), hessian).sum())
         return found
 
     def rounded(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """What the quantizing pass will make of the weight, if it rounds to nearest."""
+        """The dequantized weight after the quantizing pass, if it rounds to nearest."""
         return quantize(weight, self.grid, self.group_size, self.symmetric).dense()
 
-    def _clip(self, block: nn.Module, names: Sequence[str], fed: Fed, log: Log) -> None:
-        """Clamp the weights of linears that read the same input."""
-        if fed.tokens == 0:
+    def _clip(self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log) -> None:
+        """Clip the weights of linears that read the same input."""
+        if statistics.tokens == 0:
             log("fallback", f"{', '.join(names)}: no calibration token reached them, so they are not clipped")
             return
-        hessian = fed.hessian
+        hessian = statistics.hessian
         blocks = diagonal_blocks(hessian, self.group_size)
         for name in names:
             layer = replace_linear(block, name)
@@ -179,7 +191,7 @@ class AWQ(WeightGrid, BlockPass):
         hessian: Float[Tensor, "in in"],
         blocks: Float[Tensor, "groups size size"],
     ) -> Float[Tensor, "out in"]:
-        """The weight clamped, group by group, to the range with the least error; rows that it helps not, as they were.
+        """Clamp the weight, group by group, to the range with the least error; rows without a gain do not change.
 
         blocks: the diagonal blocks of the Hessian.
         """
@@ -206,7 +218,7 @@ class AWQ(WeightGrid, BlockPass):
 
 
 class Moments(Gram):
-    """Beside the Gram matrix, mean: the mean magnitude of every input channel, [in]."""
+    """The Gram matrix, and mean: the mean magnitude of every input channel, [in]."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -218,7 +230,7 @@ class Moments(Gram):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return 4 * width * width + 8 * width  # nothing is factored here
+        return 4 * width * width + 8 * width  # no factorization needed
 
     @property
     def mean(self) -> Float[Tensor, " in"]:
@@ -226,15 +238,15 @@ class Moments(Gram):
         return (self._magnitudes / max(self.tokens, 1)).float()
 
 
-class Fed:
-    """What reaches a group of linears: the statistics, and the scale that the inputs have been divided by since."""
+class InputStatistics:
+    """The input statistics of a group of linears, divided by the scales that were applied since the observation."""
 
     def __init__(self, seen: Moments) -> None:
         self._seen, self._divisor = seen, torch.ones(seen.width, device=seen.device)
         self.tokens = seen.tokens
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
-        """The inputs are divided by `scale` from now on."""
+        """Divide the inputs by `scale`."""
         self._divisor = self._divisor * scale
 
     @property
@@ -248,10 +260,10 @@ class Fed:
         return self._seen.hessian.div_(self._divisor).div_(self._divisor[:, None])
 
 
-def _members(seen: Mapping[Group, Fed], names: set[str]) -> dict[Fed, list[str]]:
-    """The linears among `names` by what reaches them."""
-    found = {fed: [name for name in group.linears if name in names] for group, fed in seen.items()}
-    return {fed: members for fed, members in found.items() if members}
+def _members(seen: Mapping[Group, InputStatistics], names: set[str]) -> dict[InputStatistics, list[str]]:
+    """The linears among `names`, by the statistics of their input."""
+    found = {statistics: [name for name in group.linears if name in names] for group, statistics in seen.items()}
+    return {statistics: members for statistics, members in found.items() if members}
 
 
 def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:
@@ -270,7 +282,7 @@ def row_errors(difference: Float[Tensor, "out in"], hessian: Float[Tensor, "in i
 
 
 def diagonal_blocks(hessian: Float[Tensor, "in in"], group_size: GroupSize) -> Float[Tensor, "groups size size"]:
-    """The blocks of the Hessian that belong to one group of columns each; a short last one is filled up with zeros."""
+    """The diagonal blocks of the Hessian, one per group of columns; a shorter last block is padded with zeros."""
     rows = grouped(hessian, group_size)
     groups, size = rows.shape[1:]
     rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, groups * size - hessian.shape[0]))
@@ -285,7 +297,7 @@ def normalized(scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
 
 
 def weight_mean(weights: Sequence[Float[Tensor, "out in"]], group_size: GroupSize) -> Float[Tensor, " in"]:
-    """The mean magnitude of each column, every weight as a share of the largest in its group."""
+    """The mean magnitude of each column, relative to the largest magnitude of each weight's group."""
     total, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
     for part in (part for weight in weights for part in chunks(weight)):
         parts = grouped(part, group_size).abs()

@@ -1,4 +1,4 @@
-"""Channel permutation: put input channels in the order that loses least under N:M (Pool & Yu 2021)."""
+"""Channel permutation: reorder input channels to keep the most under N:M (Pool & Yu 2021)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from compress.numerics.sparse.scores import ria, wanda
 
 Score = Literal["magnitude", "wanda", "ria"]
 WILD = "*?[:"
-"""A pattern with none of these is the name of one linear."""
+"""Wildcards: a pattern without any of these is the name of one linear."""
 
 
 class ChannelPermutation(BlockPass):
-    """Reorder the input channels of linears so that an N:M pattern, chosen after it, keeps the most; nothing is pruned.
+    """Reorder the input channels of linears so that a later N:M pass keeps the largest score; prune nothing.
 
-    Where linears of the block write the channels, and may write them in any order (what is between the matrices of a
-    feed-forward layer, values inside of a head), their rows are put in the same order, which costs nothing when the
-    model runs; each such rewrite is proved in float32, and undone when it changes the block's output. Linears that
-    read the same tensor share one permutation.
+    If linears of the block write the channels and may write them in any order (feed-forward channels, values inside of
+    a head), their rows are permuted in the same way, which costs nothing at run time. Each such rewrite is proved in
+    float32, and undone if it changes the block's output. Linears that read the same tensor share one permutation.
     """
 
     paper: ClassVar[str] = (
@@ -40,24 +39,24 @@ class ChannelPermutation(BlockPass):
     )
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
-    pattern: Pattern = Field(default=Pattern("2:4"), description="the N:M that the pass after it will prune to")
+    pattern: Pattern = Field(default=Pattern("2:4"), description="N:M pattern of the later pruning pass")
     score: Score = Field(
         default="wanda",
-        description="what is to be kept: magnitude (no data needed), wanda or ria; best that of the pass after it, "
-        "wanda for those that make up for errors",
+        description="score to keep: magnitude (needs no data), wanda or ria; use that of the later pruning pass, or "
+        "wanda for passes that compensate errors",
     )
     unlinked: Literal["keep", "skip", "refuse"] = Field(
         default="keep",
-        description="linears whose input has one order for all, such as the residual stream: 'keep' puts their inputs "
-        "in order when they run (stored by format native; where layers are stored dense, columns go back to their "
-        "places: as much is kept, but N:M does not stand in consecutive columns), 'skip' leaves them, 'refuse': error",
+        description="linears whose input order is shared, such as that of the residual stream. 'keep': permute their "
+        "inputs at run time (format native stores this; dense layers are stored in the original order: the same "
+        "weights are kept, but N:M groups are not consecutive columns). 'skip': no permutation. 'refuse': error",
     )
-    escapes: int = Field(default=2, ge=0, description="how often the search goes on from where no swap helps any more")
+    escapes: int = Field(default=2, ge=0, description="number of restarts of the search after no swap helps")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.pattern.n_of_m is None:
-            raise ValueError(f"pattern {self.pattern.text} does not ask for any order; use N:M such as 2:4")
+            raise ValueError(f"pattern {self.pattern.text} does not depend on the order; use N:M such as 2:4")
 
     @property
     def requires(self) -> Requirements:
@@ -66,7 +65,7 @@ class ChannelPermutation(BlockPass):
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputNorm) if self.requires.data else {}
         norms = {name: found for group, found in seen.items() for name in group.linears}
-        left: dict[str, str] = {}  # why readers are not folded
+        left: dict[str, str] = {}  # the reason why readers are not folded
         folded: set[str] = set()
         for link in inputs.permutations:
             names = [name for name in link.readers if name in inputs.names]
@@ -81,12 +80,12 @@ class ChannelPermutation(BlockPass):
     def _scores(
         self, block: nn.Module, names: Sequence[str], norms: Mapping[str, InputNorm], log: Log
     ) -> Float[Tensor, "rows in"]:
-        """The scores of all rows that share their input channels."""
+        """The scores of all linears that share their input channels, as rows."""
         found = []
         for name in names:
             weight, seen = CompressedLinear.of(block.get_submodule(name)).weight.float(), norms.get(name)
             if seen is not None and not seen.tokens:
-                log("fallback", f"{name}: no calibration token reached it, so its order is that of magnitudes")
+                log("fallback", f"{name}: no calibration token reached it, so magnitudes decide its order")
             if seen is None or not seen.tokens:
                 found.append(weight.abs())
             else:
@@ -94,14 +93,14 @@ class ChannelPermutation(BlockPass):
         return torch.cat(found)
 
     def _search(self, score: Float[Tensor, "rows in"]) -> tuple[Int[Tensor, " in"], float, float]:
-        """(order, kept before, kept after)."""
+        """Return (order, kept score before, kept score after)."""
         n, m = self.pattern.n_of_m or (0, 1)
         return search(score, n, m, self.escapes)
 
     def _fold(
         self, block: nn.Module, inputs: BlockInputs, link: Permutation, score: Float[Tensor, "rows in"], log: Log
     ) -> str | None:
-        """Put the channels between sources and readers in order; the reason where that could not be done."""
+        """Permute the channels between sources and readers; return the reason if this is impossible, else None."""
         for name in link.sources:
             source = block.get_submodule(name)
             if isinstance(source, CompressedLinear) and source.quantized:
@@ -109,7 +108,7 @@ class ChannelPermutation(BlockPass):
         runs = link.runs(self.pattern.span)
         if runs is None:
             span = self.pattern.span
-            return f"the heads within which channels may trade places are not whole groups of {span} columns"
+            return f"channels may be permuted only inside of heads, whose width is no multiple of {span} columns"
         order, before, after = torch.arange(len(link.parts)), 0.0, 0.0
         for slots, read in runs:
             found, *kept = self._search(torch.cat([score[:, columns.to(score.device)] for columns in read]))
@@ -121,7 +120,7 @@ class ChannelPermutation(BlockPass):
             reason = f"folding an order into {sources} would change the block's output, so it was undone"
             log("fallback", f"{where}: {reason}", relative_error=done.error)
             return reason
-        _tell(log, f"{where}: in a new order, folded into {sources}", score, before, after)
+        _log_kept(log, f"{where}: permuted, folded into {sources}", score, before, after)
         return None
 
     def _unlinked(
@@ -133,40 +132,40 @@ class ChannelPermutation(BlockPass):
         norms: Mapping[str, InputNorm],
         log: Log,
     ) -> None:
-        """Linears that read one tensor whose channels stay where they are."""
+        """Handle linears of one input tensor whose channels keep their order."""
         where = ", ".join(names)
         if self.unlinked == "keep":
             score = self._scores(block, names, norms, log)
             order, before, after = self._search(score)
             for name in names if after > before else ():
                 replace_linear(block, name).permute_input(order)
-            _tell(log, f"{where}: in a new order, kept with its inputs", score, before, after)
+            _log_kept(log, f"{where}: permuted, at run time", score, before, after)
             return
         full = [inputs.layer(name).name for name in names]
-        asked = [name for name in full if self.unlinked == "refuse" or name in self._named()]
-        if asked:
+        required = [name for name in full if self.unlinked == "refuse" or name in self._named()]
+        if required:
             raise TargetError(
-                f"{self.key()}: {asked[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
+                f"{self.key()}: {required[0]} cannot be permuted by folding: {reason}; use unlinked: keep, "
                 "or leave it out (ignore)"
             )
-        log("note", f"{where}: left in their order: {reason}")
+        log("note", f"{where}: not permuted: {reason}")
 
     def _named(self) -> set[str]:
-        """Linears that targets call by their full names."""
+        """The targets that are full names of linears."""
         return {target for target in self.targets if not set(WILD) & set(target)}
 
 
 def _reason(group: Group) -> str:
-    """Why the inputs of a group have no other order."""
+    """The reason why the inputs of a group cannot be permuted by folding."""
     if group.norm is not None:
         return (
             f"its input comes from {group.norm} and so from the residual stream, whose channels all blocks read and "
             "write in one order"
         )
-    return "nothing in the block writes its input channels so that they may trade places"
+    return "no linear of the block writes its input channels in a permutable way"
 
 
-def _tell(log: Log, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
-    """The shares of all scores that the pattern keeps."""
+def _log_kept(log: Log, message: str, score: Float[Tensor, "rows in"], before: float, after: float) -> None:
+    """Journal the fractions of the total score that the pattern keeps."""
     total = max(float(score.sum(dtype=torch.float64)), 1e-30)
     log("note", message, kept_before=before / total, kept_after=after / total)

@@ -1,4 +1,4 @@
-"""Dropping whole blocks: those whose output is nearly their input, or that are missed least (Men 2024)."""
+"""Depth pruning: drop blocks with the least influence, or with the least increase of the loss (Men 2024)."""
 
 from __future__ import annotations
 
@@ -22,43 +22,45 @@ from compress.model.reshape.reconfigure import build, renumbered, replace_in_pla
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.metrics import relative_error
 
-SAME = 1e-2  # relative: the same sums give 0, half precision in another order 5e-3; a wrong block changes more
+SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3, a wrong block more
 
 
 class DropBlocks(ReshapingPass):
-    """Remove whole blocks, the least important first; what is left is a stock model with fewer of them.
+    """Remove whole blocks, the least important first; the result is a stock model with fewer blocks.
 
-    by influence: a block's (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens, measured once.
-    by loss: the block whose absence costs the least loss goes, then the next one in the model without it, and so on;
-    it takes as many runs of the text as there are blocks, for each that goes. by spacing: the first block stays, the
-    last, and others evenly between, as a student begins that is to be distilled (Sanh 2019, arXiv 1910.01108, section
-    3). Blocks that targets and ignore leave out in part stay whole.
+    by influence: the influence of a block (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens,
+    measured once. by loss: remove the block with the least increase of the loss, then repeat this in the smaller model;
+    each removal runs the text once per remaining block. by spacing: keep the first block, the last block, and evenly
+    spaced blocks between them, as a start for distillation (Sanh 2019, arXiv 1910.01108, section 3). A block is kept if
+    targets and ignore exclude any of its linears.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
 
-    count: int | None = Field(default=None, ge=1, description="how many blocks to remove")
-    sparsity: float | None = Field(default=None, gt=0, lt=1, description="instead: the share of all blocks to remove")
+    count: int | None = Field(default=None, ge=1, description="number of blocks to remove")
+    sparsity: float | None = Field(
+        default=None, gt=0, lt=1, description="instead of count: fraction of all blocks to remove"
+    )
     by: Literal["influence", "loss", "spacing"] = Field(
         default="influence",
-        description="influence: change of direction between input and output; loss: of the rest; spacing: evenly",
+        description="influence: change of direction from input to output; loss: increase of the loss; spacing: evenly",
     )
-    keep: tuple[int, ...] = Field(default=(), description="numbers of blocks that stay, from 0, or -1 for the last")
-    contiguous: bool = Field(default=False, description="the blocks removed follow one another; judged as one")
-    sequences: int | None = Field(default=None, ge=1, description="look at so many calibration sequences; null: all")
+    keep: tuple[int, ...] = Field(default=(), description="numbers of blocks to keep, from 0; -1 is the last")
+    contiguous: bool = Field(default=False, description="remove contiguous blocks, which are scored together")
+    sequences: int | None = Field(default=None, ge=1, description="number of calibration sequences to use; null: all")
 
     def model_post_init(self, context: Any) -> None:
         if (self.count is None) == (self.sparsity is None):
-            raise ValueError("give count or sparsity, one of the two, to say how many blocks are removed")
+            raise ValueError("give exactly one of count and sparsity")
         if self.by == "spacing" and (self.keep or self.contiguous or self.sequences):
-            raise ValueError("by: spacing says which blocks go; leave keep, contiguous and sequences out")
+            raise ValueError("by: spacing fixes the removed blocks; leave keep, contiguous and sequences out")
 
     @property
     def requires(self) -> Requirements:
         return replace(super().requires, objective=self.by == "loss")
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration without as many blocks as will go: which ones is found on the calibration text."""
+        """The configuration with fewer blocks; the calibration text decides later which blocks are removed."""
         blocks = find_blocks(model)
         return with_blocks(model, _rest(blocks, self._last(self._choices(blocks, where), blocks, where)))
 
@@ -75,23 +77,23 @@ class DropBlocks(ReshapingPass):
         error = relative_error(logits_of(new, ids[:1]), wanted)
         if not error < SAME:
             raise ModelError(
-                f"{where}: the model of {len(kept)} blocks is not the one that passes by the others (it differs by "
-                f"{error:.2g}): what a block does depends on its number in a way that no configuration says"
+                f"{where}: the model of {len(kept)} blocks differs from the model that skips the others (relative "
+                f"error {error:.2g}): a block depends on its number in a way that no configuration describes"
             )
         replace_in_place(model, new)
 
     def _number(self, blocks: Sequence[Block], where: str) -> int:
-        """How many blocks go."""
+        """The number of blocks to remove."""
         found = self.count if self.sparsity is None else round(self.sparsity * len(blocks))
         assert found is not None
         if found == 0:
-            raise TargetError(f"{where}: sparsity {self.sparsity:g} of {len(blocks)} blocks is none; ask for count: 1")
+            raise TargetError(f"{where}: sparsity {self.sparsity:g} of {len(blocks)} blocks removes none; use count: 1")
         if found >= len(blocks):
-            raise TargetError(f"{where}: {found} of {len(blocks)} blocks would go; at most {len(blocks) - 1} can")
+            raise TargetError(f"{where}: cannot remove {found} of {len(blocks)} blocks; use at most {len(blocks) - 1}")
         return found
 
     def _choices(self, blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
-        """What goes at once: runs of contiguous blocks, of which one goes, or single blocks, of which several do."""
+        """The candidates: runs of contiguous blocks, one of which is removed, or single blocks."""
         number = self._number(blocks, where)
         if wrong := [i for i in self.keep if not -len(blocks) <= i < len(blocks)]:
             raise TargetError(f"{where}: keep names block {wrong[0]}, but the last one is {len(blocks) - 1}")
@@ -104,30 +106,30 @@ class DropBlocks(ReshapingPass):
         runs = [tuple(range(i, i + long)) for i in range(len(blocks) - long + 1)]
         found = [run for run in runs if set(run) <= set(free)]
         if len(found) < (1 if self.contiguous else number):
-            kind = " that follow one another" if self.contiguous else ""
+            kind = " contiguous" if self.contiguous else ""
             raise TargetError(
-                f"{where}: {number} blocks{kind} are to go, but keep, targets and ignore leave {len(free)} of "
-                f"{len(blocks)} to choose from; remove fewer, or protect fewer"
+                f"{where}: cannot remove {number}{kind} blocks: keep, targets and ignore protect all but {len(free)} "
+                f"of {len(blocks)}; remove fewer, or protect fewer"
             )
         return found
 
     def _spaced(self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
-        """The blocks between those that stay."""
+        """The blocks between the evenly spaced blocks that are kept."""
         left = len(blocks) - number
         stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
         gone = [i for i in range(len(blocks)) if i not in stay]
         if stuck := sorted(set(gone) - set(free)):
-            protected = f"by spacing block {stuck[0]} goes, which targets or ignore protect"
+            protected = f"by spacing removes block {stuck[0]}, which targets or ignore protect"
             raise TargetError(f"{where}: {protected}; choose by influence or loss")
         return [(i,) for i in gone]
 
     def _last(self, choices: Sequence[tuple[int, ...]], blocks: Sequence[Block], where: str) -> list[int]:
-        """The last blocks that may go."""
+        """The last blocks that may be removed, for the shape of the result."""
         rounds = 1 if self.contiguous else self._number(blocks, where)
         return [i for run in choices[-rounds:] for i in run]
 
     def _chosen(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[int]:
-        """The blocks to remove, in order; what each cost goes to the journal."""
+        """The blocks to remove, in order; the journal gets the score of each."""
         blocks = find_blocks(model)
         choices, gone = self._choices(blocks, where), []
         if self.by == "spacing":
@@ -159,7 +161,7 @@ def _rest(blocks: Sequence[Block], gone: Sequence[int]) -> list[int]:
 def influences(
     model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "sequences length"], run: int = 1
 ) -> Float[Tensor, " starts"]:
-    """For every run of so many blocks, by its first: 1 - mean cos(x_in of the first, x_out of the last) over tokens.
+    """For every run of `run` blocks, by its first: 1 - mean cos(x_in of the first, x_out of the last) over tokens.
 
     ShortGPT (Men 2024), eq. 1; for runs as in Gromov 2024 (https://arxiv.org/abs/2403.17887), eq. 6, without the arc.
     """

@@ -1,4 +1,4 @@
-"""Fine-tuning: what earlier passes cost is won back by training what they left (Han 2015; with LoRA, Hu 2021)."""
+"""Fine-tuning: train the compressed model to recover its quality (Han 2015; with LoRA, Hu 2021)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from compress.train.parametrization import Kind, Parametrization
 
 
 class Finetune(TrainingPass):
-    """Train on the calibration text; what is pruned stays zero, and codes stay as they are.
+    """Train on the calibration text; pruned weights stay zero, and codes do not change.
 
-    With lora_rank the weights of dense layers stay as they came, and a product of low rank is learned beside each:
-    W' = mask * (W + lora_alpha / lora_rank * B A), B [out, rank] zero and A [rank, in] random at first. It is added to
-    the weight in the end: nothing of it is left in the checkpoint, and the mask holds.
+    With lora_rank the weights of dense layers are frozen, and a low-rank update of each is learned:
+    W' = mask * (W + lora_alpha / lora_rank * B A). B [out, rank] starts at zero and A [rank, in] at random values. The
+    update is added to the weight at the end, so the checkpoint contains only W', and the mask still holds.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
@@ -30,19 +30,19 @@ class Finetune(TrainingPass):
     lora_rank: int | None = Field(
         default=None,
         ge=1,
-        description="learn a product of this rank beside every dense weight, at the full learning_rate, and, if train "
-        "is not given, nothing else; null: the weights themselves",
+        description="learn a low-rank update of this rank for every dense weight, at the full learning_rate, and, "
+        "unless train is given, nothing else; null: train the weights",
     )
     lora_alpha: float | None = Field(
-        default=None, gt=0, description="the product is weighed by lora_alpha / lora_rank; twice the rank if not given"
+        default=None, gt=0, description="factor of the update: lora_alpha / lora_rank; default: twice the rank"
     )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.lora_rank is None and self.lora_alpha is not None:
-            raise ValueError("lora_alpha without lora_rank says nothing; give the rank, too, or leave it out")
+            raise ValueError("lora_alpha has no effect without lora_rank; set lora_rank, or leave lora_alpha out")
         if self.lora_rank is not None and self.train is not None and "weights" not in self.train:
-            raise ValueError("lora_rank is about weights; add weights to train, or leave it out")
+            raise ValueError("lora_rank needs weights in train; add weights to train, or leave train out")
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:
@@ -60,12 +60,14 @@ class Finetune(TrainingPass):
 
     def memory(self, size: ProblemSize) -> int:
         whole = super().memory(size)
-        kept = 8 if self.optimizer == "lion" else 12  # best so far and moments: W alone is there, in float32
+        kept = (
+            8 if self.optimizer == "lion" else 12
+        )  # bytes per weight of the best state and the moments, which W does not need here
         return whole if self.lora_rank is None else whole - kept * size.weights
 
 
 class _LowRank(Parametrization):
-    """mask * (W + scaling * B A): W stays."""
+    """mask * (W + scaling * B A), with a frozen W."""
 
     own: ClassVar[Kind] = "weights"
     trains_weight: ClassVar[bool] = False
@@ -78,7 +80,7 @@ class _LowRank(Parametrization):
         rows, width = shape
         self.scaling = scaling
         self.register_buffer("mask", mask)
-        bound = 1 / math.sqrt(width)  # of the reference code: Kaiming's uniform with a = sqrt(5)
+        bound = 1 / math.sqrt(width)  # reference code: Kaiming uniform initialization with a = sqrt(5)
         drawn = torch.rand(rank, width, generator=torch.Generator().manual_seed(seed))
         self.down = nn.Parameter(bound * (2 * drawn - 1))
         self.up = nn.Parameter(torch.zeros(rows, rank))

@@ -1,4 +1,4 @@
-"""Gradual magnitude pruning: sparsity grows along a cubic while the rest is trained (Zhu & Gupta 2017)."""
+"""Gradual magnitude pruning: the sparsity follows a cubic schedule during training (Zhu & Gupta 2017)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from compress.train.parametrization import Parametrization, Shares, Shrinking
 
 
 class GMP(SparseTrainingPass):
-    """Train, and every few steps remove the smallest weights that are left, many at first and few at last.
+    """Train, and every few steps remove the smallest remaining weights, many at the start and few at the end.
 
-    The sparsity follows equation 1 of the paper; what is removed gets no gradient and stays zero. Magnitudes are
-    compared as the pattern has it. With an N:M pattern the sparsity is that of all groups of M together: more and more
-    of them keep N only, those first that lose the least magnitude. What earlier passes removed counts.
+    The sparsity follows equation 1 of the paper. Removed weights get no gradient and stay zero. The pattern sets which
+    magnitudes are compared. With an N:M pattern the sparsity is the mean over all groups of M: a growing number of
+    groups keeps only N weights, first the groups that lose the least magnitude. Weights that earlier passes removed are
+    included in the sparsity.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1710.01878"
 
-    initial: float = Field(default=0.0, ge=0, lt=1, description="sparsity at the beginning of the schedule")
-    begin: float = Field(default=0.0, ge=0, lt=1, description="share of the steps before the schedule begins")
-    end: float = Field(default=0.75, gt=0, le=1, description="share of the steps after which all zeros are there")
-    every: int = Field(default=1, ge=1, description="steps between two rises of the sparsity")
+    initial: float = Field(default=0.0, ge=0, lt=1, description="sparsity at the start of the schedule")
+    begin: float = Field(default=0.0, ge=0, lt=1, description="fraction of the steps before the schedule starts")
+    end: float = Field(
+        default=0.75, gt=0, le=1, description="fraction of the steps after which the sparsity is reached"
+    )
+    every: int = Field(default=1, ge=1, description="steps between two increases of the sparsity")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -42,12 +45,12 @@ class GMP(SparseTrainingPass):
         return _Gradual(self, layer)
 
     def growth(self, steps: int) -> Cubic:
-        """The sparsity over so many steps."""
+        """The schedule of the sparsity over a number of steps."""
         return Cubic(self.initial, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
 
 
 class _Gradual(Shrinking):
-    """The mask shrinks when the schedule says so."""
+    """The mask shrinks according to the schedule."""
 
     def __init__(self, step: GMP, layer: CompressedLinear) -> None:
         super().__init__(layer)

@@ -1,4 +1,4 @@
-"""GPTQ: round column by column and let the columns to come make up for the error (Frantar 2022)."""
+"""GPTQ: round column by column; later columns compensate the error (Frantar 2022)."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ ALPHA = 1.0
 
 
 class GPTQ(QuantizingPass):
-    """Minimize ||W X - Q X||^2 greedily over columns, with the error of each made up for by the later ones.
+    """Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column.
 
-    act_order: 'none' keeps the order of columns; 'static' sweeps columns of large input first with the groups and
-    their scales fixed beforehand; 'group' forms the groups in that order, so that an index per column is stored.
+    act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
+    scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 
-    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X those behind the
-    compressed layers (GPTAQ, arXiv 2504.02692, equation 6). The weight without rounding that is best for it is known,
-    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant; so the sweep starts from V, where
-    GPTAQ adds up the same correction column by column and leaves out its part in columns already rounded.
+    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
+    compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is
+    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant, so the sweep starts from V. GPTAQ adds
+    the same correction column by column, but omits its part in columns that are already rounded.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     observes: ClassVar[type[Observer]] = Gram
 
-    act_order: Literal["none", "static", "group"] = Field(
-        default="none", description="the order of columns in the sweep"
-    )
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    act_order: Literal["none", "static", "group"] = Field(default="none", description="order of columns in the sweep")
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
     error: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
-        description="'asymmetric' aims at the output that the uncompressed model has, whose activations run alongside",
+        description="'asymmetric': the target is the output of the uncompressed model, which runs alongside",
     )
     alpha: float = Field(
-        default=ALPHA, gt=0, le=1, description="error: asymmetric alone: how much of the way to aim, 1 is all of it"
+        default=ALPHA,
+        gt=0,
+        le=1,
+        description="only for error: asymmetric: factor of the correction of the weight; 1: full correction",
     )
 
     normalize_tokens: bool = Field(
         default=False,
-        description="divide each token's input by its length in the Hessian, so that tokens of small inputs, such as "
-        "attention sinks behind a norm, count as much as others",
+        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
+        "attention sinks after a norm, count as much as others",
     )
 
     def model_post_init(self, context: Any) -> None:
@@ -58,9 +59,9 @@ class GPTQ(QuantizingPass):
         if self.act_order == "group" and not isinstance(self.group_size, int):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
         if self.error == "asymmetric" and self.normalize_tokens:
-            raise ValueError("normalize_tokens goes with error: symmetric alone; leave one of them out")
+            raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
         if self.error == "symmetric" and self.alpha != ALPHA:
-            raise ValueError("alpha has no meaning with error: symmetric; leave it out, or use error: asymmetric")
+            raise ValueError("alpha has no effect with error: symmetric; leave it out, or use error: asymmetric")
 
     @property
     def indexed(self) -> bool:

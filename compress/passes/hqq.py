@@ -1,4 +1,4 @@
-"""HQQ: scales and zero points that leave most weights nearly exact, found without data (Badri & Shaji 2023)."""
+"""HQQ: find scales and zero points that keep most weights nearly exact, without data (Badri & Shaji 2023)."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ from compress.numerics.quant.grids import IntGrid
 class HQQ(QuantizingPass):
     """Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1, by half-quadratic splitting.
 
-    W_e stands for the error W - Q(W). The half steps are a generalized soft threshold for W_e, and the least-squares
-    zero point (and scale) for W - W_e, beta growing by kappa each time. A group is left alone as soon as its mean
-    error no longer falls. Each step rounds its zero point (to a whole number, or a float as it will be stored), so that
-    the scale is found for what will be stored.
+    W_e approximates the error W - Q(W). Each iteration has two half steps: a generalized soft threshold for W_e, and a
+    least-squares zero point (and scale) for W - W_e. beta grows by the factor kappa per iteration. A group stops when
+    its mean error no longer decreases. Each step rounds the zero point to its stored form (a whole number, or a float),
+    so that the scale fits the stored zero point.
     """
 
     paper: ClassVar[str] = "https://mobiusml.github.io/hqq_blog/"
 
     symmetric: bool = Field(default=False, description="no zero point; false adds one per scale (integer grids)")
-    norm: float = Field(default=0.7, gt=0, le=1, description="p of the norm; small ones leave few, large errors")
-    beta: float = Field(default=10.0, gt=0, description="how close W_e is held to the error at first")
+    norm: float = Field(default=0.7, gt=0, le=1, description="p of the norm; a small p gives few, large errors")
+    beta: float = Field(default=10.0, gt=0, description="initial weight of the term that keeps W_e close to the error")
     kappa: float = Field(default=1.01, ge=1, description="factor on beta per iteration")
-    iterations: int = Field(default=20, ge=1, le=1000, description="at most so many per group")
+    iterations: int = Field(default=20, ge=1, le=1000, description="maximum number of iterations per group")
     zero_point: Literal["integer", "float"] = Field(
         default="integer",
-        description="'integer' zero points are whole numbers, as most layouts hold them; 'float' ones, as of the "
-        "original, lose less and need save: {format: native}",
+        description="'integer': whole numbers, which most layouts support; 'float': as in the original, with a smaller "
+        "error; needs save: {format: native}",
     )
     optimize: Literal["zero", "scale", "both"] = Field(
-        default="both", description="what is found; the original finds the zero point alone"
+        default="both", description="parameters to optimize; the original optimizes only the zero point"
     )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if not self.grid.scaling.free:
-            raise ValueError(f"weights: {self.weights} has scales that cannot be any float, which hqq finds; use rtn")
+            raise ValueError(
+                f"weights: {self.weights} has scales that are not plain floats, but hqq finds float scales; use rtn"
+            )
         if self.symmetric and self.zero_point == "float":
-            raise ValueError("zero_point: float has no meaning without zero points; add symmetric: false")
+            raise ValueError("zero_point: float has no effect without zero points; add symmetric: false")
 
     @property
     def float_zeros(self) -> bool:
@@ -65,7 +67,7 @@ class HQQ(QuantizingPass):
         flat_zero = None if zero is None else zero.reshape(-1, 1)
         float_zeros = self.zero_point == "float" and layer.mask is None
         if self.zero_point == "float" and not float_zeros:
-            layer.log("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
+            layer.log("fallback", "pruned weights must be exactly zero, so zero points of this layer are whole numbers")
 
         def store_zero(zero: Tensor) -> Tensor:
             if float_zeros:
@@ -91,7 +93,7 @@ class HQQ(QuantizingPass):
         storage: torch.dtype,
         store_zero: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor | None]:
-        """The best scale and zero point of every group; kept: 0 where a weight is pruned or only fills up a group."""
+        """The best scale and zero point of every group. kept: 0 for pruned weights and for padding."""
         best_scale, best_zero = scale.clone(), None if zero is None else zero.clone()
         best = torch.full_like(scale, torch.inf)
         live = torch.arange(parts.shape[0], device=parts.device)

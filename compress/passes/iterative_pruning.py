@@ -1,4 +1,4 @@
-"""Iterative pruning: prune a little, train again, and so on, with what is trained rewound or not (Renda 2020)."""
+"""Iterative pruning: alternate pruning and training, with or without rewinding (Renda 2020)."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from compress.train.student import Student
 
 
 class IterativePruning(SparseTrainingPass):
-    """Rounds of pruning and training: every round removes the same share of the smallest weights that are left.
+    """Rounds of pruning and training: every round removes the same fraction of the smallest remaining weights.
 
-    What a round trains (Renda 2020, section 2): `finetune`: what is left, at a low constant rate; `lr_rewind`: what is
-    left, with the rates from `rewind_to` on once more; `weight_rewind`: what is left, put back to what it was after
-    `rewind_to` of the steps of a first training without pruning, with the rates from there on. This last one is the
-    lottery ticket of Frankle & Carbin (2019), at rewind_to: 0 from the very weights that the model came with. All other
-    trained parameters go the same way. steps or epochs are those of the whole schedule, of which a round takes the part
-    behind `rewind_to`. With an N:M pattern rounds differ in how many groups of M keep N only.
+    The training of a round (Renda 2020, section 2): `finetune` trains the remaining weights at a low constant rate.
+    `lr_rewind` trains them with the learning rates of the schedule from `rewind_to` on. `weight_rewind` first resets
+    them to their values after the fraction `rewind_to` of a first training without pruning, and then uses the rates of
+    `lr_rewind`; this is the lottery ticket of Frankle & Carbin (2019), with rewind_to: 0 from the original weights.
+    All other trained parameters are handled in the same way. steps or epochs count the whole schedule; a round runs its
+    part after `rewind_to`. With an N:M pattern, rounds increase the number of groups of M that keep only N weights.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2003.02389"
 
-    rounds: int = Field(default=3, ge=1, description="how often it is pruned and trained")
+    rounds: int = Field(default=3, ge=1, description="number of rounds of pruning and training")
     retrain: Literal["finetune", "weight_rewind", "lr_rewind"] = Field(
-        default="lr_rewind", description="what a round trains, and with which rates"
+        default="lr_rewind", description="weights and learning rates of the training in a round"
     )
     rewind_to: float = Field(
-        default=0.1, ge=0, lt=1, description="share of the steps to which weights or rates are put back"
+        default=0.1, ge=0, lt=1, description="fraction of the steps to which weights or learning rates are rewound"
     )
-    final_rate: float = Field(default=0.1, gt=0, le=1, description="the rate of finetune, as a share of learning_rate")
+    final_rate: float = Field(default=0.1, gt=0, le=1, description="rate of finetune, relative to learning_rate")
 
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
         return Shrinking(layer)
 
     def sparsity_of(self, done: int) -> float:
-        """After a round: 1 - (1 - s)^(round / rounds), the whole sparsity after the last."""
+        """The sparsity after a round: 1 - (1 - s)^(round / rounds), exactly s after the last round."""
         return self.target_sparsity if done == self.rounds else 1 - (1 - self.target_sparsity) ** (done / self.rounds)
 
     def apply(self, model: nn.Module, run: Run) -> None:
@@ -74,7 +74,7 @@ class IterativePruning(SparseTrainingPass):
         settings: TrainingOptions,
         span: ScheduleSlice,
     ) -> dict[str, Tensor]:
-        """One training, with a state and a place in the report of its own; what was kept of it."""
+        """Run one training with its own checkpoint folder and report record; return the parameters that `span` kept."""
         where, folder = self.where(run), run.folder_of_pass()
         label, work = f"{where.label}, {part}", None if folder is None else folder / part.replace(" ", "-")
         where = replace(where, label=label, work=work)
@@ -85,7 +85,7 @@ class IterativePruning(SparseTrainingPass):
 
 @torch.no_grad()
 def prune(student: Student, step: IterativePruning, sparsity: float) -> None:
-    """Shrink all masks; weights outside of them become zero."""
+    """Shrink all masks to a sparsity; weights outside of them become zero."""
     for layer in student.layers.values():
         if isinstance(layer.parametrization, Shrinking) and layer.weight is not None:
             layer.parametrization.shrink(layer.weight, step.pattern, sparsity)
@@ -94,7 +94,7 @@ def prune(student: Student, step: IterativePruning, sparsity: float) -> None:
 
 @torch.no_grad()
 def rewind(student: Student, kept: dict[str, Tensor]) -> None:
-    """Put what is trained back to what was kept, zero outside of the masks of now."""
+    """Reset the trained parameters to the kept values; weights outside of the current masks stay zero."""
     for name, tensor in kept.items():
         student.named()[name].copy_(tensor)
     for layer in student.layers.values():

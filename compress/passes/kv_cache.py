@@ -1,4 +1,4 @@
-"""KV-cache quantization: keys and values rounded as they enter the cache (Liu 2023, section 2.2)."""
+"""KV-cache quantization: round keys and values before they enter the cache (Liu 2023, section 2.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
 ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
-"""Grids with a scale that is a plain float and covers the largest number, whatever the width of a head."""
+"""Grids whose scale is a plain float that covers the largest magnitude, for any head width."""
 
 
 def _cache_grid(value: Any) -> Any:
@@ -34,16 +34,16 @@ CacheGrid = Annotated[str, BeforeValidator(_cache_grid)]
 
 
 class KVCache(BlockPass):
-    """Round keys and values to a grid as they enter the cache, and let all passes behind it find them rounded.
+    """Round keys and values to a grid before they enter the cache; all later passes run with the rounding.
 
-    Rounding stays in the model: passes that calibrate or train afterwards (gptq, qat, distill, ...) do so through it,
-    with a straight-through gradient, and a teacher is the model without it. Keys are rounded as they are cached, which
-    is with their positions, where a model rotates them. An attention takes part when it holds one of the targets.
-    Passes that rewrite attentions and prove it (smoothquant, awq, channel_permutation) come before: rounding makes a
-    step of the least difference, so that proofs fail.
+    The rounding stays in the model. Passes that calibrate or train later (gptq, qat, distill, ...) run through it, with
+    a straight-through gradient; a teacher runs without it. Keys are rounded in their cached form, which includes rotary
+    position embeddings. An attention module is rounded if it contains one of the targets. Passes that rewrite
+    attention modules and prove the rewrite (smoothquant, awq, channel_permutation) must come before this pass, because
+    rounding turns the smallest difference into a whole step, so proofs fail.
 
-    The cache is as large as ever here, as rounded numbers stay in the model's dtype. Small ones are kept by servers:
-    vLLM with --kv-cache-dtype fp8 (that of a checkpoint with static scales of fp8_e4m3 by itself), transformers with
+    The cache does not become smaller here, because rounded numbers keep the model's dtype. Servers store small caches:
+    vLLM with --kv-cache-dtype fp8 (automatic for a checkpoint with static fp8_e4m3 scales), transformers with
     cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
@@ -52,18 +52,18 @@ class KVCache(BlockPass):
     makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
 
     keys: CacheGrid = Field(default="int8", description=f"grid of the keys: {', '.join(ALLOWED)}, or {UNROUNDED}")
-    values: CacheGrid = Field(default="int8", description="grid of the values, of the same ones")
+    values: CacheGrid = Field(default="int8", description="grid of the values, from the same list")
     scale: ActivationScale = Field(
         default="token",
-        description="'token': a scale per token and head, found when the model runs; 'static': one of all keys and one "
-        "of all values of each attention, calibrated",
+        description="'token': one scale per token and head, computed at run time; 'static': one calibrated scale for "
+        "the keys and one for the values of each attention module",
     )
-    symmetric: bool = Field(default=True, description="no zero point; false finds one with each scale (integer grids)")
+    symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.keys == self.values == UNROUNDED:
-            raise ValueError(f"keys and values: {UNROUNDED} leaves nothing to round; give one of them a grid")
+            raise ValueError(f"keys and values: {UNROUNDED} leaves nothing to round; set a grid for one of them")
         if not self.symmetric and self.scale == "static":
             raise ValueError("symmetric: false needs scale: token; a static scale has no zero point")
         symmetric = [g.name for g in self.cache.grids if g is not None and g.symmetric_only]
@@ -98,9 +98,9 @@ class KVCache(BlockPass):
 
 
 def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs) -> dict[str, list[Tensor]]:
-    """The largest magnitude of all keys, and of all values, on the calibration text, by attention.
+    """The largest magnitudes [keys, values] on the calibration text, by attention module.
 
-    Raises NumericError where they are not finite, or no token came by.
+    Raises NumericError if one is not finite, or if no token reached the module.
     """
     found: dict[str, list[Tensor]] = {}
 
@@ -116,10 +116,10 @@ def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: Block
             raise NumericError(f"{inputs.label}.{name}: no calibration token reached its cache; use scale: token")
         for kind, top in zip(("keys", "values"), found[name], strict=True):
             if not bool(top.isfinite()):
-                raise NumericError(f"{inputs.label}.{name}: {kind} hold NaN or infinity on the calibration text")
+                raise NumericError(f"{inputs.label}.{name}: {kind} contain NaN or infinity on the calibration text")
     return found
 
 
 def fitted(grid: Grid, top: Float[Tensor, ""], storage: torch.dtype) -> Float[Tensor, " 1"]:
-    """The scale with which a grid reaches from -top to top, as it will be stored."""
+    """The stored scale of a grid that covers the range from -top to top."""
     return grid.fit(-top.reshape(1), top.reshape(1), True, storage)[0]

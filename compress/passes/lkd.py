@@ -1,4 +1,4 @@
-"""LKD: each compressed block learns, by itself, to give what it gave before it was compressed (ZeroQuant, Yao 2022)."""
+"""LKD: each compressed block learns the output of the original block (ZeroQuant, Yao 2022)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from compress.train.student import KEPT, trainable
 
 
 class LKD(TrainingOptions, BlockPass):
-    """Minimize ||block(X) - target||^2 / ||target||^2 over what is learned of a block, by a few steps of AdamW.
+    """Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW.
 
-    It comes behind the passes that compress the block, in their sweep; the block as it was before them is the teacher
-    (section 3.3 of the paper). What is compressed stays so: codes are fixed, and a factor of each scale is learned;
-    pruned weights stay zero. With `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784). Norms are trained
-    where their own names match the targets. What is learned is kept where the block, as it will be stored, is better
-    on the batches held out (on all of them, where none are).
+    The pass must follow the passes that compress the block, in the same sweep. The original block is the teacher
+    (section 3.3 of the paper). Codes are fixed, and a factor of each scale is learned; pruned weights stay zero. With
+    `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784). Norms are trained if their own names match the
+    targets. The learned parameters are kept if the block, in its stored form, has a smaller error on the held-out
+    batches (on all batches if none are held out).
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2206.01861"
 
     error: ErrorName = Field(
         default="symmetric",
-        description="'symmetric' aims at what the block as it was makes of the same inputs; 'asymmetric' at the "
-        "uncompressed model, whose activations run alongside",
+        description="target: 'symmetric': the original block's output for the same inputs; 'asymmetric': the "
+        "uncompressed model's activations, which run alongside",
     )
     batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
     hold_out: Share = Field(
-        default=0.1, description="share of the batches that is not trained on; the state that is best on them is kept"
+        default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
     )
 
     @property
@@ -46,7 +46,7 @@ class LKD(TrainingOptions, BlockPass):
         return Requirements(data=True, reference=self.error == "asymmetric", original=True, training=True)
 
     def memory(self, size: ProblemSize) -> int:
-        """As of any training; what codes stand for is kept as floats, and multiplied by its scales in every step."""
+        """As for any training, plus the decoded codes as floats, which every step multiplies by the scales."""
         return super().memory(size) + 4 * (2 * size.packed + COPIES * size.largest)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
@@ -57,7 +57,7 @@ class LKD(TrainingOptions, BlockPass):
         judged = held or trained
         start = block_error(block, inputs, targets, judged)
         if start == 0:
-            log("note", "the block gives what it gave before; there is nothing to learn")
+            log("note", "the block's output is unchanged; there is nothing to learn")
             return
         before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
         steps = self._learn(block, inputs, targets, log)
@@ -65,7 +65,9 @@ class LKD(TrainingOptions, BlockPass):
         if learned < start:
             log("note", "error of the block's output", start=start, learned=learned, steps=steps)
         else:
-            log("fallback", "nothing was gained by learning; the block stays as it was", start=start, learned=learned)
+            log(
+                "fallback", "training did not reduce the error; the block stays unchanged", start=start, learned=learned
+            )
             block.load_state_dict(before, assign=True)
 
     def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log) -> int:

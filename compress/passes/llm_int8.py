@@ -1,4 +1,4 @@
-"""LLM.int8: products in 8-bit integers, the few input columns with outliers in floats (Dettmers 2022)."""
+"""LLM.int8: 8-bit integer products, except for the few input columns with outliers (Dettmers 2022)."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, Q
 from compress.numerics.quant.codes import Codes, quantize
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
-THRESHOLD = 6.0  # section 3.2: magnitudes from which a feature is an outlier; all of those of a 6.7B model are above
+THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all outlier features of a 6.7B model
 
 
 class LLMInt8(QuantizingPass):
-    """Round weights per row and inputs per token; input columns with outliers are multiplied unrounded.
+    """Round weights per row and inputs per token; input columns with outliers are not rounded.
 
-    Weights of outlier columns are multiplied out from their codes, so that nothing is stored twice. outliers:
-    'runtime' looks for them in all tokens of each call; 'calibrated' fixes the columns in which more than
-    `token_share` of the calibration tokens reach the threshold, so that a token's result does not depend on the others
-    of the call.
+    Weights of outlier columns are dequantized from their codes, so no weight is stored twice. outliers: 'runtime' finds
+    the columns in all tokens of each call. 'calibrated' fixes the columns in which more than `token_share` of the
+    calibration tokens reach the threshold; then a token's result does not depend on the other tokens of the call.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.07339"
 
     weights: GridName = Field(default="int8", description="number grid of the weights")
     group_size: GroupSizeOption = Field(
-        default="channel", description="columns that share a scale; 'channel' is the paper's vector-wise rounding"
+        default="channel", description="columns that share a scale; 'channel': the vector-wise rounding of the paper"
     )
-    activations: InputGrid = Field(default="int8", description="grid that the other input columns are rounded to")
-    threshold: float = Field(default=THRESHOLD, gt=0, description="magnitude from which an input is an outlier")
+    activations: InputGrid = Field(default="int8", description="grid of the other input columns")
+    threshold: float = Field(default=THRESHOLD, gt=0, description="smallest magnitude of an outlier")
     outliers: Literal["runtime", "calibrated"] = Field(
-        default="runtime", description="'runtime': columns found in each call; 'calibrated': found once, and stored"
+        default="runtime",
+        description="'runtime': find columns in each call; 'calibrated': find them once and store them",
     )
     token_share: float = Field(
-        default=0.0, ge=0, lt=1, description="calibrated: share of tokens that must reach the threshold, and more"
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="calibrated: outlier columns reach the threshold in more than this fraction of tokens",
     )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.activations == "none":
-            raise ValueError("activations: none leaves nothing for outliers to be spared from; use rtn")
+            raise ValueError("activations: none rounds no inputs, so outliers have no effect; use rtn")
         if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not LLM.int8, whose inputs have a scale per token; use rtn")
+            raise ValueError("activation_scale: static is not possible: LLM.int8 has one scale per token; use rtn")
         if self.token_share and self.outliers == "runtime":
             raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
 
@@ -70,7 +73,7 @@ class LLMInt8(QuantizingPass):
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
         columns = layer.inputs.frequency > self.token_share
-        layer.log("note", "input columns that are multiplied unrounded", columns=int(columns.sum()))
+        layer.log("note", "input columns that are not rounded", columns=int(columns.sum()))
         return InputRounding.of(self.input_grid, columns=columns)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:

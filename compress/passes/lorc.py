@@ -1,4 +1,4 @@
-"""LoRC: a product of low rank is added to a quantized weight and makes up for its error (Yao 2023)."""
+"""LoRC: add a low-rank product to a quantized weight to compensate its error (Yao 2023)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ RANK = 16
 
 
 class LoRC(LayerPass):
-    """Add B A of a given rank to a quantized weight Q, nearest to what rounding took away, E = W - Q; codes stay.
+    """Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed.
 
-    error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4); 'activation' minimizes ||(E - B A) X||^2 on
-    the calibration inputs X, as EoRA and LQER do. The matrices are floats, or codes with a scale per row: then A is
-    rounded first and B fitted to the rounded A. It follows the pass that quantizes, in one sweep with it.
+    error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4). 'activation' minimizes ||(E - B A) X||^2 on
+    the calibration inputs X, as EoRA and LQER do. The matrices are stored as floats, or as codes with a scale per row;
+    with codes, A is rounded first and B is fitted to the rounded A. The pass must follow the quantizing pass in one
+    sweep.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2303.08302"
@@ -43,14 +44,14 @@ class LoRC(LayerPass):
     observes: ClassVar[type[Observer]] = Gram
 
     rank: int = Field(
-        default=RANK, ge=1, description="rank of the product: it stores rank * (inputs + outputs) numbers"
+        default=RANK, ge=1, description="rank of the product, which stores rank * (inputs + outputs) numbers"
     )
     factors: GridName | Literal["float16", "bfloat16", "float32"] = Field(
         default="int8",
-        description="how both matrices are stored: a number grid, with a scale per row, or a float dtype",
+        description="storage of both matrices: a number grid with a scale per row, or a float dtype",
     )
     error: Literal["weight", "activation"] = Field(
-        default="activation", description="what is made small: the error of the weight, or of the layer's output"
+        default="activation", description="error to minimize: of the weight, or of the layer's output"
     )
     damping: float = Field(
         default=DAMPING, gt=0, le=1, description="added to the diagonal of the covariance, relative to its mean"
@@ -84,7 +85,9 @@ class LoRC(LayerPass):
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         if layer.unquantized is None:
-            raise NumericError(f"{layer.name}: its weight before rounding is not known; quantize it in the same sweep")
+            raise NumericError(
+                f"{layer.name}: the weight before rounding is not known; quantize the layer in the same sweep"
+            )
         error = layer.unquantized - weight
         root = covariance_root(seen.hessian, self.damping) if self.error == "activation" else None
         b, a = truncated_svd(error, self.rank) if root is None else weighted_svd(error, root, self.rank)
@@ -94,7 +97,7 @@ class LoRC(LayerPass):
         return Solution(added=(LowRankPart.of(down, self._part(b, layer)),))
 
     def _part(self, matrix: Float[Tensor, "rows columns"], layer: Layer) -> WeightPart:
-        """One of the matrices as it is stored."""
+        """One of the matrices in its storage form."""
         scheme = self._stored
         if isinstance(scheme, CodesScheme):
             return CodesPart.of(quantize(matrix, scheme.grid, scheme.group_size, dtype=layer.storage))

@@ -1,4 +1,4 @@
-"""Magnitude: prune the smallest weights, no data needed. The baseline of all others (Han 2015)."""
+"""Magnitude: prune the smallest weights, without data. The baseline of pruning (Han 2015)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from compress.numerics.sparse.masks import Pattern
 
 
 class Magnitude(PruningPass):
-    """Zero the weights with the smallest |W_ij|: in each layer ('layer'), in each row, in N:M, by blocks, or, with
-    allocate: global, those below one threshold for the whole model.
+    """Zero the weights with the smallest |W_ij|.
+
+    They are compared in each layer ('layer'), in each row, in groups of M, or by blocks; with allocate: global, against
+    one threshold for the whole model.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"

@@ -1,4 +1,4 @@
-"""Mixed precision: inputs that suffer most from rounding stay in 16 bits (Bondarenko 2021)."""
+"""Mixed precision: the inputs with the largest rounding error stay in 16 bits (Bondarenko 2021)."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from compress.errors import NumericError
 from compress.model.linear import CompressedLinear
 from compress.numerics.metrics import relative_error
 
-# Measured on SmolLM2-135M, W8A8 by rtn, WikiText-2 (none rounded: 28.88): all layers rounded 29.66; below 25 dB, 20 of
-# 210 layers spared, 29.59; below 29.5 dB, 58 spared, 29.24.
+# Measured on SmolLM2-135M, W8A8 by rtn, WikiText-2 (none rounded: 28.88): all layers rounded 29.66; inputs of 20 of
+# 210 layers unrounded (below 25 dB) 29.59; of 58 layers (below 29.5 dB) 29.24.
 THRESHOLD = 29.5
 
 
 class MixedPrecision(BlockPass):
-    """After a pass that rounds inputs: undo that in the layers whose output it harms most.
+    """After a pass that rounds inputs: remove the rounding in the layers with the largest output error.
 
-    The harm to a layer is the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in dB, on
-    calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of the
-    model, which needs the whole model at once; here layers below `threshold` are chosen as their block comes by, and
-    with `fraction` the worst ones of each block. The journal has every layer's figure, to choose a threshold by.
+    The error of a layer is measured by the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in
+    dB, on calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of
+    the model, which needs the whole model at once. Here each block is decided alone: layers below `threshold` keep
+    unrounded inputs, or with `fraction` the worst layers of the block. The journal contains every layer's ratio, which
+    helps to choose a threshold.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2109.12948"
     after: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
 
     threshold: float | None = Field(
-        default=None, description=f"signal to noise, in dB, below which inputs stay unrounded; else {THRESHOLD:g}"
+        default=None,
+        description=f"signal-to-noise ratio in dB below which inputs stay unrounded; default {THRESHOLD:g}",
     )
     fraction: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="alternative: fraction of each block's layers to leave unrounded, worst first",
+        description="instead of threshold: fraction of each block's layers with unrounded inputs, worst first",
     )
 
     def model_post_init(self, context: Any) -> None:
         if self.threshold is not None and self.fraction is not None:
-            raise ValueError("threshold and fraction are two ways to choose; leave one of them out")
+            raise ValueError("threshold and fraction exclude each other; leave one of them out")
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
@@ -65,7 +67,7 @@ class MixedPrecision(BlockPass):
             log("note", message, signal_to_noise_db=round(ratio, 2))
 
     def worst(self, ratios: dict[str, float]) -> list[str]:
-        """The layers to spare; ratios: dB by layer."""
+        """The layers with unrounded inputs. ratios: signal-to-noise ratio in dB by layer."""
         if self.fraction is not None:
             ranked = sorted(ratios, key=lambda name: ratios[name])
             return ranked[: math.ceil(self.fraction * len(ranked))]
@@ -74,12 +76,12 @@ class MixedPrecision(BlockPass):
 
 
 def signal_to_noise(layer: CompressedLinear, rows: Tensor | None, name: str) -> float:
-    """20 log10 of ||W x|| / ||W (q(x) - x)||, in dB; infinity where rounding changes nothing.
+    """20 log10 of ||W x|| / ||W (q(x) - x)||, in dB; infinity if rounding changes nothing.
 
     Raises NumericError when no calibration token reached the layer.
     """
     if rows is None:
-        raise NumericError(f"{name}: no calibration token reached this layer, so its inputs cannot be judged")
+        raise NumericError(f"{name}: no calibration token reached this layer, so its signal-to-noise ratio is unknown")
     assert layer.rounding is not None
     weight = layer.weight_as(rows.dtype)
     error = relative_error(layer.rounding(rows) @ weight.T, rows @ weight.T)

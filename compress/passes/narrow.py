@@ -1,4 +1,4 @@
-"""Narrowing: fewer heads, feed-forward channels and hidden channels, with repair of what reads them."""
+"""Narrowing: fewer heads, feed-forward channels and hidden channels, with repair of the linears that read them."""
 
 from __future__ import annotations
 
@@ -38,42 +38,48 @@ from compress.stream.store import STORE_BYTES
 BATCH, PROBE = 4, 64
 
 Cuts = dict[str, dict[int, Int[Tensor, " kept"]]]
-"""Tensor name -> dimension -> what is kept along it."""
+"""Tensor name -> dimension -> kept indices along it."""
 
 
 class Narrow(ReshapingPass):
     """Remove whole groups of attention heads, feed-forward channels and hidden channels, the least important first.
 
-    importance: activation is ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and FLAP (An 2023,
-    eq. 4) with norms for fluctuations; weight is the L2 norm of all weights that belong to a channel. What is important
-    is judged block by block on what the blocks before it have become. repair: the columns that stay are moved to where
-    the output on the calibration text is nearest to what it was, by least squares. Each block keeps as many channels as
-    the others, since a configuration has one width for all. What belongs together is found and proved in the blocks.
+    importance: activation is ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and in FLAP (An 2023,
+    eq. 4) with norms instead of fluctuations; weight is the L2 norm of all weights of a channel. The importance is
+    measured block by block, on the inputs after the narrowed blocks before it. repair: the kept columns are fitted by
+    least squares to the original output on the calibration text. All blocks keep the same number of channels, because a
+    configuration has one width. Coupled channels are found by probes in each block, and proved.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2312.11983"
 
     heads: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the heads to remove, in whole groups that share keys and values"
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of the heads to remove, in whole groups that share keys and values",
     )
-    ffn: float | None = Field(default=None, gt=0, lt=1, description="share of the feed-forward channels to remove")
-    hidden: float | None = Field(default=None, gt=0, lt=1, description="share of the hidden channels to remove")
-    multiple: int = Field(default=1, ge=1, description="ffn and hidden keep a multiple of this, for groups of weights")
+    ffn: float | None = Field(default=None, gt=0, lt=1, description="fraction of the feed-forward channels to remove")
+    hidden: float | None = Field(default=None, gt=0, lt=1, description="fraction of the hidden channels to remove")
+    multiple: int = Field(
+        default=1, ge=1, description="ffn and hidden keep a multiple of this number, to fit group sizes"
+    )
     importance: Literal["activation", "weight"] = Field(
-        default="activation", description="activation: input norm times weight norm; weight: norm of all that goes"
+        default="activation",
+        description="activation: input norm times weight norm; weight: norm of all removed weights",
     )
     repair: Literal["least_squares", "none"] = Field(
-        default="least_squares", description="what becomes of the columns that are left: the best, or as they were"
+        default="least_squares", description="kept columns: fitted by least squares, or unchanged"
     )
-    damping: float = Field(default=DAMPING, gt=0, description="ridge of the repair, as a share of the mean diagonal")
+    damping: float = Field(default=DAMPING, gt=0, description="ridge of the repair, relative to the mean diagonal")
 
     def model_post_init(self, context: Any) -> None:
         if self.heads is None and self.ffn is None and self.hidden is None:
-            raise ValueError("give heads, ffn or hidden: a share of one of them at least is to be removed")
+            raise ValueError("no width to reduce; give at least one of heads, ffn and hidden")
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration with all widths that are asked for."""
-        inner, hidden = self._inner(model, where), self._hidden(model, where)
+        """The configuration with all new widths."""
+        inner, hidden = self._inner_widths(model, where), self._hidden_widths(model, where)
         self._check_targets(model, [*inner.values(), *hidden], where)
         edits: dict[Path, Any] = {}
         for width in (*inner.values(), *hidden):
@@ -87,48 +93,48 @@ class Narrow(ReshapingPass):
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
         where = run.label or self.key()
         self.outcome(model, where)
-        if inner := self._inner(model, where):
-            _Inside(self, model, run, inner).narrow()
-        for width in self._hidden(model, where):
-            self._across(model, run, width, where)
+        if inner := self._inner_widths(model, where):
+            _InnerNarrowing(self, model, run, inner).narrow()
+        for width in self._hidden_widths(model, where):
+            self._narrow_hidden(model, run, width, where)
 
-    def _inner(self, model: PreTrainedModel, where: str) -> dict[str, Width]:
-        """The widths inside of the blocks, heads before feed-forward layers as they are run."""
+    def _inner_widths(self, model: PreTrainedModel, where: str) -> dict[str, Width]:
+        """The widths inside of the blocks: heads, then feed-forward layers, in the order of execution."""
         found: dict[str, Width] = {}
         if self.heads is not None:
             groups = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
             gone = round(self.heads * groups)
             if not 0 < gone < groups:
                 raise TargetError(
-                    f"{where}: heads {self.heads:g} of {groups} groups removes {'all' if gone else 'none'}; a share "
-                    f"from {1 / groups:.3g} to {1 - 1 / groups:.3g} is possible"
+                    f"{where}: heads {self.heads:g} of {groups} groups removes {'all' if gone else 'none'}; use "
+                    f"a fraction from {1 / groups:.3g} to {1 - 1 / groups:.3g}"
                 )
             found["heads"] = head_width(model, groups, groups - gone)
         if self.ffn is not None:
             share = self.ffn
-            widths = ffn_widths(model, lambda size: self._left("ffn", share, size, where))
+            widths = ffn_widths(model, lambda size: self._kept_count("ffn", share, size, where))
             found |= {f"ffn {i}": width for i, width in enumerate(widths)}
         return found
 
-    def _hidden(self, model: PreTrainedModel, where: str) -> list[Width]:
+    def _hidden_widths(self, model: PreTrainedModel, where: str) -> list[Width]:
         share = self.hidden
         if share is None:
             return []
-        return [hidden_width(model, lambda size: self._left("hidden", share, size, where))]
+        return [hidden_width(model, lambda size: self._kept_count("hidden", share, size, where))]
 
-    def _left(self, what: str, share: float, size: int, where: str) -> int:
-        """How many channels are left."""
+    def _kept_count(self, what: str, share: float, size: int, where: str) -> int:
+        """The number of kept channels."""
         left = round(size * (1 - share) / self.multiple) * self.multiple
         if not 0 < left < size:
             raise TargetError(
                 f"{where}: {what} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
-                f"{'none' if left else 'all'}; use another share, or a smaller multiple"
+                f"{'none' if left else 'all'}; use another fraction, or a smaller multiple"
             )
         return left
 
     @torch.no_grad()
-    def _across(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> None:
-        """Hidden channels: proved alike, judged over all blocks, repaired where blocks read them, and cut."""
+    def _narrow_hidden(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> None:
+        """Remove hidden channels: prove that they are interchangeable, score them, repair readers, and cut."""
         assert run.calibration is not None
         ids = run.calibration[:1]
         check_traded(model, width, ids, where)
@@ -151,7 +157,7 @@ class Narrow(ReshapingPass):
         replace_in_place(model, new)
 
     def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> Float[Tensor, " hidden"]:
-        """The importance of every hidden channel: its mean share of what each reader gives, or of all weights."""
+        """The importance of every hidden channel: its part of the energy of each reader's output, or of all weights."""
         if self.importance == "weight":
             held = tensors(model)
             moved = [held[name].float().movedim(dim, 0) for name, dim in width.axes]
@@ -164,7 +170,7 @@ class Narrow(ReshapingPass):
         return total
 
     def _check_targets(self, model: PreTrainedModel, widths: Iterable[Width], where: str) -> None:
-        """Raise TargetError where a linear that must become narrower is not to be touched."""
+        """Raise TargetError if the targets exclude a linear that must become narrower."""
         for width in widths:
             for name in {*width.modules("in", model), *width.modules("out", model)} & set(_in_blocks(model)):
                 if not self.takes(name):
@@ -176,7 +182,7 @@ class Narrow(ReshapingPass):
     def scores(
         self, weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], others: Float[Tensor, " in"]
     ) -> Float[Tensor, " in"]:
-        """Of every column of a reader, squared, so that those of a bundle add up; others: squares of what it reads."""
+        """Squared scores of a reader's columns; they add up over a bundle. others: squared norms of its input rows."""
         columns = weight.float().square().sum(0)
         return gram.diagonal() * columns if self.importance == "activation" else columns + others
 
@@ -186,7 +192,7 @@ def _in_blocks(model: nn.Module) -> list[str]:
 
 
 def _cut(held: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
-    """The tensors with what is kept of them."""
+    """The tensors, reduced to the kept indices."""
     found = {}
     for name, tensor in held.items():
         for dim, kept in cuts.get(name, {}).items():
@@ -196,11 +202,11 @@ def _cut(held: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:
 
 
 def _checked(model: PreTrainedModel, width_edits: Mapping[Path, Any], cuts: Cuts) -> PretrainedConfig:
-    """The configuration of the cut tensors. Raises ModelError where its model is another."""
+    """The configuration of the cut tensors. Raises ModelError if its model has other shapes."""
     config = changed(model.config, width_edits)
     built = None if config is None else sketch(model, config)
     if config is None or built is None or shapes(built) != shapes_of(_cut(tensors(model), cuts)):
-        raise ModelError("model: what was found to belong together is not what its configuration makes narrower")
+        raise ModelError("model: its configuration narrows other tensors than the coupled channels that were found")
     return config
 
 
@@ -210,7 +216,7 @@ def shapes_of(found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _contexts(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[BlockContext]:
-    """Every block with what reaches it; afterwards, the activations go through it as the caller has left it."""
+    """Yield every block with its inputs; after each, run the block in its new state to get the next inputs."""
     assert run.calibration is not None
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
@@ -225,8 +231,8 @@ def _contexts(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterat
 
 
 @dataclass
-class _Inside:
-    """Heads and feed-forward channels, block after block, while the calibration text goes through them."""
+class _InnerNarrowing:
+    """Narrow heads and feed-forward channels, block by block, on the calibration text."""
 
     step: Narrow
     model: PreTrainedModel
@@ -237,7 +243,7 @@ class _Inside:
 
     @torch.no_grad()
     def narrow(self) -> None:
-        """Silence what goes, then make the model without it, which must be the same."""
+        """Zero the removed channels, then build the smaller model, which must give the same logits."""
         model, run = self.model, self.run
         assert run.calibration is not None
         where = run.label or self.step.key()
@@ -249,31 +255,31 @@ class _Inside:
         new = build(model, config, _cut(tensors(model), self.cuts))
         error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
         if not error < SAME:
-            raise ModelError(f"{where}: the narrow model is not the one whose other channels are silent ({error:.2g})")
+            raise ModelError(f"{where}: the narrow model differs from the one with zeroed channels ({error:.2g})")
         replace_in_place(model, new)
 
     def _narrow_block(self, context: BlockContext, kind: str, width: Width) -> None:
         block = context.block
-        names = [n.removeprefix(block.name + ".") for n in width.modules("in", self.model) if _of(n, block)]
-        sources = [n.removeprefix(block.name + ".") for n in width.modules("out", self.model) if _of(n, block)]
+        names = [n.removeprefix(block.name + ".") for n in width.modules("in", self.model) if _is_inside(n, block)]
+        sources = [n.removeprefix(block.name + ".") for n in width.modules("out", self.model) if _is_inside(n, block)]
         if not names:
             return
         inputs = Inputs(context, names)
-        coupled = self._bundles(block, inputs.probe, kind, names, sources)
+        coupled = self._coupled(block, inputs.probe, kind, names, sources)
         for group, seen in inputs.observe(Gram).items():
             if seen.tokens == 0:
                 without_data(seen)
                 context.logger(block.name)(
-                    "fallback", "no token came by: judged by weights alone", linears=group.linears
+                    "fallback", "no calibration token reached them: scored by weights alone", linears=group.linears
                 )
             for one in coupled:
                 if one.reader in group.linears:
-                    self._silence(context, one, seen.hessian, width)
+                    self._cut_reader(context, one, seen.hessian, width)
 
-    def _bundles(
+    def _coupled(
         self, block: Block, forward: Callable[[nn.Module], Tensor], kind: str, names: list[str], sources: list[str]
     ) -> list[CoupledChannels]:
-        """What belongs together in a block: as in one that is built alike, if it holds here; else looked for."""
+        """The coupled channels of a block: those of an equal block if they also hold here, otherwise searched."""
         key = (kind, block_signature(block.module))
         found = self.found.get(key)
         if found is None or not still_hold(block.module, forward, found):
@@ -285,13 +291,13 @@ class _Inside:
         served = {one.reader for one in found}
         if missing := [name for name in names if name not in served]:
             raise ModelError(
-                f"{self.run.label or self.step.key()}: {block.name}.{missing[0]}: what it reads cannot be told apart "
-                f"and trade places (fused or unlike channels, norms across them); leave out {kind.split()[0]}"
+                f"{self.run.label or self.step.key()}: {block.name}.{missing[0]}: its input channels cannot be "
+                f"permuted (fused or unequal channels, norms across them); leave out {kind.split()[0]}"
             )
         return found
 
-    def _silence(self, context: BlockContext, one: CoupledChannels, gram: Tensor, width: Width) -> None:
-        """Choose what stays of a reader's bundles, repair it, and let the reader no longer see the rest."""
+    def _cut_reader(self, context: BlockContext, one: CoupledChannels, gram: Tensor, width: Width) -> None:
+        """Choose the kept bundles of a reader, repair its weight, and zero the columns of the other bundles."""
         block, step = context.block, self.step
         module = block.module.get_submodule(one.reader)
         layer = CompressedLinear.of(module)
@@ -305,13 +311,13 @@ class _Inside:
         before, after = width.axes[f"{block.name}.{one.reader}.weight", dim]
         stay = score.argsort(descending=True, stable=True)[: len(one) * after // before].sort().values
         columns = one.columns.to(stay.device)[stay].flatten()
-        self._put(context, one.reader, module, weight, gram, columns)
-        self._keep(f"{block.name}.{one.reader}", layer.transposed, 1, columns)
+        self._rewrite_reader(context, one.reader, module, weight, gram, columns)
+        self._record_cut(f"{block.name}.{one.reader}", layer.transposed, 1, columns)
         for source, rows in zip(one.sources, one.rows, strict=True):
             transposed = CompressedLinear.of(block.module.get_submodule(source)).transposed
-            self._keep(f"{block.name}.{source}", transposed, 0, rows.to(stay.device)[stay].flatten())
+            self._record_cut(f"{block.name}.{source}", transposed, 0, rows.to(stay.device)[stay].flatten())
 
-    def _put(
+    def _rewrite_reader(
         self,
         context: BlockContext,
         name: str,
@@ -320,12 +326,12 @@ class _Inside:
         gram: Tensor,
         columns: Int[Tensor, " kept"],
     ) -> None:
-        """Zeros where columns go; what stays is repaired if asked."""
+        """Zero the removed columns, and repair the kept ones if `repair` is set."""
         left, before = weight[:, columns], weight
         if self.step.repair == "least_squares":
             left, used = repaired(weight, gram, columns, self.step.damping)
             if used != self.step.damping:
-                context.logger(context.full(name))("fallback", "more damping than asked was needed", damping=used)
+                context.logger(context.full(name))("fallback", "more damping than configured was needed", damping=used)
         new = torch.zeros_like(weight)
         new[:, columns] = left
         rewrite_weight(module, lambda old: new.to(old))
@@ -334,7 +340,7 @@ class _Inside:
         figures = {"kept": len(columns), "of": weight.shape[1], "error": round(error, 6)}
         context.logger(context.full(name))("note", "reads fewer channels", **figures)
 
-    def _keep(self, name: str, transposed: bool, side: int, kept: Int[Tensor, " kept"]) -> None:
+    def _record_cut(self, name: str, transposed: bool, side: int, kept: Int[Tensor, " kept"]) -> None:
         """Cut the rows (side 0) or columns (side 1) of a linear, and the bias of its rows."""
         self.cuts.setdefault(f"{name}.weight", {})[1 - side if transposed else side] = kept
         if side == 0:
@@ -344,10 +350,10 @@ class _Inside:
 def _readers(
     model: PreTrainedModel, run: Run, width: Width, where: str, observer: type[Observer]
 ) -> Iterator[tuple[BlockContext, str, Any]]:
-    """(block, linear, what the observer saw) for every linear of the blocks that reads hidden channels."""
+    """Yield (block, linear, observer) for every linear of the blocks that reads hidden channels."""
     readers = width.modules("in", model)
     for context in _contexts(model, run, where, "hidden channels"):
-        names = [n.removeprefix(context.block.name + ".") for n in readers if _of(n, context.block)]
+        names = [n.removeprefix(context.block.name + ".") for n in readers if _is_inside(n, context.block)]
         for group, seen in Inputs(context, names).observe(observer).items():
             if seen.tokens == 0:
                 without_data(seen)
@@ -356,12 +362,12 @@ def _readers(
                     yield context, name, seen
 
 
-def _of(name: str, block: Block) -> bool:
+def _is_inside(name: str, block: Block) -> bool:
     return name.startswith(block.name + ".")
 
 
 def _spread(values: Tensor, columns: Int[Tensor, "bundles columns"], width: int) -> Float[Tensor, " width"]:
-    """The value of each bundle, shared out evenly among its columns."""
+    """Distribute the value of each bundle evenly over its columns."""
     found = values.new_zeros(width)
     found[columns] = (values / columns.shape[1])[:, None].expand_as(columns)
     return found

@@ -1,4 +1,4 @@
-"""OBQ: round next, in every row, the weight that costs least, and let the others make up for it (Frantar 2022b)."""
+"""OBQ: in each row, round the weight with the least cost next; the other weights compensate (Frantar 2022b)."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from compress.numerics.linalg import DAMPING, factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.quant.grids import Grid
 
-NUMBERS_PER_SECOND = 4e8  # what one core works off, to say how long a layer will take
+NUMBERS_PER_SECOND = 4e8  # measured on one core; to estimate the time of a layer
 FAR = 1e6  # scales beyond the ends of every grid
 HOURS = 2.0  # default of `limit`
 
 
 class OBQ(QuantizingPass):
-    """Minimize ||W X - Q X||^2 greedily over single weights; what GPTQ approximates, for small layers.
+    """Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method.
 
-    Scales are fixed beforehand. Weights that the others have pushed off the grid go first (Frantar 2022b, section 5).
-    The paper's order, the cheapest weight next, leaves the dearest to the end, when nothing can make up for them: where
-    a few inputs are far larger than the rest, as in language models, or steps are unequal (nf4), GPTQ has less error,
-    and `costliest`, the other way round, about as little.
+    Scales are fixed before the sweep. Weights that updates have moved beyond the ends of the grid are rounded first
+    (Frantar 2022b, section 5). The paper's order rounds the weight with the least cost next. So the weights with the
+    largest cost come last, when no other weights can compensate them. If a few inputs are far larger than the others
+    (as in language models), or if steps are unequal (nf4), GPTQ has a smaller error; `costliest`, the reverse order,
+    has about the error of GPTQ.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.11580"
     observes: ClassVar[type[Observer]] = Gram
 
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
     order: Literal["cheapest", "costliest"] = Field(
-        default="cheapest", description="which weight of a row is next: that of least cost (the paper's), or of most"
+        default="cheapest",
+        description="next weight of a row: the one with the least cost (as in the paper), or with the largest",
     )
-    limit: float = Field(default=HOURS, gt=0, description="hours that one layer may take by estimate; beyond: an error")
+    limit: float = Field(
+        default=HOURS, gt=0, description="largest estimated time of one layer in hours; a longer estimate is an error"
+    )
 
     def memory(self, size: ProblemSize) -> int:
         width = size.shape[1]
@@ -62,13 +66,13 @@ class OBQ(QuantizingPass):
         hours = rows * width**3 / NUMBERS_PER_SECOND / 3600
         if hours > self.limit:
             raise TargetError(
-                f"{layer.name}: {rows} x {width} is too large for obq, it would take about {hours:.3g} hours; "
+                f"{layer.name}: {rows} x {width} is too large for obq: the layer takes about {hours:.3g} hours; "
                 f"use gptq, leave the layer out (ignore), or raise limit (now {self.limit:g})"
             )
 
 
 class _Nearest:
-    """The nearest values of the grid at scales that stay; weights outside of the mask are zero."""
+    """Round to the nearest values of the grid with fixed scales; weights outside of the mask become zero."""
 
     def __init__(
         self,
@@ -96,6 +100,6 @@ class _Nearest:
         return self.grid.decode(self.encode(values, rows), self.scale[rows], zero).to(values.dtype)
 
     def urgency(self, values: Tensor, rounded: Tensor, rows: slice) -> Float[Tensor, "rows in"]:
-        """2 for what is pruned, 1 for what is beyond the grid's ends by more than half a mean step, otherwise 0."""
+        """2 for pruned weights, 1 for values more than half a mean step beyond the ends of the grid, otherwise 0."""
         urgent = ((values > self.high[rows]) | (values < self.low[rows])).to(values.dtype)
         return urgent if self.mask is None else urgent.masked_fill_(~self.mask[rows], 2)

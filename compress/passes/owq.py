@@ -1,4 +1,4 @@
-"""OWQ: the few input columns that rounding harms most stay in 16 bits, GPTQ rounds the rest (Lee 2023)."""
+"""OWQ: GPTQ, but the few input columns with the largest rounding error stay in 16 bits (Lee 2023)."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from compress.weights.codes import CodesPart
 from compress.weights.layer import LayerScheme
 from compress.weights.outliers import OutliersPart, OutliersScheme
 
-VALUE_BITS, INDEX_BITS = 16, 32  # what an outlier column stores: a 16-bit float per row, and its number
+VALUE_BITS, INDEX_BITS = 16, 32  # storage of an outlier column: a 16-bit float per row, and its index
 BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
 
 
 class OWQ(QuantizingPass):
     """Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
 
-    The columns that stay are the last of the sweep, so that they make up for the errors of all others, and no scale
-    has to cover them (sections 3.2 and 3.3 of the paper). Their codes are those of zero.
+    The outlier columns are the last columns of the sweep, so they compensate the errors of all others, and no scale
+    needs to cover them (sections 3.2 and 3.3 of the paper). Their codes decode to zero.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.02272"
@@ -40,17 +40,18 @@ class OWQ(QuantizingPass):
         default=BUDGET,
         gt=0,
         lt=16,
-        description="bits per weight for the columns, in addition to the codes; one column at least",
+        description="bits per weight for outlier columns, in addition to the codes; at least one column",
     )
-    outlier_dtype: Literal["float16", "bfloat16"] = Field(default="float16", description="dtype of the columns")
+    outlier_dtype: Literal["float16", "bfloat16"] = Field(default="float16", description="dtype of the outlier columns")
     order: Literal["natural", "static"] = Field(
-        default="static", description="order of the other columns in the sweep; 'static': columns of large input first"
+        default="static",
+        description="order of the other columns in the sweep; 'static': columns with large inputs first",
     )
-    scale: ScaleOption = Field(default="mse", description="how scales are found, as for gptq; 'mse' clips as the paper")
+    scale: ScaleOption = Field(default="mse", description="scale search, as for gptq; 'mse' clips as in the paper")
     damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
 
     def columns_of(self, shape: tuple[int, int]) -> int:
-        """How many columns of a layer (out, in) the budget pays for, one at least."""
+        """The number of outlier columns of a layer (out, in) within the budget, at least one."""
         rows, width = shape
         return max(1, int(self.budget * rows * width / (VALUE_BITS * rows + INDEX_BITS)))
 
@@ -80,7 +81,7 @@ class OWQ(QuantizingPass):
         return Solution([CodesPart.of(rule.inner.codes), outliers], transforms=transforms)
 
     def weak_columns(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Int[Tensor, " n"]:
-        """The columns of the largest sensitivity, ascending."""
+        """The indices of the columns with the largest sensitivity, in ascending order."""
         rounded = quantize(
             weight,
             self.grid,
@@ -96,7 +97,7 @@ class OWQ(QuantizingPass):
         return sensitivity.topk(self.columns_of((weight.shape[0], weight.shape[1]))).indices.sort().values
 
     def _order(self, seen: Gram, rest: Tensor, chosen: Int[Tensor, " n"]) -> Int[Tensor, " in"]:
-        """The columns that are rounded, then those that stay."""
+        """The rounded columns, then the outlier columns."""
         columns = rest.nonzero()[:, 0]
         if self.order == "static":
             columns = columns[seen.diagonal[columns].argsort(descending=True, stable=True)]
@@ -108,11 +109,11 @@ class OWQ(QuantizingPass):
         )  # fmt: skip
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
-        raise AssertionError("solve gives the codes together with the columns that stay")
+        raise AssertionError("solve returns the codes together with the outlier columns")
 
 
 class _KeepLast:
-    """The column rule that hands the first `count` columns to an inner rule and keeps the others as they are."""
+    """A column rule that rounds the first `count` columns with an inner rule and keeps the others unrounded."""
 
     def __init__(self, inner: Rounding, count: int) -> None:
         self.inner, self.count = inner, count
@@ -125,7 +126,7 @@ class _KeepLast:
         self.inner.open(column, rest)
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        rounded = self.inner.compress(column, values)  # zeros, by the mask, of columns that stay
+        rounded = self.inner.compress(column, values)  # zeros for outlier columns, because of the mask
         if column < self.count:
             return rounded
         self.kept.append(values.clone())

@@ -1,4 +1,4 @@
-"""Quantization-aware training: weights learn while they are rounded, and the scales that they are rounded with."""
+"""Quantization-aware training: train weights, and optionally scales, through fake quantization."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from compress.weights.transforms.rounding import InputRounding
 
 
 class QAT(Quantizing, TrainingPass):
-    """Train dense weights through fake quantization on the calibration text, and end with their codes.
+    """Train dense weights through fake quantization on the calibration text, and store their codes at the end.
 
-    In the forward pass every weight of the targets is what its code stands for, and inputs are rounded as they will
-    be; the backward pass goes straight through (LLM-QAT, Liu 2023, section 2.2). With scales among what is trained,
-    they (and zero points) are learned as LSQ has it (Esser 2020, arXiv 1902.08153); without, they are found from the
-    weights in every step. With `ce_weight` below 1 the uncompressed model is a teacher; with a calibration set that the
-    model writes itself (source: self) no data is needed. Behind `kv_cache` keys and values are rounded, too. Ternary
-    and binary weights train in it, as well (Ma 2024, arXiv 2402.17764; there from scratch).
+    The forward pass uses the dequantized weights of the targets and rounded inputs. The backward pass uses the
+    straight-through estimator (LLM-QAT, Liu 2023, section 2.2). If `train` includes scales, scales and zero points are
+    learned as in LSQ (Esser 2020, arXiv 1902.08153); otherwise they are computed from the weights in every step. With
+    `ce_weight` below 1 the uncompressed model is a teacher. With a calibration text that the model generates (source:
+    self) no data is needed. After `kv_cache`, keys and values are rounded too. Ternary and binary weights are possible
+    (Ma 2024, arXiv 2402.17764, trains them from scratch).
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
@@ -39,13 +39,13 @@ class QAT(Quantizing, TrainingPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.train is not None and "weights" not in self.train:
-            raise ValueError("train: weights must be among it; to learn scales and norms alone, use rtn, then distill")
+            raise ValueError("train must include weights; to learn only scales and norms, use rtn, then distill")
         if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not gathered by this pass; use token")
+            raise ValueError("activation_scale: static is not supported by this pass; use token")
         if self.grid.scaling.fused:
             raise ValueError(
-                f"weights {self.weights}: layers that read one input must share a number in their scales, which this "
-                "pass does not keep the same; use mxfp4, or another grid"
+                f"weights {self.weights}: layers with the same input must share a factor of their scales, but this "
+                "pass trains each layer alone; use mxfp4, or another grid"
             )
 
     def takes(self, name: str) -> bool:
@@ -70,7 +70,7 @@ class QAT(Quantizing, TrainingPass):
             yield student
 
     def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
-        """How the weight of a layer is trained; own: the options that it has."""
+        """The parametrization of a layer's weight. own: the pass with the options of the layer."""
         if own.input_grid is not None:
             layer.round_inputs(InputRounding.of(own.input_grid))
         rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage)
@@ -79,8 +79,8 @@ class QAT(Quantizing, TrainingPass):
         return FakeQuantized(rounding, layer.mask)
 
     def _note(self, student: Student, run: Run, label: str) -> None:
-        """Tell of layers whose scales cannot be learned."""
+        """Journal the layers whose scales cannot be learned."""
         found = [n for n, trained in student.layers.items() if type(trained.parametrization) is FakeQuantized]
         if found and (self.train is None or "scales" in self.train):
-            message = "scales that are not plain floats are not learned, but found from the weights in every step"
+            message = "scales of these grids cannot be learned; they are computed from the weights in every step"
             run.journal.add("fallback", label, message, layers=len(found), first=found[0])

@@ -16,13 +16,13 @@ from compress.numerics.sparse.scores import RIA_EXPONENT, ria
 class RIA(PruningPass):
     """Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.
 
-    Channels whose weights are small throughout are so spared from being removed whole.
+    The relative importance prevents the removal of whole channels with small weights.
     """
 
     paper: ClassVar[str] = "https://openreview.net/forum?id=Tr0lPx9woF"
     observes: ClassVar[type[Observer]] = InputNorm
 
-    a: float = Field(default=RIA_EXPONENT, ge=0, description="how much the inputs count: the exponent of their norm")
+    a: float = Field(default=RIA_EXPONENT, ge=0, description="exponent of the input norm")
 
     def score(self, weight: Float[Tensor, "out in"], seen: InputNorm) -> Float[Tensor, "out in"]:
         return ria(weight, seen.norm, self.a)

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the nearest value of the grid, no data needed. The baseline of all others."""
+"""Round to nearest: every weight to the nearest value of the grid, without data. The baseline of quantization."""
 
 from __future__ import annotations
 

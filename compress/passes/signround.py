@@ -1,4 +1,4 @@
-"""SignRound: learn which way to round, block by block, by a few steps of gradient descent (Cheng 2023)."""
+"""SignRound: learn to round up or down, block by block, by a few steps of gradient descent (Cheng 2023)."""
 
 from __future__ import annotations
 
@@ -23,48 +23,51 @@ from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
 from compress.weights.transforms.rounding import InputRounding
 
-RATES = {"adam": 0.01, "sign": 0.005}  # of a shift, from a start by GPTQ; tried on the first blocks of one model
+RATES = {"adam": 0.01, "sign": 0.005}  # of the shifts, with start: gptq; tuned on the first blocks of one model
 
 
 class SignRound(Quantizing, BlockPass):
-    """Minimize ||block(X; W~) - target||^2 over a shift of every weight within half a step and a factor of every scale.
+    """Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
 
-    The target is what the uncompressed model has behind the block (error: asymmetric), or what the block makes of its
-    inputs before it is rounded (symmetric). start: 'gptq' begins from columns that make up for each other's errors,
-    'rtn' from the plain weights as in the paper. optimizer: 'sign' is the paper's signed gradient. Where nothing is
-    gained on all batches, the start is kept.
+    The target is the uncompressed model's activations after the block (error: asymmetric), or the output of the
+    unrounded block for the same inputs (symmetric). start: 'gptq' starts from the result of GPTQ, 'rtn' from the
+    original weights as in the paper. optimizer: 'sign' is the signed gradient descent of the paper. If the error over
+    all batches does not decrease, the start is kept.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"
 
     iterations: int = Field(default=50, ge=1, description="steps per block, each on one calibration batch")
-    start: Literal["gptq", "rtn"] = Field(default="gptq", description="what the learned rounding begins from")
-    optimizer: Literal["adam", "sign"] = Field(default="adam", description="how steps are made; 'sign' is the paper's")
+    start: Literal["gptq", "rtn"] = Field(default="gptq", description="start of the learned rounding")
+    optimizer: Literal["adam", "sign"] = Field(default="adam", description="optimizer; 'sign' is that of the paper")
     learning_rate: float | None = Field(
-        default=None, gt=0, le=1, description=f"of the shifts, falling to 0; {RATES['adam']} (adam), {RATES['sign']}"
+        default=None,
+        gt=0,
+        le=1,
+        description=f"of the shifts, decays to 0; default {RATES['adam']} (adam), {RATES['sign']} (sign)",
     )
-    scale_rate: float = Field(default=0.1, ge=0, description="the rate of the scales, as a share of learning_rate")
+    scale_rate: float = Field(default=0.1, ge=0, description="rate of the scales, relative to learning_rate")
     error: ErrorName = Field(
-        default="asymmetric", description="'asymmetric' aims at the uncompressed model, whose activations run alongside"
+        default="asymmetric", description="'asymmetric': the target is the uncompressed model, which runs alongside"
     )
-    seed: int = Field(default=0, ge=0, description="of the order of the batches")
+    seed: int = Field(default=0, ge=0, description="seed of the order of the batches")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not gathered by this pass; use token")
+            raise ValueError("activation_scale: static is not supported by this pass; use token")
 
     @property
     def requires(self) -> Requirements:
         return Requirements(data=True, reference=self.error == "asymmetric")
 
     def memory(self, size: ProblemSize) -> int:
-        """The most of observing, starting and learning, and the outputs that are aimed at."""
+        """The maximum over observation, start and learning, plus the target outputs."""
         seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
         start = learned_bytes(size.weights, None) + seen + rounding_bytes(size.largest // width, width)
         learn = learned_bytes(size.weights, 2 if self.optimizer == "adam" else 0) + 4 * size.length * size.passed
-        aims = size.states_bytes if self.error == "symmetric" else 0
-        return aims + max(seen + size.forward_bytes, start, learn)
+        targets = size.states_bytes if self.error == "symmetric" else 0
+        return targets + max(seen + size.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
@@ -79,7 +82,7 @@ class SignRound(Quantizing, BlockPass):
             after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         log("note", "error of the block's output", start=before, learned=after)
         if not after < before:
-            log("fallback", "nothing was gained by learning; the start is kept", start=before, learned=after)
+            log("fallback", "learning did not reduce the error; the start is kept", start=before, learned=after)
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
             rounding = roundings[name]
@@ -92,11 +95,11 @@ class SignRound(Quantizing, BlockPass):
         return self.for_layer(inputs.layer(name).name) or self
 
     def _rounding(self, inputs: BlockInputs, name: str) -> InputRounding | None:
-        """How the inputs of a linear are rounded."""
+        """The rounding of a linear's inputs, or None."""
         return self._of(inputs, name).rounding(inputs.layer(name))
 
     def _begin(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, LearnedRounding]:
-        """Every linear of the pass, rounded for a start."""
+        """Round every linear of the pass as a start."""
         seen = inputs.observe(Gram)
         found: dict[str, LearnedRounding] = {}
         for group in inputs.groups:
@@ -106,14 +109,17 @@ class SignRound(Quantizing, BlockPass):
             for name, weight in weights.items():
                 gram = seen[group] if self.start == "gptq" and seen[group].tokens else None
                 if self.start == "gptq" and gram is None:
-                    log("fallback", f"{name}: no calibration token reached this layer; it starts from the nearest")
+                    log(
+                        "fallback",
+                        f"{name}: no calibration token reached this layer; it starts from rounding to nearest",
+                    )
                 found[name] = self._of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
         return found
 
     def begin(
         self, weight: Tensor, seen: Gram | None, layer: Layer, shared_absmax: float | None = None
     ) -> LearnedRounding:
-        """A weight rounded for a start: to nearest, or, with its inputs' Gram matrix, by GPTQ with static order."""
+        """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
         mask, dtype = layer.mask, layer.storage
         if seen is None:
             start = quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, mask, dtype, shared_absmax)
@@ -147,7 +153,7 @@ class SignRound(Quantizing, BlockPass):
 
 
 class _Sign(torch.optim.Optimizer):
-    """Each step goes by the rate along the gradient's sign (AutoRound, algorithm 1)."""
+    """Signed gradient descent: each step is the rate times the sign of the gradient (AutoRound, algorithm 1)."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, {"lr": 0.0})
@@ -163,7 +169,7 @@ _STEPPERS: dict[str, Any] = {"adam": torch.optim.Adam, "sign": _Sign}
 
 
 def _batches(count: int, seed: int) -> Iterator[int]:
-    """All batches over and over, each time in another order."""
+    """Yield all batch numbers repeatedly, each time in a new random order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
@@ -175,7 +181,7 @@ def _running(
     weights: Mapping[str, LearnedRounding] | Mapping[str, Tensor],
     roundings: Mapping[str, InputRounding | None],
 ) -> Iterator[None]:
-    """The linears run with these weights, and with their inputs rounded as they will be."""
+    """Run the linears with these weights and with rounded inputs inside of the context."""
     layers = {name: replace_linear(block, name) for name in weights}
     for name, layer in layers.items():
         layer.forward = _forward(layer, weights[name], roundings[name])  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""SliceGPT: the hidden width turned to its principal components, and the last of them cut away (Ashkboos 2024)."""
+"""SliceGPT: rotate hidden states to their principal components, and cut the last components (Ashkboos 2024)."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from compress.model.structure.links import find_groups
 from compress.numerics.metrics import relative_error
 from compress.numerics.rotation import principal_components
 
-PROBE = 64  # tokens that structure is looked for on
+PROBE = 64  # tokens for the structure search
 
 
 class SliceGPT(ReshapingPass):
-    """Turn the hidden states to their principal components, and cut the hidden width to the first of them.
+    """Rotate the hidden states to their principal components, and reduce the hidden width to the first of them.
 
-    Weights of norms are folded into what reads them, all that reads or writes hidden states is rotated, which leaves
-    the function as it is (the paper's theorem 1; proved here in float32), and the components with the least energy are
-    cut. Unlike in the paper, one rotation serves the whole model: with a rotation for each block, as there, shortcuts
-    would need matrices of their own, which no stock configuration has. The components are those of what norms write,
-    over all norms, each norm counting alike. A head that shares its weight with the embeddings gets its own, since a
-    norm stands before it alone, which takes as many bytes again. Models with LayerNorm are refused.
+    Weights of norms are folded into the linears that read them. All weights that read or write hidden states are
+    rotated, which preserves the function (theorem 1 of the paper; proved here in float32). Then the components with the
+    least energy are cut. Unlike the paper, one rotation is used for the whole model: one rotation per block needs extra
+    matrices in the residual connections, which no stock configuration has. The components are computed from the outputs
+    of all norms with equal weights. A head that is tied to the embeddings gets its own weight, because only the head
+    reads a norm; this adds the bytes of the embeddings. Models with LayerNorm are refused.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.15024"
 
-    sparsity: float = Field(default=0.2, gt=0, lt=1, description="share of the hidden channels to cut")
-    multiple: int = Field(default=1, ge=1, description="a multiple of this many hidden channels is left")
+    sparsity: float = Field(default=0.2, gt=0, lt=1, description="fraction of the hidden channels to cut")
+    multiple: int = Field(default=1, ge=1, description="keep a multiple of this number of hidden channels")
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
-        """The configuration with the smaller hidden width, and a head of its own."""
-        width = hidden_width(model, lambda size: self._left(size, where))
+        """The configuration with the smaller hidden width and an untied head."""
+        width = hidden_width(model, lambda size: self._kept_count(size, where))
         for block in find_blocks(model):
             for name in linears(block.module):
                 if not self.takes(f"{block.name}.{name}"):
@@ -58,20 +58,22 @@ class SliceGPT(ReshapingPass):
                     )
         config = changed(model.config, {**width.edits, **untying(model)})
         if config is None:
-            raise ModelError(f"{where}: no configuration has {self._left(model.config.hidden_size, where)} channels")
+            raise ModelError(
+                f"{where}: no configuration has {self._kept_count(model.config.hidden_size, where)} channels"
+            )
         return config
 
-    def _left(self, size: int, where: str) -> int:
+    def _kept_count(self, size: int, where: str) -> int:
         left = round(size * (1 - self.sparsity) / self.multiple) * self.multiple
         if not 0 < left < size:
             raise TargetError(
                 f"{where}: sparsity {self.sparsity:g} of {size} channels, in multiples of {self.multiple}, removes "
-                f"{'none' if left else 'all'}; use another share, or a smaller multiple"
+                f"{'none' if left else 'all'}; use another fraction, or a smaller multiple"
             )
         return left
 
     def memory(self, size: ProblemSize) -> int:
-        """Three copies of the model in float32: before and after a change, and what is compared with them."""
+        """Three copies of the model in float32: before a change, after it, and one for the comparison."""
         return 3 * 4 * (size.weights + size.outside)
 
     @torch.no_grad()
@@ -80,7 +82,7 @@ class SliceGPT(ReshapingPass):
         where, ids = run.label or self.key(), run.calibration
         config, dtype = self.outcome(model, where), next(model.parameters()).dtype
         own = with_own_head(model)
-        width = hidden_width(own, lambda size: self._left(size, where))
+        width = hidden_width(own, lambda size: self._kept_count(size, where))
         readers = readers_of_norms(own, width, ids[:1, :PROBE], where)
         folded = fold_norms(own, readers, ids[:1, :PROBE], where)
         rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, where))
@@ -94,7 +96,7 @@ class SliceGPT(ReshapingPass):
 
 
 def untying(model: PreTrainedModel) -> dict[Path, Any]:
-    """What lets the head have a weight of its own."""
+    """The configuration edits that untie the head from the embeddings."""
     return {("tie_word_embeddings",): False} if getattr(model, "all_tied_weights_keys", None) else {}
 
 
@@ -104,12 +106,12 @@ def with_own_head(model: PreTrainedModel) -> PreTrainedModel:
     plain = {name: tensor.float() for name, tensor in tensors(model).items()}
     own = None if config is None else build(model, config, plain)
     if own is None or getattr(own, "all_tied_weights_keys", None):
-        raise ModelError("model: its head cannot have a weight of its own, apart from the embeddings; use narrow")
+        raise ModelError("model: its head cannot be untied from the embeddings; use narrow")
     return own
 
 
 def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
-    """The linears that read each norm of hidden states. Raises ModelError where one reads something else."""
+    """The linears that read each norm of hidden states. Raises ModelError if one reads another tensor."""
     wanted = set(width.modules("in", model))
     found: dict[str, list[str]] = {}
     for group in find_groups(model, lambda whole: logits_of(whole, ids)):
@@ -119,17 +121,20 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: s
     read = {name for names in found.values() for name in names}
     if missing := sorted(wanted - read):
         raise ModelError(
-            f"{where}: {missing[0]} reads hidden states that no norm has written, so they cannot be rotated; use narrow"
+            f"{where}: {missing[0]} reads hidden states that are not the output of a norm and cannot be rotated; "
+            "use narrow"
         )
     if biased := [norm for norm in found if model.get_submodule(norm)._parameters.get("bias") is not None]:
-        raise ModelError(f"{where}: {biased[0]} adds a bias (LayerNorm), which no rotation leaves in place; use narrow")
+        raise ModelError(
+            f"{where}: {biased[0]} adds a bias (LayerNorm), which a rotation does not preserve; use narrow"
+        )
     return found
 
 
 def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:
-    """The same function with norms that only divide: what they multiply by is in the weights that read them.
+    """Fold the weights of norms into their readers, so that norms only divide; the function stays the same.
 
-    Raises ModelError where the function would be another one.
+    Raises ModelError if the function changes.
     """
     before, errors = logits_of(model, ids), []
     for form in FORMS:
@@ -146,15 +151,15 @@ def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Te
         if errors[-1] < TRADED:
             return found
     raise ModelError(
-        f"{where}: the model is another one with the weights of its norms folded into the linears that read them (it "
-        f"differs by {min(errors):.2g}): something else reads them, too; use narrow"
+        f"{where}: folding the weights of norms into the linears that read them changes the logits (relative error "
+        f"{min(errors):.2g}): other modules read these norms too; use narrow"
     )
 
 
 def covariance_of(
     model: PreTrainedModel, norms: Sequence[str], ids: Tensor, run: Run, where: str
 ) -> Float[Tensor, "hidden hidden"]:
-    """Of what all norms write, over all tokens: each token counts alike, since norms divide by its size."""
+    """The covariance of the outputs of all norms over all tokens; norms give all tokens equal weights."""
     seen = Gram(model.get_submodule(norms[0]).get_parameter("weight").shape[0], next(model.parameters()).device)
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -172,14 +177,14 @@ def covariance_of(
 def rotate(
     model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, where: str
 ) -> tuple[dict[str, Tensor], float]:
-    """(the weights with hidden states rotated, how far the logits are from before). Raises ModelError."""
+    """Return (the rotated weights, relative error of the logits). Raises ModelError if the logits change."""
     held = tensors(model)
     turned = along(held, width, lambda t, dim: (t.movedim(dim, -1) @ rotation).movedim(-1, dim))
     turned |= {f"{norm}.weight": held[f"{norm}.weight"] for norm in norms}
     error = relative_error(logits_of(build(model, model.config, turned), ids), logits_of(model, ids))
     if not error < TRADED:
         raise ModelError(
-            f"{where}: the model is another one with its hidden states rotated (it differs by {error:.2g}): not all "
-            "that reads or writes them is linear, or its norms are no RMS norms; use narrow"
+            f"{where}: a rotation of the hidden states changes the logits (relative error {error:.2g}): a module that "
+            "reads or writes them is not linear, or a norm is not an RMS norm; use narrow"
         )
     return turned, error

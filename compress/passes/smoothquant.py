@@ -1,4 +1,4 @@
-"""SmoothQuant: move the outliers of activations into the weights, where they are easier to round (Xiao 2022)."""
+"""SmoothQuant: move outliers of activations into the weights, which are easier to round (Xiao 2022)."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.transforms.rounding import InputRounding
 
-SEARCHED = tuple(i / 20 for i in range(21))  # the grid of alpha: search; each step costs one rounding of the readers
+SEARCHED = tuple(i / 20 for i in range(21))  # candidates of alpha: search; each one costs one rounding of the readers
 Equalize = Callable[[Tensor], Tensor]
-"""A scale made equal on columns that come from one channel."""
+"""Make a scale equal on columns that belong to one channel."""
 SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept above this
 
 
 class SmoothQuant(BlockPass):
     """Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
 
-    The division is folded into what writes the input: a norm, or a linear that is linked to it. Each fold is proved in
-    float32, and undone when it changes the block's output. Linears that nothing is linked to are left alone, or, with
-    unlinked: scale, divide their inputs when they run (such a scale is stored by format native).
+    The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
+    float32, and undone if it changes the block's output. Linears without a link are not smoothed, or, with
+    unlinked: scale, divide their inputs at run time (format native stores such a scale).
 
-    alpha: search takes, for each link, the alpha of SEARCHED (and no smoothing at all) with the least error of the
-    readers' outputs when weights are rounded to int8 per row and inputs to int8 per token, on a few hundred tokens.
+    alpha: search tries all values of SEARCHED, and no smoothing, for each link. It takes the value with the least error
+    of the readers' outputs with weights in int8 per row and inputs in int8 per token, on a few hundred tokens.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(
-        default=0.5, description="how much of the difficulty moves to the weights; 'search': what is best for each link"
+        default=0.5,
+        description="migration strength: larger values move more of the range to the weights; 'search': best per link",
     )
 
     unlinked: Literal["leave", "scale"] = Field(
-        default="leave", description="linears whose input nothing can be folded into: 'scale' divides it at run time"
+        default="leave",
+        description="linears without a module to fold into: 'leave', or 'scale': divide inputs at run time",
     )
 
     def memory(self, size: ProblemSize) -> int:
@@ -64,7 +66,7 @@ class SmoothQuant(BlockPass):
                 continue
             done = fold(block, link, scale, inputs.probe)
             if done.kept:
-                for group in groups:  # another link may lead to the same linears
+                for group in groups:  # another link may have the same readers
                     seen[group].divide(scale)
             else:
                 where = ", ".join(link.readers)
@@ -72,10 +74,10 @@ class SmoothQuant(BlockPass):
                 log("fallback", message, relative_error=done.error)
 
     def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, log: Log) -> None:
-        """A group that nothing is linked to."""
+        """Handle a group without a link."""
         if self.unlinked == "leave":
             where = ", ".join(group.linears)
-            log("note", f"{where}: nothing that writes their input can take a scale, so nothing is smoothed")
+            log("note", f"{where}: no module that writes their input can take a scale, so they are not smoothed")
             return
         scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, log)
         if scale is not None:
@@ -85,9 +87,9 @@ class SmoothQuant(BlockPass):
     def _scale(
         self, block: nn.Module, readers: Sequence[str], seen: Mapping[Group, Any], equalize: Equalize, log: Log
     ) -> Float[Tensor, " in"] | None:
-        """The scale of the readers' input; None, and a journal entry, where no token came by."""
+        """The scale of the readers' input; None, and a journal entry, if no token reached them."""
         if not any(found.tokens for found in seen.values()):
-            log("fallback", f"{', '.join(readers)}: no calibration token reached them, so nothing is smoothed")
+            log("fallback", f"{', '.join(readers)}: no calibration token reached them, so they are not smoothed")
             return None
         absmax = torch.stack([found.absmax for found in seen.values()]).amax(0)
         ranges = equalize(absmax), equalize(weight_absmax(block, readers))
@@ -104,7 +106,7 @@ class SmoothQuant(BlockPass):
         equalize: Equalize,
         log: Log,
     ) -> Float[Tensor, " in"]:
-        """The scale with the least error of the readers, rounded; ones where none is better than no smoothing."""
+        """The scale with the least error of the rounded readers; ones if no smoothing is best."""
         trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
         trials |= {alpha: equalize(smoothing(*ranges, alpha)) for alpha in SEARCHED}
         errors = dict.fromkeys(trials, 0.0)
@@ -142,7 +144,7 @@ def rounded_error(
 
 
 def weight_absmax(block: nn.Module, readers: Sequence[str]) -> Float[Tensor, " in"]:
-    """The largest magnitude in each input column over all linears among the readers, in float32."""
+    """The largest magnitude in each input column over all readers that are linears, in float32."""
     named = linears(block)
     weights = [CompressedLinear.of(named[name]).weight for name in readers if name in named]
     return torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)

@@ -1,4 +1,4 @@
-"""SparseGPT: prune column by column and let the columns to come make up for the error (Frantar 2023)."""
+"""SparseGPT: prune column by column; later columns compensate the error (Frantar 2023)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme
 
 PRUNE_BLOCK = 128  # SparseGPT, section 3.3: columns whose zeros are chosen at once
-GROUP_SIZE = 64  # as the quantizing passes
+GROUP_SIZE = 64  # as in the quantizing passes
 
 
 class SparseGPT(PruningPass):
-    """Minimize ||W X - Q X||^2 greedily over columns: those with the least w^2 / [U_jj]^2 go, later columns make up.
+    """Minimize ||W X - Q X||^2 greedily over columns: remove the weights with the least w^2 / [U_jj]^2.
 
-    With `weights` what stays is rounded to that grid in the same sweep, so that later columns make up for both errors
-    (section 3.5); a group's scale is fitted to the weights that are kept of it.
+    Later columns compensate the error. With `weights`, the kept weights are rounded to that grid in the same sweep, so
+    later columns compensate both errors (section 3.5); the scale of a group is fitted to its kept weights.
 
-    act_order: static sweeps columns of large input first, those of an N:M group or block together; groups of a scale
-    stay those of the original order.
+    act_order: static sweeps columns with large inputs first, with the columns of an N:M group or block together; the
+    groups of the scales are those of the original order.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2301.00774"
@@ -44,22 +44,23 @@ class SparseGPT(PruningPass):
 
     pattern: Pattern = Field(
         default=Pattern("row"),
-        description="where zeros may stand, in each block of columns: 'row', 'layer' (any), 'N:M', or blocks of 'RxC'",
+        description="pattern of the zeros in each block of columns: 'row', 'layer' (any), 'N:M', or blocks of 'RxC'",
     )
     true_sequential: bool = Field(default=True, description=LayerPass.model_fields["true_sequential"].description)
     prune_block: int | None = Field(
-        default=None, gt=0, description=f"columns whose zeros are chosen at once, else {PRUNE_BLOCK}; N:M: always M"
+        default=None, gt=0, description=f"columns whose zeros are chosen at once; default {PRUNE_BLOCK}; N:M: always M"
     )
-    act_order: Literal["none", "static"] = Field(default="none", description="the order of columns in the sweep")
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, as a share of its mean")
+    act_order: Literal["none", "static"] = Field(default="none", description="order of columns in the sweep")
+    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
     weights: GridName | None = Field(
-        default=None, description=f"grid that is rounded to in the same sweep: {', '.join(GRIDS)}; null: none"
+        default=None,
+        description=f"grid of the kept weights, rounded in the same sweep: {', '.join(GRIDS)}; null: no rounding",
     )
     group_size: GroupSizeOption | None = Field(
-        default=None, description=f"with weights: columns that share a scale, channel or tensor, else {GROUP_SIZE}"
+        default=None, description=f"with weights: columns that share a scale, channel or tensor; default {GROUP_SIZE}"
     )
-    symmetric: bool = Field(default=True, description="with weights: no zero point; false adds one per scale")
-    scale: ScaleOption = Field(default="absmax", description="with weights: how scales are found, as for gptq")
+    symmetric: bool = Field(default=True, description="with weights: no zero point; false: one zero point per scale")
+    scale: ScaleOption = Field(default="absmax", description="with weights: scale search, as for gptq")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -71,27 +72,29 @@ class SparseGPT(PruningPass):
             return
         for name in ("group_size", "symmetric", "scale"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no meaning without rounding; add weights: int4, or leave it out")
+                raise ValueError(f"{name} has no effect without rounding; add weights: int4, or leave it out")
 
     def _check_columns(self) -> None:
         span, groups = self.pattern.span, self.groups
         if self.prune_block is not None and self.pattern.n_of_m is not None:
             raise ValueError(
-                f"prune_block has no meaning with pattern {self.pattern.text}, whose zeros are chosen by {span}"
+                f"prune_block has no effect with pattern {self.pattern.text}, which chooses the zeros of {span} columns"
             )
         if self.block % span and self.pattern.n_of_m is None:
-            raise ValueError(f"prune_block {self.block} is no multiple of the {span} columns of {self.pattern.text}")
+            raise ValueError(f"prune_block {self.block} is not a multiple of the {span} columns of {self.pattern.text}")
         if self.weights is not None and isinstance(groups, int) and groups % span:
-            raise ValueError(f"group_size {groups} is no multiple of the {span} columns of pattern {self.pattern.text}")
+            raise ValueError(
+                f"group_size {groups} is not a multiple of the {span} columns of pattern {self.pattern.text}"
+            )
 
     @property
     def block(self) -> int:
-        """Columns whose zeros are chosen at once."""
+        """The number of columns whose zeros are chosen at once."""
         return PRUNE_BLOCK if self.prune_block is None else self.prune_block
 
     @property
     def groups(self) -> GroupSize:
-        """The group size in force."""
+        """The effective group size."""
         if self.group_size is not None:
             return self.group_size
         return (GRIDS[self.weights].group_size if self.weights is not None else None) or GROUP_SIZE
@@ -106,13 +109,13 @@ class SparseGPT(PruningPass):
         return self.makes if self.weights is None else self.makes | rounded
 
     def check(self, layer: LayerFacts) -> str | None:
-        return super().check(layer) or LayerPass.check(self, layer)  # its pattern, then its groups
+        return super().check(layer) or LayerPass.check(self, layer)  # first the pattern, then the groups
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
     def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
-        # w^2 / [inv(H)]_jj: the error of removing this weight alone, the others making up for it (equation 2)
+        # w^2 / [inv(H)]_jj: the error of removing this weight if all others compensate (equation 2)
         return weight.square() / inverse_diagonal(seen, seen.factor(self.damping)[0], None)
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
@@ -122,7 +125,7 @@ class SparseGPT(PruningPass):
         rounding = None
         if self.weights is not None:
             score = weight.square() / inverse_diagonal(seen, factor, order)
-            rounding = partial(self._rounding, weight, self._foreseen(score, mask, sparsity), layer, order)
+            rounding = partial(self._rounding, weight, self._expected_mask(score, mask, sparsity), layer, order)
         if order is not None:
             weight, idle = weight[:, order], idle[order]
             mask = None if mask is None else mask[:, order]
@@ -134,10 +137,10 @@ class SparseGPT(PruningPass):
         solved = found if rule.inner is None else rule.inner.codes
         return Solution(solved, rule.kept(order), zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity))
 
-    def _foreseen(
+    def _expected_mask(
         self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None, sparsity: float
     ) -> Bool[Tensor, "out in"] | None:
-        """About what will be kept, for scales that are fixed before the sweep; the mask where they are not."""
+        """An estimate of the final mask, for scales that are fixed before the sweep; otherwise the present mask."""
         if self.act_order == "none" and isinstance(self.groups, int):
             return mask
         score = score if mask is None else score.masked_fill(~mask, -1)
@@ -147,16 +150,16 @@ class SparseGPT(PruningPass):
     def _rounding(
         self,
         weight: Float[Tensor, "out in"],
-        foreseen: Bool[Tensor, "out in"] | None,
+        expected: Bool[Tensor, "out in"] | None,
         layer: Layer,
         order: Tensor | None,
         keep: Bool[Tensor, "out in"],
     ) -> Rounding:
-        """The rule that rounds what is kept, in the order of the sweep; weight and foreseen are in the original one."""
-        likely = weight if foreseen is None else weight * foreseen
+        """The rule that rounds the kept weights, in the order of the sweep; weight and expected: original order."""
+        kept_weight = weight if expected is None else weight * expected
         grid = GRIDS[str(self.weights)]
         options = GridOptions(grid, self.groups, self.symmetric, self.scale, layer.storage, layer.shared_absmax)
-        rule = Rounding(likely, options, order=order)
+        rule = Rounding(kept_weight, options, order=order)
         rule.keep = keep.T
         return rule
 
@@ -170,7 +173,7 @@ class SparseGPT(PruningPass):
 
 
 def inverse_diagonal(seen: Gram, factor: Float[Tensor, "in in"], order: Tensor | None) -> Float[Tensor, " in"]:
-    """[inv(H)]_jj in the original order of the columns, infinite where the input was always zero.
+    """[inv(H)]_jj in the original order of the columns, infinity if the input was always zero.
 
     factor: U in the order of the columns, for which inv(H) = U^T U.
     """

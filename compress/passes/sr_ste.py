@@ -1,4 +1,4 @@
-"""SR-STE: an N:M mask chosen anew in every step, and a decay that lets pruned weights shrink (Zhou 2021)."""
+"""SR-STE: a new N:M mask in every step, and a decay of the pruned weights (Zhou 2021)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DECAY = 2e-4  # section 4 of the paper: the lambda_W of all its experiments
 
 
 class SRSTE(SparseTrainingPass):
-    """Multiply by the N largest of each M weights, and train all of them by the gradient of what was multiplied by.
+    """Use the N largest of each M weights in the forward pass, and train all weights with the gradient of these.
 
     Equation 9 of the paper: W_{t+1} = W_t - rate * (g(W~_t) + decay * (1 - mask_t) * W_t), with W~ = mask * W and g the
-    gradient with respect to W~, passed straight through; what is pruned shrinks, so that masks settle. The bracket is
-    what AdamW gets as the gradient. decay: 0 is the plain straight-through estimator.
+    gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable. AdamW uses
+    the expression in brackets as the gradient. decay: 0 is the plain straight-through estimator.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2102.04010"
 
-    pattern: Pattern = Field(default=Pattern("2:4"), description="N:M, such as '2:4': N are kept of each M")
-    decay: float = Field(default=DECAY, ge=0, description="lambda_W, of the weights that are pruned at the time")
+    pattern: Pattern = Field(default=Pattern("2:4"), description="N:M, such as '2:4': keep N of each M weights")
+    decay: float = Field(default=DECAY, ge=0, description="lambda_W, the decay of the currently pruned weights")
     regrow: bool = Field(
-        default=False, description="whether what earlier passes removed may come back; without it, it stays zero"
+        default=False, description="whether weights that earlier passes removed may become nonzero again"
     )
 
     def model_post_init(self, context: Any) -> None:
@@ -46,17 +46,17 @@ class SRSTE(SparseTrainingPass):
         layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and self.takes(n)]
         stuck = sum(mask is not None and self._fits(mask) for mask in (layer.mask for layer in layers))
         if stuck and not self.regrow:
-            message = "an earlier mask leaves no choice in these layers; with regrow: true it may change"
+            message = "an earlier mask fixes the mask of these layers; add regrow: true to let it change"
             run.journal.add("fallback", run.label or self.key(), message, layers=stuck)
         super().apply(model, run)
 
     def _fits(self, mask: Bool[Tensor, "out in"]) -> bool:
-        """Whether a mask keeps no more than N of any M."""
+        """Whether a mask keeps at most N of each M weights."""
         return bool((self.pattern.keep(mask.float(), 0.0) | ~mask).all())
 
 
 class _StraightThrough(torch.autograd.Function):
-    """W * mask, with the gradient of the product for all of W."""
+    """W * mask, with the gradient of the product as the gradient of W."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, mask: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Chosen(Parametrization):
-    """The mask is that of the largest weights after every step. allowed: what may be kept at all."""
+    """A mask of the largest weights, updated after every step. allowed: weights that may be kept, or None for all."""
 
     mask: Tensor
     allowed: Tensor | None

@@ -1,4 +1,4 @@
-"""Wanda: prune by weight times input norm, without any update of what stays (Sun 2023)."""
+"""Wanda: prune by weight times input norm, without an update of the kept weights (Sun 2023)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from compress.model.structure.links import Link
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.passes import awq
-from compress.passes.awq import AWQ, Fed, Moments, diagonal_blocks, normalized, weight_mean
+from compress.passes.awq import AWQ, InputStatistics, Moments, diagonal_blocks, normalized, weight_mean
 from compress.weights.transforms.scale import Scale
 
 WIDTH, HIDDEN = 16, 24
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def fed_by(rows):
     moments = Moments(rows.shape[1], CPU)
     moments.update(rows)
-    return Fed(moments)
+    return InputStatistics(moments)
 
 
 def build(act=torch.tanh, kind=Gated):
@@ -70,10 +70,10 @@ def rounded_error(step, rows, weight, aim, scale=None):
 def test_one_salient_channel_decides_the_scale(notes):
     """The step is 1 because of a weight that is never used; the channel that matters is rounded from 0.4 to 0."""
     rows, weight = torch.tensor([[0.01, 0.0], [0.0, 100.0]]), torch.tensor([[7.5, 0.4]])
-    step, fed = AWQ(weights="int4", group_size="channel", duo=False), fed_by(rows)
+    step, statistics = AWQ(weights="int4", group_size="channel", duo=False), fed_by(rows)
     block = nn.ModuleDict({"x": nn.Linear(2, 1, bias=False).requires_grad_(False)})
     block["x"].weight.copy_(weight)
-    scale = step.scale_of(block, {fed: ["x"]}, ["x"], lambda s: s, notes)
+    scale = step.scale_of(block, {statistics: ["x"]}, ["x"], lambda s: s, notes)
     # s = (0.005, 50)^alpha / 0.5^alpha, so s_1 / s_0 = 10^(4 alpha). At alpha = 0.25 the step, 1 in units of the first
     # column, makes 0.4 * 10 a whole number: only 7.5, rounded to 7 or 8 as always, is still wrong.
     assert float(scale[1] / scale[0]) == pytest.approx(10, rel=1e-4)
@@ -134,12 +134,12 @@ def test_moments_are_those_of_all_rows_and_follow_the_scale():
     for part in rows.split(20):
         moments.update(part)
     torch.testing.assert_close(moments.mean, rows.abs().mean(0))
-    fed, scale = Fed(moments), random(6, seed=3).abs() + 0.5
-    fed.divide(scale)
-    fed.divide(scale)
+    statistics, scale = InputStatistics(moments), random(6, seed=3).abs() + 0.5
+    statistics.divide(scale)
+    statistics.divide(scale)
     divided = rows / scale**2
-    torch.testing.assert_close(fed.mean, divided.abs().mean(0))
-    torch.testing.assert_close(fed.hessian, 2 / 50 * divided.T @ divided, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(statistics.mean, divided.abs().mean(0))
+    torch.testing.assert_close(statistics.hessian, 2 / 50 * divided.T @ divided, rtol=1e-4, atol=1e-6)
 
 
 # Against the products themselves
@@ -191,8 +191,8 @@ def test_no_row_is_clipped_to_its_harm(seed, shift, weights, symmetric):
     """Errors of groups add up when inputs have a mean, which the search within groups does not see."""
     step = AWQ(weights=weights, group_size=8, symmetric=symmetric or GRIDS[weights].symmetric_only)
     weight, rows = random(12, 36, seed=seed) ** 3, random(40, 36, seed=seed + 1) + shift
-    fed = fed_by(rows)
-    found = step.clipped(weight, fed.hessian, diagonal_blocks(fed.hessian, 8))
+    statistics = fed_by(rows)
+    found = step.clipped(weight, statistics.hessian, diagonal_blocks(statistics.hessian, 8))
     errors = [((step.rounded(w) - weight) @ rows.T).square().sum(1) for w in (weight, found)]
     assert (errors[1] <= errors[0] * (1 + 1e-4)).all()
     assert (found.abs() <= weight.abs()).all() and (found * weight >= 0).all()
@@ -238,7 +238,7 @@ def test_linears_that_nothing_is_linked_to_are_left_alone_and_noted(batches, not
     block = build(kind=TwoReaders)
     before = copy.deepcopy(block)
     AWQ(group_size=8, clip=False).solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
-    assert notes == [("note", "a, b: nothing that writes their input can take a scale, so none is searched", {})]
+    assert notes == [("note", "a, b: no module that writes their input can take a scale, so none is searched", {})]
     assert all(torch.equal(t, before.state_dict()[n]) for n, t in block.state_dict().items())
 
 
@@ -330,13 +330,13 @@ def test_no_more_than_a_chunk_of_rows_is_rounded_at_once(batches, notes, monkeyp
 
 def test_a_few_rows_choose_the_finalists_and_all_rows_decide(monkeypatch):
     rows, weight = random(60, WIDTH), random(64, WIDTH, seed=5)
-    step, fed = AWQ(group_size=8), fed_by(rows)
-    scales = list(step.trials(fed.mean, weight_mean([weight], 8), lambda s: s).values())
+    step, statistics = AWQ(group_size=8), fed_by(rows)
+    scales = list(step.trials(statistics.mean, weight_mean([weight], 8), lambda s: s).values())
     monkeypatch.setattr(awq, "SKETCH", 16)
     seen = []
     original = AWQ.rounded
     monkeypatch.setattr(AWQ, "rounded", lambda self, w: seen.append(len(w)) or original(self, w))
-    best, error, unscaled = step.best(scales, {fed: [weight]})
+    best, error, unscaled = step.best(scales, {statistics: [weight]})
     assert seen == [16] * 40 + [64] * 3
     assert error / 2 == pytest.approx(rounded_error(step, rows, weight, rows @ weight.T, scales[best]), rel=1e-3)
     assert unscaled / 2 == pytest.approx(rounded_error(step, rows, weight, rows @ weight.T), rel=1e-3)
@@ -363,7 +363,9 @@ def test_rounding_after_it_is_closer_to_the_model(pico_model, pico_ids, texts):
 
 
 def test_one_range_for_all_rows_is_refused():
-    with pytest.raises(ValidationError, match="group_size: tensor is one range for all rows, which cannot be searched"):
+    with pytest.raises(
+        ValidationError, match="group_size: tensor has one range for all rows, which cannot be searched"
+    ):
         AWQ(group_size="tensor")
 
 

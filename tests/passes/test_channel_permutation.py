@@ -133,7 +133,7 @@ def test_a_layer_that_is_asked_for_by_name_is_not_skipped(pico_model):
 
 def test_heads_that_are_no_whole_groups_are_not_linked(tiny):
     """Of 8 channels in a head, 3 do not stand apart from those of the next."""
-    reason = "the heads within which channels may trade places are not whole groups of 3 columns"
+    reason = "channels may be permuted only inside of heads, whose width is no multiple of 3 columns"
     with pytest.raises(TargetError, match=f"o_proj cannot be permuted by folding: {reason}"):
         compress.apply(
             tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3", unlinked="refuse", targets="*.o_proj")]
@@ -154,7 +154,7 @@ def test_sources_that_are_quantized_stay_as_they_are(pico_model):
 
 
 def test_only_n_of_m_asks_for_an_order():
-    with pytest.raises(ValidationError, match="pattern row does not ask for any order; use N:M such as 2:4"):
+    with pytest.raises(ValidationError, match="pattern row does not depend on the order; use N:M such as 2:4"):
         ChannelPermutation(pattern="row")
 
 

@@ -215,13 +215,13 @@ def test_later_patterns_match_the_names_of_what_is_left(recipe):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give count or sparsity, one of the two"),
-        ({"count": 1, "sparsity": 0.5}, "give count or sparsity, one of the two"),
+        ({}, "give exactly one of count and sparsity"),
+        ({"count": 1, "sparsity": 0.5}, "give exactly one of count and sparsity"),
         ({"sparsity": 0.0}, "greater than 0"),
         ({"sparsity": 1.0}, "less than 1"),
         ({"count": 0}, "greater than or equal to 1"),
         ({"count": 1, "by": "luck"}, "'influence', 'loss' or 'spacing'"),
-        ({"count": 1, "by": "spacing", "keep": [0]}, "by: spacing says which blocks go; leave keep"),
+        ({"count": 1, "by": "spacing", "keep": [0]}, "by: spacing fixes the removed blocks; leave keep"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
@@ -232,19 +232,19 @@ def test_options_that_make_no_sense(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 3}, "3 of 3 blocks would go; at most 2 can"),
-        ({"sparsity": 0.9}, "3 of 3 blocks would go; at most 2 can"),
-        ({"sparsity": 0.1}, "sparsity 0.1 of 3 blocks is none; ask for count: 1"),
+        ({"count": 3}, "cannot remove 3 of 3 blocks; use at most 2"),
+        ({"sparsity": 0.9}, "cannot remove 3 of 3 blocks; use at most 2"),
+        ({"sparsity": 0.1}, "sparsity 0.1 of 3 blocks removes none; use count: 1"),
         ({"count": 1, "keep": [3]}, "keep names block 3, but the last one is 2"),
-        ({"count": 2, "keep": [0, -1]}, "2 blocks are to go, but keep, targets and ignore leave 1 of 3 to choose from"),
-        ({"count": 2, "keep": [1], "contiguous": True}, "2 blocks that follow one another are to go, .* leave 2 of 3"),
+        ({"count": 2, "keep": [0, -1]}, "cannot remove 2 blocks: keep, targets and ignore protect all but 1 of 3"),
+        ({"count": 2, "keep": [1], "contiguous": True}, "cannot remove 2 contiguous blocks: .* protect all but 2 of 3"),
         (
             {"count": 1, "by": "spacing", "ignore": ["model.layers.1.*"]},
-            "by spacing block 1 goes, which targets or ignore protect",
+            "by spacing removes block 1, which targets or ignore protect",
         ),
         (
             {"count": 1, "targets": ["*.q_proj"]},
-            "1 blocks are to go, .* leave 0 of 3 to choose from; remove fewer, or protect fewer",
+            "cannot remove 1 blocks: .* protect all but 0 of 3; remove fewer, or protect fewer",
         ),
     ],
 )
@@ -271,6 +271,6 @@ def test_a_model_that_is_not_the_one_without_the_blocks_is_refused(tiny, ids, mo
     monkeypatch.setattr("compress.passes.drop_blocks.with_blocks", lambda model, kept: with_blocks(model, [0, 1]))
     monkeypatch.setattr("compress.passes.drop_blocks.renumbered", lambda m, k: {n: n for n in m.state_dict()})
     model = tiny("llama")
-    with pytest.raises(ModelError, match="is not the one that passes by the others"):
+    with pytest.raises(ModelError, match="differs from the model that skips the others"):
         compress.apply(model, [DropBlocks(count=1, keep=[1, 2])], ids())
     assert len(model.model.layers) == 3

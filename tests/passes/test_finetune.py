@@ -98,8 +98,8 @@ def test_it_recovers_a_part_of_what_2_of_4_cost(pico, pico_model, case):
 
 
 WRONG = {
-    "alpha": ({"lora_alpha": 8}, "lora_alpha without lora_rank says nothing; give the rank, too, or leave it out"),
-    "train": ({"lora_rank": 8, "train": ["norms"]}, "lora_rank is about weights; add weights to train"),
+    "alpha": ({"lora_alpha": 8}, "lora_alpha has no effect without lora_rank; set lora_rank, or leave lora_alpha out"),
+    "train": ({"lora_rank": 8, "train": ["norms"]}, "lora_rank needs weights in train; add weights to train"),
     "rank": ({"lora_rank": 0}, "greater than or equal to 1"),
 }
 

@@ -340,7 +340,7 @@ def test_asymmetric_calibration_keeps_the_mask(layer_of):
 def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
     assert not GPTQ().requires.reference
     assert GPTQ(error="asymmetric").requires.reference
-    with pytest.raises(ValidationError, match="alpha has no meaning with error: symmetric"):
+    with pytest.raises(ValidationError, match="alpha has no effect with error: symmetric"):
         GPTQ(alpha=0.5)
 
 
@@ -357,5 +357,5 @@ def test_tokens_of_unit_length_count_alike(layer_of):
             away.append(error(found, weight, sinks))
         ratios.append(away[1] / away[0])
     assert sum(ratios) / 4 < 0.9, ratios
-    with pytest.raises(ValidationError, match="normalize_tokens goes with error: symmetric alone"):
+    with pytest.raises(ValidationError, match="normalize_tokens needs error: symmetric"):
         GPTQ(normalize_tokens=True, error="asymmetric")

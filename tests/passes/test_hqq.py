@@ -83,7 +83,7 @@ def test_pruned_weights_stay_zero_also_where_zero_points_are_any_number(layer_of
     found = HQQ(group_size=16, zero_point="float").codes(weight, None, layer_of(mask))
     assert not found.float_zeros and (found.dense()[~mask] == 0).all()
     assert [(kind, message) for kind, message, _ in notes] == [
-        ("fallback", "pruned weights must be exactly zero, so zero points are whole numbers here")
+        ("fallback", "pruned weights must be exactly zero, so zero points of this layer are whole numbers")
     ]
 
 
@@ -150,13 +150,13 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"beta": 0}, "greater than 0"),
         ({"kappa": 0.9}, "greater than or equal to 1"),
         ({"iterations": 0}, "greater than or equal to 1"),
-        ({"symmetric": True, "zero_point": "float"}, "zero_point: float has no meaning without zero points"),
+        ({"symmetric": True, "zero_point": "float"}, "zero_point: float has no effect without zero points"),
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
         (
             {"weights": "nf4_dq", "symmetric": True},
-            "nf4_dq has scales that cannot be any float, which hqq finds; use rtn",
+            "nf4_dq has scales that are not plain floats, but hqq finds float scales; use rtn",
         ),
-        ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that cannot be any float"),
+        ({"weights": "mxfp4", "symmetric": True}, "mxfp4 has scales that are not plain floats"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

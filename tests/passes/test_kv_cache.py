@@ -289,7 +289,7 @@ def test_targets_without_an_attention_are_an_error(pico_model):
 def test_numbers_that_are_not_finite_are_found_in_calibration(projection, kind, pico_model, pico_ids):
     layer = pico_model.get_submodule(f"{ATTENTION}.{projection}")
     layer.register_forward_hook(lambda module, args, output: output * float("nan"))
-    message = rf"passes\[0\] kv_cache model.layers.1.self_attn: {kind} hold NaN or infinity on the calibration text"
+    message = rf"passes\[0\] kv_cache model.layers.1.self_attn: {kind} contain NaN or infinity on the calibration text"
     with pytest.raises(NumericError, match=message):
         compress.apply(pico_model, [KVCache(scale="static")], pico_ids)
     assert ATTENTION not in rounded_caches(pico_model)

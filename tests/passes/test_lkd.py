@@ -79,7 +79,7 @@ def test_a_block_that_equals_its_original_is_left_alone(pico_model, ids):
     journal = Journal()
     before = {name: t.clone() for name, t in pico_model.state_dict().items()}
     after = tuned(pico_model, [Untouched(), LKD(train=["norms"])], ids, journal)
-    assert len(record(journal, "the block gives what it gave before; there is nothing to learn")) == 3
+    assert len(record(journal, "the block's output is unchanged; there is nothing to learn")) == 3
     assert not record(journal, "error of the block's output")
     dense = {n.replace(".parts.0.weight", ".weight"): t for n, t in after.state_dict().items()}
     assert before.keys() == dense.keys() and all(torch.equal(before[name], dense[name]) for name in before)
@@ -141,7 +141,7 @@ def test_where_nothing_is_gained_the_block_stays_as_it_was(pico_model, ids):
     journal = Journal()
     wild = LKD(train=["scales", "norms"], steps=1, learning_rate=0.9, warmup=0, hold_out=0)
     found, plain = tuned(pico_model, [RTN(**RTN3), wild], ids, journal), tuned(pico_model, [RTN(**RTN3)], ids)
-    fallbacks = record(journal, "nothing was gained by learning; the block stays as it was")
+    fallbacks = record(journal, "training did not reduce the error; the block stays unchanged")
     assert len(fallbacks) == 3 and all(f["start"] <= f["learned"] for f in fallbacks)
     assert all(torch.equal(t, plain.state_dict()[name]) for name, t in found.state_dict().items())
 

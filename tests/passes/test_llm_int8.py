@@ -115,8 +115,8 @@ def test_only_calibrated_outliers_need_data(pico_model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"activations": "none"}, "activations: none leaves nothing for outliers to be spared from; use rtn"),
-        ({"activation_scale": "static"}, "activation_scale: static is not LLM.int8"),
+        ({"activations": "none"}, "activations: none rounds no inputs, so outliers have no effect; use rtn"),
+        ({"activation_scale": "static"}, "activation_scale: static is not possible"),
         ({"token_share": 0.1}, "token_share needs outliers: calibrated"),
         ({"threshold": 0}, "greater than 0"),
     ],

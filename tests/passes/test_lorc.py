@@ -63,7 +63,7 @@ def test_more_rank_leaves_less(layer_of):
 
 
 def test_without_the_weight_before_rounding_it_is_an_error(layer_of):
-    with pytest.raises(NumericError, match="its weight before rounding is not known"):
+    with pytest.raises(NumericError, match="the weight before rounding is not known"):
         LoRC().solve(random(24, 40), seen_of(correlated()), layer_of())
 
 

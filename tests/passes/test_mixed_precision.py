@@ -95,5 +95,5 @@ def test_only_its_targets_are_spared(pico_model):
 
 
 def test_two_ways_to_choose_are_one_too_many():
-    with pytest.raises(ValidationError, match="threshold and fraction are two ways to choose"):
+    with pytest.raises(ValidationError, match="threshold and fraction exclude each other"):
         MixedPrecision(threshold=20, fraction=0.1)

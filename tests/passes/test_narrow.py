@@ -184,11 +184,11 @@ def test_options_that_make_no_sense(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads": 0.1}, "heads 0.1 of 2 groups removes none; a share from 0.5 to 0.5 is possible"),
+        ({"heads": 0.1}, "heads 0.1 of 2 groups removes none; use a fraction from 0.5 to 0.5"),
         ({"heads": 0.9}, "heads 0.9 of 2 groups removes all"),
         (
             {"ffn": 0.01, "multiple": 32},
-            "ffn 0.01 of 288 channels, in multiples of 32, removes none; use another share",
+            "ffn 0.01 of 288 channels, in multiples of 32, removes none; use another fraction",
         ),
         ({"ffn": 0.99, "multiple": 32}, "ffn 0.99 of 288 channels, in multiples of 32, removes all"),
         ({"ffn": 0.2, "ignore": "model.layers.0.*"}, "is left out by targets or ignore, but widths are uniform"),
@@ -214,8 +214,8 @@ def test_hidden_widths_that_heads_do_not_divide(recipe):
         ("gpt2", {"heads": 0.5}, "cannot express 2 of 4 groups of heads, because it derives the head size"),
         ("gpt2", {"hidden": 0.25}, "cannot express 24 of 32 hidden channels"),
         ("bloom", {"ffn": 0.25}, "no entry of its configuration sets the width of its feed-forward layers"),
-        ("phi3", {"ffn": 0.25}, "down_proj: what it reads cannot be told apart and trade places .fused"),
-        ("phi3", {"heads": 0.5}, "o_proj: what it reads cannot be told apart and trade places .fused"),
+        ("phi3", {"ffn": 0.25}, "down_proj: its input channels cannot be permuted .fused"),
+        ("phi3", {"heads": 0.5}, "o_proj: its input channels cannot be permuted .fused"),
         ("opt", {"hidden": 0.25}, "permutation of the hidden channels changes the logits"),  # heads are cut across
         (
             "gemma2",

@@ -152,9 +152,9 @@ def test_it_learns_without_data_from_what_the_model_writes(recipe, tmp_path, pic
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"train": ["scales", "norms"]}, "weights must be among it; to learn scales and norms alone, use rtn"),
-        ({"activations": "int8", "activation_scale": "static"}, "is not gathered by this pass; use token"),
-        ({"weights": "nvfp4"}, "must share a number in their scales.*use mxfp4"),
+        ({"train": ["scales", "norms"]}, "train must include weights; to learn only scales and norms, use rtn"),
+        ({"activations": "int8", "activation_scale": "static"}, "is not supported by this pass; use token"),
+        ({"weights": "nvfp4"}, "must share a factor of their scales.*use mxfp4"),
         ({"weights": "ternary", "symmetric": False}, "ternary has no zero point"),
         ({"overrides": {"*.down_proj": {"learning_rate": 0.1}}}, "applies to the whole pass"),
         ({"weights": "int1"}, "grid 'int1' is not known; known: .*ternary, binary"),

@@ -92,7 +92,7 @@ def test_the_start_by_gptq_is_gptq():
     [
         ({"iterations": 0}, "greater than or equal to 1"),
         ({"start": "awq"}, "'gptq' or 'rtn'"),
-        ({"activations": "int8", "activation_scale": "static"}, "is not gathered by this pass"),
+        ({"activations": "int8", "activation_scale": "static"}, "is not supported by this pass"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

@@ -140,7 +140,7 @@ def test_options_that_make_no_sense(options):
             TargetError,
             "sparsity 0.001 of 128 channels, in multiples of 1, removes none; use another",
         ),
-        ({"sparsity": 0.9, "multiple": 64}, TargetError, "in multiples of 64, removes all; use another share"),
+        ({"sparsity": 0.9, "multiple": 64}, TargetError, "in multiples of 64, removes all; use another fraction"),
         (
             {"sparsity": 0.1},
             ModelError,
@@ -158,9 +158,15 @@ def test_what_cannot_be_cut_is_said_before_any_work(recipe, options, error, mess
     ("family", "message"),
     [
         ("gpt2", "cannot express 24 of 32 hidden channels"),
-        ("opt", "out_proj reads hidden states that no norm has written"),  # the heads' channels go by the same number
-        ("gemma2", "another one with its hidden states rotated"),  # norms behind the attention write channel by channel
-        ("mixtral", "reads hidden states that no norm has written"),  # experts read what a router has chosen
+        (
+            "opt",
+            "out_proj reads hidden states that are not the output of a norm",
+        ),  # the heads' channels go by the same number
+        (
+            "gemma2",
+            "a rotation of the hidden states changes the logits",
+        ),  # norms after the attention write channel by channel
+        ("mixtral", "reads hidden states that are not the output of a norm"),  # experts read what a router has chosen
     ],
 )
 def test_models_that_cannot_be_rotated(tiny, ids, family, message):
@@ -178,7 +184,7 @@ def test_norms_with_a_bias_are_refused(ids):
         num_key_value_heads=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ModelError, match=r"adds a bias \(LayerNorm\), which no rotation leaves in place; use narrow"):
+    with pytest.raises(ModelError, match=r"adds a bias \(LayerNorm\), which a rotation does not preserve; use narrow"):
         compress.apply(model, [SliceGPT(sparsity=0.25)], ids())
 
 

@@ -110,7 +110,7 @@ def test_linears_that_no_link_reaches_are_left_alone_and_noted(batches, notes):
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
-    assert notes == [("note", "a, b: nothing that writes their input can take a scale, so nothing is smoothed", {})]
+    assert notes == [("note", "a, b: no module that writes their input can take a scale, so they are not smoothed", {})]
 
 
 def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
@@ -148,7 +148,7 @@ def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
     assert all(
         torch.equal(a, b) for a, b in zip(block.state_dict().values(), before.state_dict().values(), strict=True)
     )
-    assert notes == [("fallback", "a, b: no calibration token reached them, so nothing is smoothed", {})]
+    assert notes == [("fallback", "a, b: no calibration token reached them, so they are not smoothed", {})]
 
 
 def test_masks_stay_on_smoothed_layers(batches, notes):

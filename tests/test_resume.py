@@ -29,7 +29,7 @@ from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Sparsity
 from compress.pipeline.engine import segments
-from compress.pipeline.snapshot import put_state, read_part, state_of, write_part
+from compress.pipeline.snapshot import read_part, restore_state, state_of, write_part
 from compress.weights.transforms.rounding import InputRounding
 
 FEW = {"steps": 2, "batch": 2}
@@ -211,7 +211,7 @@ def test_rounded_caches_come_back(pico_model, tmp_path):
     tensors, record = state_of(block)
     other = pico_model.model.layers[1]
     for _ in range(2):  # also where it is rounded already
-        put_state(other, tensors, json.loads(json.dumps(record)))
+        restore_state(other, tensors, json.loads(json.dumps(record)))
         assert scheme_of(other.self_attn) == scheme
         assert cache_sha256(other.self_attn) == cache_sha256(block.self_attn)
         assert len(other.self_attn._forward_pre_hooks) == len(block.self_attn._forward_pre_hooks)

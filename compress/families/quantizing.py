@@ -161,10 +161,10 @@ class Quantizing(WeightGrid):
     def for_layer(self, name: str) -> Self | None:
         for override in self.overrides:
             if override.takes(name):
-                return None if override.dense else self._with(override)
+                return None if override.dense else self._with_override(override)
         return self
 
-    def _with(self, override: Override) -> Self:
+    def _with_override(self, override: Override) -> Self:
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
         grid = GRIDS.get(override.options.get("weights", self.weights))
         if grid is not None and grid.group_size is not None:
@@ -175,7 +175,7 @@ class Quantizing(WeightGrid):
 
     def variants(self) -> list[Self]:
         """The pass with its own options, and with those of each override."""
-        return [self, *(self._with(override) for override in self.overrides if not override.dense)]
+        return [self, *(self._with_override(override) for override in self.overrides if not override.dense)]
 
     @property
     def left_out(self) -> tuple[str, ...]:

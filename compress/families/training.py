@@ -160,13 +160,13 @@ class TrainingPass(TrainingOptions, ModelPass):
     def _cached_teacher(self, run: Run, top_k: int) -> CachedTeacher:
         label = run.label or self.key()
 
-        def tell(done: int, of: int) -> None:
+        def report_progress(done: int, of: int) -> None:
             run.journal.add("progress", label, "outputs of the teacher", done=done, of=of)
 
         assert run.calibration is not None and run.open_teacher is not None
         opened = partial(run.open_teacher, self.teacher)
         options = TeacherOptions(self.temperature, top_k, self.teacher, self._lm_objective(run))
-        return cached_teacher(opened, run.calibration, options, run.work, run.device, label, tell)
+        return cached_teacher(opened, run.calibration, options, run.work, run.device, label, report_progress)
 
 
 class SparseTrainingPass(Pruning, TrainingPass):

@@ -122,12 +122,12 @@ class Narrow(ReshapingPass):
             return []
         return [hidden_width(model, lambda size: self._kept_count("hidden", share, size, where))]
 
-    def _kept_count(self, what: str, share: float, size: int, where: str) -> int:
+    def _kept_count(self, option: str, share: float, size: int, where: str) -> int:
         """The number of kept channels."""
         left = round(size * (1 - share) / self.multiple) * self.multiple
         if not 0 < left < size:
             raise TargetError(
-                f"{where}: {what} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
+                f"{where}: {option} {share:g} of {size} channels, in multiples of {self.multiple}, removes "
                 f"{'none' if left else 'all'}; use another fraction, or a smaller multiple"
             )
         return left
@@ -215,7 +215,7 @@ def shapes_of(found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
 
-def _contexts(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterator[BlockContext]:
+def _contexts(model: PreTrainedModel, run: Run, where: str, kind: str) -> Iterator[BlockContext]:
     """Yield every block with its inputs; after each, run the block in its new state to get the next inputs."""
     assert run.calibration is not None
     first = next(model.parameters())
@@ -223,7 +223,7 @@ def _contexts(model: PreTrainedModel, run: Run, where: str, what: str) -> Iterat
     ids = run.calibration
     state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
     for block in opened.blocks:
-        run.journal.add("progress", where, f"{what} of {block.name}", done=block.index, of=len(opened.blocks))
+        run.journal.add("progress", where, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
         context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)
         yield context
         context.propagate()

@@ -71,14 +71,14 @@ class SignRound(Quantizing, BlockPass):
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
-        learned = self._begin(block, inputs, log)
+        learned = self._start_all(block, inputs, log)
         roundings = {name: self._rounding(inputs, name) for name in learned}
-        with _running(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
+        with _with_weights(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
             before = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
-        with _running(block, learned, roundings):
+        with _with_weights(block, learned, roundings):
             self._learn(block, inputs, targets, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
-        with _running(block, {name: item.dense() for name, item in codes.items()}, roundings):
+        with _with_weights(block, {name: item.dense() for name, item in codes.items()}, roundings):
             after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         log("note", "error of the block's output", start=before, learned=after)
         if not after < before:
@@ -91,14 +91,14 @@ class SignRound(Quantizing, BlockPass):
     def _target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
         return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)
 
-    def _of(self, inputs: BlockInputs, name: str) -> SignRound:
+    def _options_of(self, inputs: BlockInputs, name: str) -> SignRound:
         return self.for_layer(inputs.layer(name).name) or self
 
     def _rounding(self, inputs: BlockInputs, name: str) -> InputRounding | None:
         """The rounding of a linear's inputs, or None."""
-        return self._of(inputs, name).rounding(inputs.layer(name))
+        return self._options_of(inputs, name).rounding(inputs.layer(name))
 
-    def _begin(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, LearnedRounding]:
+    def _start_all(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, LearnedRounding]:
         """Round every linear of the pass as a start."""
         seen = inputs.observe(Gram)
         found: dict[str, LearnedRounding] = {}
@@ -113,7 +113,7 @@ class SignRound(Quantizing, BlockPass):
                         "fallback",
                         f"{name}: no calibration token reached this layer; it starts from rounding to nearest",
                     )
-                found[name] = self._of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
+                found[name] = self._options_of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
         return found
 
     def begin(
@@ -176,7 +176,7 @@ def _batches(count: int, seed: int) -> Iterator[int]:
 
 
 @contextmanager
-def _running(
+def _with_weights(
     block: nn.Module,
     weights: Mapping[str, LearnedRounding] | Mapping[str, Tensor],
     roundings: Mapping[str, InputRounding | None],

@@ -32,7 +32,7 @@ from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, sto
 from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
 from compress.model.structure.blocks import Block
 from compress.pipeline.engine import Segment
-from compress.pipeline.resolve import follow
+from compress.pipeline.resolve import update_targets
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.stream.install import LayerResult
 from compress.version import __version__
@@ -314,7 +314,7 @@ class Shards:
         """Restore the model from a snapshot. first: the number of the first pass after it."""
         with self.run.phase("restore"):
             if read_snapshot(reached, self._folder(reached.segment), self.opened):
-                follow(self.steps, self.opened, self.run.format, first)
+                update_targets(self.steps, self.opened, self.run.format, first)
         self._earlier = {name: list(results) for name, results in reached.results.items()}
         self.run.training |= self.manifest.training
         self.run.journal.entries += [Entry(**values) for values in reached.journal]

@@ -20,7 +20,7 @@ from compress.api.context import Run
 from compress.api.passes import ModelPass, Step
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
-from compress.pipeline.resolve import follow
+from compress.pipeline.resolve import update_targets
 from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.sweep import Sweep
 
@@ -109,21 +109,21 @@ def engine(
             hidden = sweep(partial(sink.done, segment), partial(sink.restore, segment))
             logits = partial(sweep.shell.logits, probe, hidden)
         else:
-            _work_on_whole(segment, steps, opened, run)
+            _apply_model_pass(segment, steps, opened, run)
             for block in opened.blocks:
                 sink.done(segment, block, [])
             logits = partial(_logits, opened, probe)
         sink.close(segment, logits)
 
 
-def _work_on_whole(segment: Segment, steps: Sequence[Step], opened: OpenModel, run: Run) -> None:
+def _apply_model_pass(segment: Segment, steps: Sequence[Step], opened: OpenModel, run: Run) -> None:
     """Apply a pass over the whole model; after a change of shape, update the linears of later passes."""
     ((where, step, _),) = segment.steps
     with run.phase(where):
         step.apply(opened.model, run.at(where))
         if step.requires.new_shape:
             opened.blocks = find_blocks(opened.model)
-            follow(steps, opened, run.format, segment.first + 1)
+            update_targets(steps, opened, run.format, segment.first + 1)
         round_to_storage(opened.model, run)
 
 

@@ -71,15 +71,15 @@ class Footprint:
         """The peak memory in bytes, including the tensors outside of the blocks."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         kept = self._all_blocks() if whole else 0
-        found = [self._finished()]
+        found = [self._evaluation_bytes()]
         for i, (_, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
                 found.append(kept + step.memory(self._size(i, names)))
         last = {
-            self.block_of(block): block for block in self.opened.blocks
+            self.block_key(block): block for block in self.opened.blocks
         }.values()  # the last of each kind of equal blocks
         if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
-            found += [kept + self._block(block, whole) for block in last]
+            found += [kept + self._block_peak(block, whole) for block in last]
         return self.held(self.outside) + max(found)
 
     def held(self, tensors: dict[str, Tensor]) -> int:
@@ -89,7 +89,7 @@ class Footprint:
             return sum(tensor.nbytes for tensor in tensors.values())
         return held_bytes(self.opened, tensors)
 
-    def block_of(self, block: Block) -> tuple[object, ...]:
+    def block_key(self, block: Block) -> tuple[object, ...]:
         """A key that determines the memory of a block: its shapes, and the steps of each of its linears."""
         chosen = [{n.removeprefix(block.name) for n in names if self._inside(block, n)} for _, _, names in self.steps]
         sizes = tuple((name, tuple(t.shape)) for name, t in block.module.state_dict().items())
@@ -103,21 +103,21 @@ class Footprint:
 
     def _all_blocks(self) -> int:
         """Bytes of all original blocks and of their compressed linears."""
-        worked = [name for name in self.shapes if self._worked(len(self.steps), name)]
+        worked = [name for name in self.shapes if self._is_target(len(self.steps), name)]
         every = {name: t for block in self.opened.blocks for name, t in self._tensors(block).items()}
-        return self.held(every) + sum(self._became(len(self.steps), name) for name in worked)
+        return self.held(every) + sum(self._compressed_bytes(len(self.steps), name) for name in worked)
 
-    def _worked(self, count: int, name: str) -> bool:
+    def _is_target(self, count: int, name: str) -> bool:
         """Whether one of the first `count` steps works on a linear."""
         return any(name in names for _, _, names in self.steps[:count])
 
-    def _became(self, count: int, name: str) -> int:
+    def _compressed_bytes(self, count: int, name: str) -> int:
         """Bytes of a linear after the first `count` steps."""
         rows, width = self.shapes[name]
         scheme = self.before(count, name)
         return scheme.size_bytes(self.opened.dtype) if scheme.quantized else rows * width * self.itemsize
 
-    def _finished(self) -> int:
+    def _evaluation_bytes(self) -> int:
         """Bytes during the evaluation: the logits of one text."""
         length = extent(self.recipe.eval.perplexity[0], None, self.recipe.eval.length)[1] if self.texts else 0
         return length * self.vocabulary * self.itemsize
@@ -129,7 +129,7 @@ class Footprint:
 
     # Sweeps
 
-    def _block(self, block: Block, whole: bool) -> int:
+    def _block_peak(self, block: Block, whole: bool) -> int:
         """The peak during the sweep of a block. whole: the weights of all blocks are already counted."""
         sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if not isinstance(step, ModelPass)]
         parts = [(i, step, [n for n in names if self._inside(block, n)]) for i, step, names in sweeps]
@@ -143,34 +143,36 @@ class Footprint:
         peak = self.forward_bytes(self.per_batch)
         for i, step, names in mine:
             if isinstance(step, LayerPass):
-                found = self._layer_pass(step, names)
+                found = self._layer_pass_bytes(step, names)
             else:
                 found = step.memory(self._size(i, names, block))
-            became = 0 if whole else sum(self._became(i + 1, n) for n in self.shapes if self._inside(block, n))
-            peak = max(peak, found + became)
+            compressed = (
+                0 if whole else sum(self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n))
+            )
+            peak = max(peak, found + compressed)
         return stores + peak + (0 if whole else self.held(self._tensors(block)))
 
     def forward_bytes(self, tokens: int, narrow: int = NARROW) -> int:
         """Bytes of a forward pass through a block for a number of tokens."""
         return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
 
-    def _layer_pass(self, step: LayerPass, names: Sequence[str]) -> int:
+    def _layer_pass_bytes(self, step: LayerPass, names: Sequence[str]) -> int:
         """Bytes of the statistics, and of either a forward pass or a solver.
 
         In lockstep (`true_sequential`) all batches stop inside of the block, and also all batches of the uncompressed
         model if the pass compares with it. Their activations are in no store, so no limit applies to them.
         """
-        groups = self._inputs(names)
+        groups = self._input_widths(names)
         seen = sum(step.observer.memory_bytes(width) + Sample.memory_bytes(width, self.itemsize) for width in groups)
         stopped = self.tokens * self.itemsize * (NARROW * self.hidden + self.widest)
-        again = max(0, self.states_bytes - self.store_bytes)  # read again from files
+        reread = max(0, self.states_bytes - self.store_bytes)  # read again from files
         times = step.true_sequential + step.requires.reference
         sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self.per_batch, 0 if times else NARROW)  # NARROW is counted in `stopped`
-        return seen + times * (stopped + again) + max(solver, forward)
+        return seen + times * (stopped + reread) + max(solver, forward)
 
-    def _inputs(self, names: Sequence[str]) -> tuple[int, ...]:
+    def _input_widths(self, names: Sequence[str]) -> tuple[int, ...]:
         """Widths of the input tensors of linears; linears of one module with equal widths count as one input."""
         found = {(name.rpartition(".")[0], self.shapes[name][1]) for name in names}
         return tuple(sorted(width for _, width in found))
@@ -194,7 +196,7 @@ class Footprint:
         return ProblemSize(
             weights, scales, sum(t.numel() for t in around.values()) - inside,
             sum(rows + width for rows, width in within.values()), self.vocabulary if block is None else 0,
-            self.length if block is None else self.per_batch, self.itemsize, packed, self._inputs(names),
+            self.length if block is None else self.per_batch, self.itemsize, packed, self._input_widths(names),
             max(sizes, default=0), 0 if block is None else self.forward_bytes(self.per_batch),
             0 if block is None else self.states_bytes,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.resolve import follow, in_form, layer_shapes, own_options, resolve, storage_dtype
+from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -121,8 +121,8 @@ def final_plan(
         return opened, planned
     config = read_config(folder, str(folder), recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
-    form = in_form(opened, config)
-    follow(steps, form, FORMATS[recipe.save.format], last + 1)
+    form = with_config(opened, config)
+    update_targets(steps, form, FORMATS[recipe.save.format], last + 1)
     found = plan_on(recipe, steps, form)
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 

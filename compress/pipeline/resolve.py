@@ -58,7 +58,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
-            opened = in_form(opened, step.outcome(opened.model, where))
+            opened = with_config(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
         else:
             for name in chosen:
@@ -66,7 +66,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     return steps, opened
 
 
-def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
+def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     """The model of another configuration, without weights. Raises ModelError if transformers cannot build it."""
     model = sketch(opened.model, config)
     if model is None:
@@ -74,7 +74,7 @@ def in_form(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory())
 
 
-def follow(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
+def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:
     """Update the linears of all steps after the first `done` to those of the model in its new shape."""
     rest = [step for _, step, _ in steps[done:]]
     found, _ = resolve(rest, opened, format_, done)
@@ -190,7 +190,7 @@ def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
     }
 
 
-def predicted(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
+def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:
     """Return `Run.lm_objective`. The tokenizer needs a mask token only if a pass uses the objective.
 
     Raises ModelError for a missing mask token; RecipeError for options that have no effect on the objective.

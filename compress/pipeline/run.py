@@ -34,7 +34,7 @@ from compress.model.structure.blocks import find_blocks
 from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
-from compress.pipeline.resolve import calibration_ids, eval_ids, predicted, resolve, storage_dtype, teachers
+from compress.pipeline.resolve import calibration_ids, eval_ids, lm_objective_for, resolve, storage_dtype, teachers
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe
@@ -112,7 +112,7 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
-    context.lm_objective = predicted(steps, opened)
+    context.lm_objective = lm_objective_for(steps, opened)
     engine(steps, opened, batches, ids[:1, :PROBE_TOKENS], context, Memory())
     return model
 
@@ -146,7 +146,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     for step in recipe.passes:
         if isinstance(step.requires.teacher, str):
             check_teacher(step.requires.teacher, opened, recipe.trust_remote_code)
-    context.lm_objective = predicted(steps, opened, recipe.seed)
+    context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
     texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
@@ -155,7 +155,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
     wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
     manifest = open_folder(out, wanted, overwrite)
-    context.calibration, context.open_teacher = ids, partial(_source, recipe, opened)
+    context.calibration, context.open_teacher = ids, partial(_open_source, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest)
 
@@ -196,7 +196,7 @@ def finish(job: Job) -> Result:
     compressed = _measure(job, opened, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    with _source(recipe, opened) as dense:
+    with _open_source(recipe, opened) as dense:
         base = _measure(job, opened, dense, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
@@ -221,7 +221,9 @@ def _measure(job: Job, opened: OpenModel, model: PreTrainedModel, context: Evalu
         return measure_all(model, opened.tokenizer, job.texts, context)
 
 
-def _source(recipe: Recipe, opened: OpenModel, other: str | None = None) -> AbstractContextManager[PreTrainedModel]:
+def _open_source(
+    recipe: Recipe, opened: OpenModel, other: str | None = None
+) -> AbstractContextManager[PreTrainedModel]:
     """Open the original model, or another; only one block's weights are in memory while it runs."""
     source = recipe.model if other is None else other
     return open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code).streaming()

@@ -69,7 +69,7 @@ class Snapshot:
 
     def whole(self, folder: Path) -> bool:
         """Whether the snapshot is complete and all its files are unchanged."""
-        return self.complete and all(_present(folder, part) for part in self.parts.values())
+        return self.complete and all(_unchanged(folder, part) for part in self.parts.values())
 
 
 def write_part(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> Part:
@@ -80,23 +80,23 @@ def write_part(path: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -
 
 def read_part(folder: Path, part: Part, module: nn.Module, device: torch.device) -> bool:
     """Restore a part into its block; return False, without a change, if the file is missing or changed."""
-    if not _present(folder, part):
+    if not _unchanged(folder, part):
         return False
-    put_state(module, _read(folder / part.file, device), part.record)
+    restore_state(module, _read(folder / part.file, device), part.record)
     return True
 
 
 def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
     """Restore the whole model in memory; return whether its shape changes."""
-    reshaped = _plain(opened.config.to_dict()) != _plain(snapshot.config)
+    reshaped = _as_json(opened.config.to_dict()) != _as_json(snapshot.config)
     if reshaped:
-        replace_in_place(opened.model, _empty(opened, snapshot.config))
+        replace_in_place(opened.model, _placeholder_model(opened, snapshot.config))
         opened.blocks = find_blocks(opened.model)
     for block in opened.blocks:
         part = snapshot.parts[block.name]
-        put_state(block.module, _read(folder / part.file, opened.device), part.record)
+        restore_state(block.module, _read(folder / part.file, opened.device), part.record)
     outside = snapshot.parts[OUTSIDE]
-    put_state(opened.model, _read(folder / outside.file, opened.device), outside.record)
+    restore_state(opened.model, _read(folder / outside.file, opened.device), outside.record)
     opened.model.tie_weights()
     opened.weights = InMemory()
     return reshaped
@@ -121,7 +121,7 @@ def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return _in_order(tensors, {"layers": layers, "caches": caches})
 
 
-def put_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """The inverse of `state_of`; the linears of the block may be in any form."""
     tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
     for name, values in record["layers"].items():
@@ -166,7 +166,7 @@ def _in_order(tensors: Mapping[str, Tensor], record: dict[str, Any]) -> tuple[di
     return {n: t.detach().cpu().contiguous() for n, t in stored.items()}, {**record, "turned": turned}
 
 
-def _empty(opened: OpenModel, config: Mapping[str, Any]) -> nn.Module:
+def _placeholder_model(opened: OpenModel, config: Mapping[str, Any]) -> nn.Module:
     """The model of a configuration, with placeholders for weights."""
     found = type(opened.config).from_dict(dict(config))
     drawn = sketch(opened.model, found)
@@ -175,12 +175,12 @@ def _empty(opened: OpenModel, config: Mapping[str, Any]) -> nn.Module:
     return build(opened.model, found, {name: nothing.expand(shape) for name, shape in shapes(drawn).items()})
 
 
-def _plain(config: Mapping[str, Any]) -> Any:
+def _as_json(config: Mapping[str, Any]) -> Any:
     """A configuration after a round trip through JSON."""
     return json.loads(json.dumps(config))
 
 
-def _present(folder: Path, part: Part) -> bool:
+def _unchanged(folder: Path, part: Part) -> bool:
     path = folder / part.file
     return path.exists() and file_sha256(path) == part.sha256
 

@@ -109,12 +109,12 @@ class TeacherOptions:
 
 def cached_teacher(
     open_teacher: Teach, ids: Int[Tensor, "sequences length"], options: TeacherOptions, work: Path | None,
-    device: torch.device, where: str, tell: Callable[[int, int], None],
+    device: torch.device, where: str, report_progress: Callable[[int, int], None],
 ) -> CachedTeacher:  # fmt: skip
     """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
 
     work: a folder that stores them; files of an interrupted run with the same options are reused. Several processes
-    fill the folder together; without a folder, each process computes all sequences. tell(done, of): reports progress.
+    fill the folder together; without a folder, each process computes all sequences. report_progress: called with (done, of).
 
     Raises NumericError, SaveError.
     """
@@ -133,7 +133,7 @@ def cached_teacher(
     if missing:
         with open_teacher() as model, torch.no_grad():
             for done, i in enumerate(missing):
-                tell(done, len(missing))
+                report_progress(done, len(missing))
                 row = ids[i : i + 1].to(device)
                 logits = options.lm_objective.read(model, row, [i]).logits
                 wanted = options.lm_objective.targets(row, [i])
@@ -142,7 +142,7 @@ def cached_teacher(
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:
                         save_file(made.pop(i), part)
-            tell(len(missing), len(missing))
+            report_progress(len(missing), len(missing))
     processes.wait_for_everyone()
     for i, path in enumerate(paths):
         stored.append(made[i] if path is None else path)

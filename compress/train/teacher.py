@@ -114,7 +114,7 @@ def cached_teacher(
     """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
 
     work: a folder that stores them; files of an interrupted run with the same options are reused. Several processes
-    fill the folder together; without a folder, each process computes all sequences. report_progress: called with (done, of).
+    fill the folder together; without a folder, each process computes all. report_progress: called with (done, of).
 
     Raises NumericError, SaveError.
     """

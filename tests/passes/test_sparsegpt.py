@@ -143,7 +143,7 @@ def test_the_whole_model_with_rounding_keeps_its_pattern(tiny, ids):
         ({"prune_block": 0}, "greater than 0"),
         ({"damping": 0}, "greater than 0"),
         ({"act_order": "group"}, "Input should be 'none' or 'static'"),
-        ({"pattern": "2:4", "allocate": "owl"}, "that of pattern 2:4 is fixed; use pattern: row or layer"),
+        ({"pattern": "2:4", "allocate": "owl"}, "but pattern 2:4 fixes the sparsity; use pattern: row or layer"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

@@ -167,7 +167,7 @@ def test_the_chain_narrow_prune_round_learn(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give heads, ffn or hidden"),
+        ({}, "give at least one of heads, ffn and hidden"),
         ({"ffn": 0.0}, "greater than 0"),
         ({"heads": 1.0}, "less than 1"),
         ({"hidden": -0.5}, "greater than 0"),

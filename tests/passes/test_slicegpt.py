@@ -194,13 +194,13 @@ def test_a_norm_that_something_else_reads_is_refused(tiny, ids, monkeypatch):
     monkeypatch.setattr(
         slicegpt, "readers_of_norms", lambda *given: {n: names[:1] for n, names in real(*given).items()}
     )
-    with pytest.raises(ModelError, match="folded into the linears that read them .* something else reads them, too"):
+    with pytest.raises(ModelError, match="folded into the linears that read them .* other modules read these norms too"):
         compress.apply(tiny("llama", **SMALL), [SliceGPT(sparsity=0.25)], ids())
 
 
 def test_a_head_that_stays_tied_is_refused(tiny, ids, monkeypatch):
     monkeypatch.setattr(slicegpt, "untying", lambda model: {})
-    with pytest.raises(ModelError, match="its head cannot have a weight of its own"):
+    with pytest.raises(ModelError, match="its head cannot be untied"):
         compress.apply(tiny("llama", **SMALL, tie_word_embeddings=True), [SliceGPT(sparsity=0.25)], ids())
 
 

@@ -138,7 +138,7 @@ class CompressedTensors(Format):
         coded = [layer for layer in layers if not layer.scheme.plain]
         if any(layer.transposed for layer in coded):
             return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
-        if coded and any(layer.expert and layer.scheme.plain for layer in layers):
+        if any(layer.expert and layer.scheme.plain for layer in layers):
             return "transformers does not read experts that are dense where anything else is quantized"
         codes = [codes_of(layer.scheme) for layer in coded]
         kinds = {(one.grid, one.group_size) for one in codes}

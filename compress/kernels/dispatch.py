@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ class RoundingLike(Protocol):
 class Part(Protocol):
     """A part of a weight (`weights.base.WeightPart`), as kernels see it."""
 
-    kind: Any
+    kind: ClassVar[str]
     scheme: Any
     shape: tuple[int, int]
 

@@ -207,7 +207,7 @@ def test_a_run_killed_inside_of_a_block_ends_with_the_same_bytes(recipe, tmp_pat
 )
 def test_without_a_compressed_block_before_it_in_its_sweep_there_is_no_teacher(chain, pico_model, ids):
     where = rf"passes\[{len(chain) - 1}\] lkd: it brings blocks nearer to what they were before the passes of its sweep"
-    with pytest.raises(TargetError, match=where + r".*put it right behind the passes that compress them"):
+    with pytest.raises(TargetError, match=where + r".*put it right after the passes that compress them"):
         compress.apply(pico_model, chain, ids)
 
 

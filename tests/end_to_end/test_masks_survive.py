@@ -119,7 +119,7 @@ def watched():
 
     def run(recipe, folder):
         journal = Journal()
-        job = prepare(recipe, folder, False, journal)
+        job = prepare(recipe, Path(folder), False, journal)
         watch = Watch(job.opened.model)
         journal.listeners.append(watch)
         with pytest.MonkeyPatch.context() as patch:

@@ -229,7 +229,7 @@ def emptied(tensor):
     ("name", "change", "message"),
     [
         (f"{UP}.weight_values", shorter, r"weight_values is torch.float32 \[287, 64\], but it must be torch.float32 \[288, 64\]"),
-        (f"{UP}.weight_kept", shorter, "weight_kept holds 287 rows of 128 columns, of which 2:4 keeps 18368 weights; the config says 18432"),
+        (f"{UP}.weight_kept", shorter, r"weight_kept is torch.int32 \[287, 4\], but it must be torch.int32 \[288, 4\]"),
         (f"{UP}.weight_kept", emptied, "weight_kept holds indexes that are not 2 different ones below 4, ascending"),
         (f"{UP}.weight_kept", None, "lacks its tensor weight_kept"),
         (f"{QUERY}.weight_packed", shorter, "weight_packed is torch.int32"),

@@ -109,9 +109,10 @@ def test_codes_stay_and_the_same_run_gives_the_same_bits(error, pico_model, ids)
     first, second = (tuned(pico_model, steps, ids) for _ in range(2))
     plain = packed(tuned(pico_model, steps[:1], ids))
     for name, layer in packed(first).items():
-        assert torch.equal(layer.words, plain[name].words) and torch.equal(layer.zero, plain[name].zero)
-        assert torch.equal(layer.scale, second.get_submodule(name).scale)
-    assert any(not torch.equal(layer.scale, plain[name].scale) for name, layer in packed(first).items())
+        codes, before = layer.codes, plain[name].codes
+        assert torch.equal(codes.words, before.words) and torch.equal(codes.zero, before.zero)
+        assert torch.equal(codes.scale, second.get_submodule(name).codes.scale)
+    assert any(not torch.equal(layer.codes.scale, plain[name].codes.scale) for name, layer in packed(first).items())
 
 
 def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, ids):

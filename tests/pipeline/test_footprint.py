@@ -15,6 +15,7 @@ from compress.passes.awq import Moments
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.plan import plan
 from compress.pipeline.resolve import layer_shapes, resolve
+from compress.weights.layer import LayerScheme
 
 # pico: 3 blocks in float32, hidden 128, feed-forward 288; the text: 8 sequences of 64 tokens in batches of 4
 TOKENS, BATCH = 8 * 64, 4 * 64
@@ -36,7 +37,7 @@ def footprint(recipe, pico):
         asked = recipe(*passes, **{"calibration": TEXT, **options})
         steps, _ = resolve(asked.passes, opened, FORMATS["native"])
         shapes = layer_shapes(opened)
-        return Footprint(asked, opened, steps, shapes, lambda count, name: None, store_bytes)
+        return Footprint(asked, opened, steps, shapes, lambda count, name: LayerScheme(shapes[name]), store_bytes)
 
     return make
 

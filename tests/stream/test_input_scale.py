@@ -73,7 +73,7 @@ def test_the_native_checkpoint_holds_the_scales(recipe, tmp_path):
     report = compress.run(recipe(*passes, save={"format": "native"}), tmp_path).report
     assert report["verified"]["own"] <= LOGITS
     layer = compress.load(tmp_path)[0].get_submodule("model.layers.1.self_attn.o_proj")
-    assert layer.transform_of(Scale).scale.dtype == torch.float32 and layer.scheme.transforms == (ScaleScheme(),)
+    assert layer.transform_of(Scale).scale.dtype == torch.float32 and layer.scheme.maps_inputs == ScaleScheme()
     predicted, size = report["predicted"]["tensor_bytes"], report["size"]["tensor_bytes"]
     assert size == predicted + 3 * 4 * layer.shape[1] * 4  # which layers keep a scale is known only afterwards
     assert f"{predicted} were predicted" in (tmp_path / "report.md").read_text()

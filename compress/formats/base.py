@@ -136,7 +136,7 @@ class Format(ABC):
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
-        """Why transformers cannot load a checkpoint with these linears, of which one is compressed; None if it can."""
+        """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""
         return f"format {self.name} is read by compress.load only"
 
     def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:

@@ -38,7 +38,7 @@ def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy:
 
 
 def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
-    """How the layer's kept weights will be stored alone; None where they will not be, or are already."""
+    """How the layer's kept weights will be stored alone; None if they are stored otherwise, or are alone already."""
     mask = layer.mask if policy != "off" else None
     return None if mask is None else layer.scheme.stored_sparsity(sparsities(mask), storage, policy)
 

@@ -71,7 +71,7 @@ def scaled_product(
 
 
 class TrainedLinear(nn.Module):
-    """The replacement of a CompressedLinear during training; it computes the same function.
+    """The replacement of a CompressedLinear during training: y = W q(t(x)) + bias, q the rounding of inputs.
 
     factor: [out, groups], multiplies the scales of a part if these are trained; codes never change. weight: [out, in],
     the dense weight if it is trained; the product uses parametrization(weight). The backward pass treats the rounding

@@ -197,7 +197,7 @@ class Component(nn.Module, ABC):
         return found
 
     def validate(self, prefix: str) -> None:
-        """Raise ValueError for values that contradict each other or the scheme; shapes and dtypes are checked."""
+        """Raise ValueError for values that contradict each other or the scheme; `read` checked shapes and dtypes."""
 
     def sha256(self) -> str:
         """A digest of scheme, shape and tensors; equal for bit-identical components."""

@@ -20,7 +20,7 @@ from compress.errors import SaveError
 def atomic(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; on success it replaces `path`, on an error it is removed.
 
-    Raises SaveError when the disk is full or the folder cannot be written.
+    Raises SaveError, which says how to resume, when the disk is full or the folder cannot be written.
     """
     part = path.with_name(path.name + ".part")
     try:

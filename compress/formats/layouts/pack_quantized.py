@@ -28,7 +28,7 @@ from compress.weights.base import TensorSpec
 from compress.weights.codes import CodesPart, CodesScheme
 from compress.weights.layer import LayerScheme
 
-SMALLEST_GROUP = 16  # with smaller groups, scales would cost more than the codes save
+SMALLEST_GROUP = 16  # smaller groups for a short last one would add more bytes of scales than codes save
 
 
 def stored_group_size(width: int, group_size: int) -> int:
@@ -55,7 +55,7 @@ def refuses_integers(scheme: LayerScheme) -> str | None:
 
 
 def sizes_that_work(width: int) -> str:
-    """'use 32, 64 or 192, or format: native': group sizes near the usual ones that divide a width."""
+    """A text such as 'use 32, 64, 192, channel, or format: native': group sizes from 16 to 256 that divide a width."""
     sizes = [str(size) for size in range(16, 257) if width % size == 0]
     return f"use {', '.join([*sizes, 'channel'])}, or format: native"
 

@@ -1,4 +1,4 @@
-"""Input channels divided by a scale."""
+"""Division of input channels by a scale."""
 
 from __future__ import annotations
 

@@ -86,21 +86,6 @@ KINDS_ASKED: dict[str, str] = {
 }
 """'module: class' where code outside weights/ and kernels/ asks which kind of part a weight is, and why."""
 
-FAMILIES_ASKED: dict[str, str] = {
-    "compress.pipeline.engine: ReshapingPass": "what comes after it works on another model",
-    "compress.pipeline.resolve: Pruning": "its pattern has to fit the width",
-    "compress.pipeline.resolve: Quantizing": "its spec decides the layout",
-    "compress.pipeline.resolve: ReshapingPass": "its outcome is another configuration",
-}
-"""'module: class' where the pipeline asks which pass, or family of passes, a step is, and why."""
-
-PRIVATE_IN_TESTS: dict[str, str] = {
-    "_write_block": "interrupts a run after one of its blocks",
-    "_site": "looks at the masks between two passes of a sweep",
-    "_context": "looks at the masks between two passes of a sweep",
-}
-"""Private names of the package that tests use, and why."""
-
 FOREIGN = {
     "_buffers", "_forward_hooks", "_forward_pre_hooks", "_is_view", "_name_or_path", "_parameters", "_protected_args",
     "_shared_state",
@@ -396,7 +381,7 @@ def test_only_weights_and_kernels_ask_which_kind_a_part_is():
 def test_the_pipeline_asks_for_no_family_of_passes():
     """It asks a pass for its facts and needs; a new family touches one file."""
     pipeline = [name for name in FILES if name.startswith(f"{PACKAGE}.pipeline")]
-    asked = lambda m: [c for c in asked_kinds(tree_of(m), kinds_of_passes()) if f"{m}: {c}" not in FAMILIES_ASKED]  # noqa: E731
+    asked = lambda m: asked_kinds(tree_of(m), kinds_of_passes())  # noqa: E731
     holds(asked, "a family of passes is asked for; let the pass answer", pipeline)
 
 
@@ -451,10 +436,7 @@ def test_tests_use_no_private_names():
     files = [path for path in sorted((ROOT / "tests").rglob("*.py")) if path != Path(__file__)]
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in files}
     found = {name: private_names(tree) for name, tree in trees.items()}
-    private = lambda name: [place for place in found[name] if place.split()[-1] not in PRIVATE_IN_TESTS]  # noqa: E731
-    holds(private, "make it public where it is a unit of its own, or test what it is for", trees)
-    used = {place.split()[-1] for places in found.values() for place in places}
-    assert set(PRIVATE_IN_TESTS) <= used, "an exception has outlived its reason"
+    holds(found.__getitem__, "make it public where it is a unit of its own, or test what it is for", trees)
 
 
 def required_dependencies() -> list[str]:
@@ -526,9 +508,6 @@ def test_no_exception_has_outlived_its_reason():
     for place in KINDS_ASKED:
         module, _, name = place.partition(": ")
         assert name in asked_kinds(tree_of(module), kinds_of_parts())
-    for place in FAMILIES_ASKED:
-        module, _, name = place.partition(": ")
-        assert name in asked_kinds(tree_of(module), kinds_of_passes()), f"{place} is no longer there"
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,10 @@ class CodesPart(WeightPart):
         self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
         codes = torch.zeros(mask.shape, dtype=torch.uint8, device=mask.device)
-        codes.masked_scatter_(mask, self._kept_codes(rows, where))
+        codes.masked_scatter_(mask, self.kept_codes(rows, where))
         return self.dequantized(codes, rows, dtype).masked_fill_(~mask, 0)
 
-    def _kept_codes(self, rows: slice, where: slice) -> Int[Tensor, " kept"]:
+    def kept_codes(self, rows: slice, where: slice) -> Int[Tensor, " kept"]:
         """Unsigned codes of some rows. where: range of their kept weights among those of all rows."""
         if self.words.ndim == 2:
             return unpack(self.words[rows], self.grid.bits, self.lattice[1]).flatten()

@@ -7,6 +7,7 @@ from tolerances import LOGITS
 import compress
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
+from compress.model.linear import CompressedLinear
 from compress.pipeline.plan import plan
 from compress.pipeline.resolve import resolve
 
@@ -131,14 +132,14 @@ def test_the_plan_the_checkpoint_and_both_readers_follow(recipe, tmp_path):
         },
     )
     ends = {layer.name: layer.scheme for layer in plan(recipe(step)).layers}
-    assert (ends[DOWN].grid.name, ends[DOWN].group_size) == ("int8", "channel")
-    assert ends["model.layers.0.self_attn.q_proj"] is None
+    assert (ends[DOWN].codes.grid.name, ends[DOWN].codes.group_size) == ("int8", "channel")
+    assert ends["model.layers.0.self_attn.q_proj"].plain
     report = compress.run(recipe(step), tmp_path).report
     assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] <= LOGITS
     assert report["verified"]["layers"] == 15
     model, _ = compress.load(tmp_path)
-    assert {name: getattr(model.get_submodule(name), "scheme", None) is None for name in ends} == {
-        name: scheme is None for name, scheme in ends.items()
+    assert {name: CompressedLinear.of(model.get_submodule(name)).scheme.plain for name in ends} == {
+        name: scheme.plain for name, scheme in ends.items()
     }
     assert model.get_submodule(DOWN).rounding.grid.name == "int8" and model.get_submodule(UP).rounding is None
     assert model.get_submodule("model.layers.2.self_attn.v_proj").codes.grid.name == "int3"

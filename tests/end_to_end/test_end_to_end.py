@@ -207,7 +207,7 @@ def test_layers_that_read_the_same_input_share_a_global_scale(step, tmp_path):
     model, _ = compress.load(tmp_path)
     for index in range(3):
         layers = {
-            name: float(model.get_submodule(f"model.layers.{index}.{name}").shared)
+            name: float(model.get_submodule(f"model.layers.{index}.{name}").codes.shared)
             for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         }
         attention, mlp = list(layers.values())[:3], list(layers.values())[3:]

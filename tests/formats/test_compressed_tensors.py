@@ -11,6 +11,7 @@ from transformers import LlamaConfig, OPTConfig
 from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme
+from compress.formats.compressed_tensors import layout_of
 from compress.formats.layouts.pack_quantized import PackQuantized
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.layer import LayerScheme
@@ -220,7 +221,7 @@ def test_the_names_of_their_tensors_are_the_names_of_ours(make):
         group = FORMAT.config({"a": scheme}, [], "0.1")["config_groups"]["group_0"]
         theirs = quantization.QuantizationScheme.model_validate(group)
         names = base.BaseCompressor.get_value_from_registry(theirs.format).compression_param_names(theirs)
-        assert set(FORMAT._layout(scheme).tensors(scheme)) == set(names)
+        assert set(layout_of(scheme).tensors(scheme)) == set(names)
 
 
 FP8 = GRIDS["fp8_e4m3"]

@@ -130,7 +130,7 @@ def test_it_can_end_in_codes_and_with_a_mask_of_its_own():
     student = student_of(Drifting())
     layer = student.layers["layer"].finalize(torch.float32, torch.float32)
     wanted = quantize(torch.linspace(-1, 1, 8).reshape(2, 4), GRIDS["int8"], "channel")
-    assert layer.packed is not None and torch.equal(layer.weight, CompressedLinear(wanted, None).weight)
+    assert layer.codes is not None and torch.equal(layer.weight, CompressedLinear(wanted, None).weight)
     assert layer.mask.tolist() == [[False] * 4, [True] * 4]
 
 

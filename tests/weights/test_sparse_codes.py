@@ -37,7 +37,7 @@ def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
     part=st.sampled_from([32, 64, 1 << 20]),
     seed=st.integers(0, 99),
 )
-def test_kept_codes_come_back_bit_for_bit(
+def testkept_codes_come_back_bit_for_bit(
     grid, shape, n_of_m, density, group_size, symmetric, indexed, empty_row, part, seed
 ):
     assume(n_of_m is None or n_of_m[0] < n_of_m[1] <= shape[1])
@@ -55,7 +55,7 @@ def test_kept_codes_come_back_bit_for_bit(
         assert torch.equal(only.kept.mask(), mask)
         for dtype in (torch.float32, torch.bfloat16):
             assert torch.equal(only.dense(dtype), whole.dense(dtype).masked_fill(~mask, 0))
-        kept = torch.cat([only.values._kept_codes(rows, where) for rows, _, where in only.kept.parts()])
+        kept = torch.cat([only.values.kept_codes(rows, where) for rows, _, where in only.kept.parts()])
         unsigned = unpack(whole.words, whole.grid.bits, shape[1])
         assert torch.equal(kept.long(), unsigned[mask].long())
     scheme = SparseScheme(only.kept.sparsity, whole.scheme)

@@ -37,8 +37,10 @@ class RoundingError(Record):
 
 
 class KVCacheResult(Record):
-    """stated: whether config.json tells other programs to round. of: errors of the probe's keys and values, by what is
-    rounded and how. attentions: the `CacheScheme` of each attention, as JSON.
+    """Result of the evaluator.
+
+    stated: whether config.json tells other programs to round. of: errors on the probe, by kind (keys or values), grid
+    and sharing of scales. attentions: the `CacheScheme` of each attention, as JSON.
     """
 
     bytes_per_token: BytesPerToken

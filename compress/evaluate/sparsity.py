@@ -1,4 +1,4 @@
-"""Sparsity: what was asked of the pruned layers, and the zeros that the checkpoint holds after it was read back."""
+"""Sparsity: the sparsity asked of the pruned layers, and the zeros of the checkpoint after it was read back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record, Texts
 from compress.families.pruning import Pruning, PruningPass
 from compress.model.linear import CompressedLinear
 
-TOLERANCE = 1e-3  # of the mean sparsity asked of layers, against that of the pass: allocations keep it to rounding
+TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
 
 
 class LayerSparsity(Record):
@@ -58,8 +58,8 @@ def check_sparsity(
 
     steps: all passes. results: every `LayerResult`, as a mapping. model: the checkpoint, read back.
 
-    Raises VerificationError when a pass has left out one of its layers, when the sparsities that it asked of its layers
-    do not average to its own, or when a layer of the checkpoint holds fewer zeros than are due.
+    Raises VerificationError if a pass has not pruned one of its layers, if the mean sparsity of its layers is not that
+    of the pass, or if a layer of the checkpoint has fewer zeros than due.
     """
     pruned = [(label, step, names) for label, step, names in steps if isinstance(step, Pruning)]
     if not pruned:
@@ -69,7 +69,7 @@ def check_sparsity(
         found: Mapping[str, Mapping[str, Any]] = (
             {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
             if isinstance(step, PruningPass)
-            else {name: asdict(_owed(step, model, name)) for name in names}
+            else {name: asdict(_required_zeros(step, model, name)) for name in names}
         )
         if missing := [name for name in names if name not in found]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
@@ -80,7 +80,7 @@ def check_sparsity(
                 layers[name] = {key: found[name][key] for key in ("asked", "due")}
     sizes = {name: prod(_layer(model, name).shape) for name in layers}
     for name, layer in layers.items():
-        layer["achieved"] = _zeros(model, name, round(layer["due"] * sizes[name])) / sizes[name]
+        layer["achieved"] = _count_zeros(model, name, round(layer["due"] * sizes[name])) / sizes[name]
     total = sum(sizes.values())
     means = {key: sum(layers[n][key] * sizes[n] for n in layers) / total for key in ("asked", "due", "achieved")}
     return {**means, "layers": layers}
@@ -90,23 +90,23 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
     return CompressedLinear.of(model.get_submodule(name))
 
 
-def _owed(step: Pruning, model: nn.Module, name: str) -> Zeros:
+def _required_zeros(step: Pruning, model: nn.Module, name: str) -> Zeros:
     return step.zeros(_layer(model, name).shape)
 
 
 def _check_mean(label: str, step: Pruning, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
-    """What was asked of the layers must come to the sparsity of the pass; tails stay dense and do not count."""
+    """Check that the mean sparsity of the layers is that of the pass. Dense tails are not counted."""
     sizes = {name: prod(step.pattern.whole(_layer(model, name).shape)) for name in found}
     mean = sum(found[name]["asked"] * size for name, size in sizes.items()) / sum(sizes.values())
     if abs(mean - step.target_sparsity) > TOLERANCE:
         raise VerificationError(
-            f"{label}: sparsity {step.target_sparsity:g} was asked, but that of the layers comes to {mean:.4f}"
+            f"{label}: sparsity {step.target_sparsity:g} was asked, but the mean of the layers is {mean:.4f}"
         )
 
 
-def _zeros(model: nn.Module, name: str, due: int) -> int:
-    """How many weights of a layer are zero."""
+def _count_zeros(model: nn.Module, name: str, due: int) -> int:
+    """Count the zeros of a layer. Raises VerificationError if there are fewer than `due`."""
     found = int((_layer(model, name).weight == 0).sum())
     if found < due:
-        raise VerificationError(f"{name}: {due} weights were to be zero, but {found} are in the checkpoint")
+        raise VerificationError(f"{name}: {due} weights must be zero, but the checkpoint has {found}")
     return found

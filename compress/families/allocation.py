@@ -19,6 +19,7 @@ from compress.api.observers import InputNorm, Nothing, Observer
 from compress.api.options import OptionError, mistake
 from compress.api.passes import Layer, Solution, Survey, Surveyed
 from compress.errors import TargetError, did_you_mean
+from compress.model.linear import CompressedLinear
 from compress.numerics.metrics import relative_error
 from compress.numerics.sparse.allocation import Histogram, below_threshold, ladder, least_error, outlier_weighed
 from compress.numerics.sparse.masks import Pattern
@@ -195,7 +196,8 @@ class _Errors:
         wanted, curve = rows @ weight.T, []
         for sparsity in self.sparsities:
             solved = self.step.prune(weight, one.seen, one.layer, sparsity).weight
-            found = solved if isinstance(solved, Tensor) else solved.dense()
+            assert solved is not None, "a pass that prunes gives a weight"
+            found = CompressedLinear(solved, None).weight
             curve.append((sparsity, relative_error(rows @ found.T, wanted) ** 2))
         return curve
 

@@ -1,4 +1,4 @@
-"""Disk layouts: how packed codes are stored and read back. One page of specification at the top of each file."""
+"""Disk formats of compressed layers; the top of each file specifies its format."""
 
 from __future__ import annotations
 

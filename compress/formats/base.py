@@ -1,4 +1,4 @@
-"""What a disk format must be able to do."""
+"""Format: the contract of the disk formats."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from compress.weights.base import InputTransform, TensorSpec, WeightPart
 from compress.weights.layer import LayerScheme
 
 
-def _name(grid: Grid | None) -> str | None:
+def _grid_name(grid: Grid | None) -> str | None:
     return None if grid is None else grid.name
 
 
 @dataclass(frozen=True)
 class CacheScheme:
-    """How an attention's keys and values are rounded as they enter its cache: the grid of each, None: left as it is.
+    """How an attention's keys and values are rounded as they enter its cache: the grid of each, None: not rounded.
 
-    scale: 'token': one per token and head, found when the model runs; 'static': one of all keys and one of all values,
-    found before. symmetric: false adds a zero point to each scale that is found when the model runs.
+    scale: 'token': one per token and head, computed when the model runs; 'static': one for all keys and one for all
+    values, computed in calibration. symmetric: False adds a zero point to each scale of kind 'token'.
     """
 
     keys: Grid | None
@@ -35,46 +35,52 @@ class CacheScheme:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, grids by name."""
-        grids = {"keys": _name(self.keys), "values": _name(self.values)}
+        grids = {"keys": _grid_name(self.keys), "values": _grid_name(self.values)}
         return {**grids, "scale": self.scale, "symmetric": self.symmetric}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
-        """The inverse of to_json. Raises KeyError for a grid that is not known, or a part that is missing."""
+        """The inverse of to_json. Raises KeyError for an unknown grid or a missing field."""
         grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
         return cls(grids[0], grids[1], values["scale"], values["symmetric"])
 
     @property
     def grids(self) -> tuple[Grid | None, Grid | None]:
-        """Of keys, and of values."""
+        """The grids of keys and of values."""
         return self.keys, self.values
 
     @property
     def static(self) -> tuple[bool, bool]:
-        """Whether there is a static scale of keys, and of values."""
+        """Whether keys, and whether values, have a static scale."""
         return self.keys is not None and self.scale == "static", self.values is not None and self.scale == "static"
 
     def token_bytes(self, grid: Grid | None, heads: int, width: int, itemsize: int) -> float:
-        """What keys, or values, of a token take on one of `grids`, scales and zero points too; itemsize: of a float."""
+        """Bytes of the keys, or the values, of a token on one of `grids`, with scales and zero points.
+
+        itemsize: bytes of a float.
+        """
         if grid is None:
             return heads * width * itemsize
-        beside = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
-        return heads * (width * grid.bits / 8 + beside)
+        overhead = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
+        return heads * (width * grid.bits / 8 + overhead)
 
 
 def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format that knows no outliers and no transforms of inputs cannot hold a layer; None if it can."""
+    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can.
+
+    here: the name of the format, for the message.
+    """
     if scheme.rounding is not None and scheme.rounding.outliers:
-        return f"{here} cannot say that outlier columns are computed in floats (LLM.int8); use format: native"
+        return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     mapped = scheme.maps_inputs
     if mapped is not None:
-        return f"{mapped.effect}, and {here} cannot say so; use format: native{mapped.instead}"
+        return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
     return None
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A linear of a checkpoint as a reader finds it. transposed: stored [in, out] when dense. expert: in an expert."""
+    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert."""
 
     scheme: LayerScheme
     transposed: bool
@@ -82,21 +88,21 @@ class StoredLayer:
 
 
 class Format(ABC):
-    """A way to store compressed layers. name: its key in a recipe. sparse: whether it can store kept weights alone."""
+    """A way to store compressed layers. name: its key in a recipe. sparse: whether kept weights can be stored alone."""
 
     name: str
     sparse: bool = False
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
-        """Why a layer of this scheme cannot be stored, with what to do instead; None if it can."""
+        """Why a layer of this scheme cannot be stored, and how to change the recipe; None if it can."""
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
-        """The scheme of the same layer as it will be stored; None when it will be stored multiplied out."""
+        """The scheme of the layer in its stored form; None for a layer that is stored dequantized."""
         return scheme
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
-        """The same part in the form of `adapt`."""
+        """The part in the stored form of `adapt`."""
         return part
 
     @abstractmethod
@@ -107,10 +113,10 @@ class Format(ABC):
 
     @abstractmethod
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
-        """The tensors of a layer that has been adapted, by their names inside the module."""
+        """The tensors of an adapted layer by their names inside the module."""
 
     def size_bytes(self, scheme: LayerScheme, storage: torch.dtype) -> int:
-        """Bytes of all tensors of a layer, its bias not counted; of its dense weight where it is multiplied out."""
+        """Bytes of all tensors of a layer without its bias; of its dense weight if it is stored dequantized."""
         adapted = self.adapt(scheme)
         if adapted is None or adapted.plain:
             return LayerScheme(scheme.shape).size_bytes(storage)
@@ -120,9 +126,9 @@ class Format(ABC):
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
-        """The inverse of `encode`, exact.
+        """The exact inverse of `encode`.
 
-        Raises KeyError for a tensor that is missing, ValueError for one that cannot be right, named as in the module.
+        Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
@@ -130,26 +136,26 @@ class Format(ABC):
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
-        """Why transformers cannot load a checkpoint with these linears, of which one at least is compressed."""
-        return f"format {self.name} is read by compress.load alone"
+        """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""
+        return f"format {self.name} is read by compress.load only"
 
     def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
-        """Whether `config` can say of a model that all of its keys and values are rounded so, and readers bear it."""
+        """Whether `config` can state this scheme for all keys and values of the model, and readers accept it."""
         return False
 
     @abstractmethod
     def config(
         self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
-        """The `quantization_config` for layers by full name; ignore: the linears that stay dense.
+        """The `quantization_config` for layers by full name; ignore: names of dense linears.
 
-        cached: how all keys and values of the model are rounded, where it is a scheme that this format states.
+        cached: the scheme of all keys and values of the model, if this format states it (`states`).
         """
 
     def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
-        """How a `quantization_config` says that all keys and values are rounded. Raises ValueError."""
+        """The scheme of all keys and values that a `quantization_config` states, or None. Raises ValueError."""
         return None
 
     @abstractmethod
     def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
-        """The inverse of `config` for the linears of the model, by name with their shapes (out, in)."""
+        """The inverse of `config`. shapes: (out, in) of every linear of the model by name."""

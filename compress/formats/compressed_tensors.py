@@ -1,19 +1,19 @@
-"""The compressed-tensors family: one config with groups of layers, each in a layout of its own file.
+"""The format `compressed-tensors`: one config with groups of layers; each layout is a file in `layouts/`.
 
     config.json: quantization_config = {
         quant_method: compressed-tensors, version, format, quantization_status: compressed, ignore: [dense linears],
         config_groups: {group_0: {targets: [Linear] or module names, weights: {...}, input_activations, format}}}
 
-`quantization_status` and each group's own `format` are required by the reader. Where all layers share one scheme the
-target is the class name `Linear`, otherwise each group lists its modules.
+The reader requires `quantization_status` and the `format` of each group. If all layers share one scheme, the target is
+the class name `Linear`; otherwise each group lists its modules.
 
     kv_cache_scheme: {num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}
     <attention>.k_scale, <attention>.v_scale   float [1]
 
-say that all keys and all values are rounded to 8-bit floats (e4m3) as they enter the cache. It is the one scheme that
-servers know: integers with such a scale are read back by compressed-tensors, too, but a server would take the scale for
-one of 8-bit floats, so they are read here, and not written. Nor is it for models whose configuration does not name
-num_key_value_heads: compressed-tensors could not read those.
+state that all keys and all values are rounded to 8-bit floats (e4m3) as they enter the cache. Servers support this
+scheme only. compressed-tensors also reads integers with such a scale, but a server would interpret the scale as one of
+8-bit floats; therefore integers are read here, but not written. The scheme is not written for models whose
+configuration has no num_key_value_heads, because compressed-tensors cannot read it there.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
 """The grid of 8-bit inputs by the type that a config names."""
 CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
-"""What `CACHE`, a `kv_cache_scheme`, says."""
+"""The scheme that `CACHE`, a `kv_cache_scheme`, states."""
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 
 IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
 LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
-"""The first that suits a scheme holds it."""
+"""The first layout that suits a scheme stores it."""
 
 
 def layout_of(scheme: LayerScheme) -> Layout | None:
-    """The layout for layers of a scheme; None where the family has none."""
+    """The layout for layers of a scheme, or None."""
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
 
@@ -72,9 +72,9 @@ class CompressedTensors(Format):
         if reason is not None or scheme.plain:
             return reason
         if scheme.codes is None:
-            return f"format {self.name} holds codes alone, not {scheme.text}; use format: native"
+            return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         if scheme.codes.float_zeros:
-            return f"zero points of format {self.name} are whole numbers; use zero_point: integer, or format: native"
+            return f"zero points of format {self.name} are integers; use zero_point: integer, or format: native"
         layout = layout_of(scheme)
         if layout is None:
             name = scheme.codes.grid.name
@@ -113,7 +113,7 @@ class CompressedTensors(Format):
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
     ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
         layout = self._layout(scheme)
-        if layout is IN_BYTES and "weight_packed" in tensors:  # other writers may store int8 in words
+        if layout is IN_BYTES and "weight_packed" in tensors:  # other writers may pack int8 into 32-bit words
             layout = IN_WORDS
         specs = layout.tensors(scheme)
         static = scheme.rounding is not None and scheme.rounding.scale == "static"
@@ -138,15 +138,15 @@ class CompressedTensors(Format):
         coded = [layer for layer in layers if not layer.scheme.plain]
         if any(layer.transposed for layer in coded):
             return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
-        if coded and any(layer.expert and layer.scheme.plain for layer in layers):
-            return "transformers does not read experts that are dense where anything else is quantized"
+        if any(layer.expert and layer.scheme.plain for layer in layers):
+            return "transformers does not read dense experts if other layers are quantized"
         codes = [codes_of(layer.scheme) for layer in coded]
         kinds = {(one.grid, one.group_size) for one in codes}
         inside = [layer.scheme for layer in coded if layer.expert]
         if inside and not _readable_experts(inside, len(kinds)):
-            return "transformers reads experts only when packed, all in one way, without zero points or rounded inputs"
+            return "transformers reads experts only if packed with one scheme, without zero points or rounded inputs"
         if len(kinds) > 1 and any(not one.symmetric for one in codes):
-            return "transformers cannot load zero points where layers differ in bits or group size"
+            return "transformers cannot load zero points if layers differ in bits or group size"
         if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
@@ -187,8 +187,8 @@ class CompressedTensors(Format):
         }
         zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
-            # transformers 5.23 shapes packed zero points wrongly, and leaves 4-bit floats in bfloat16 whatever the
-            # model's dtype is, unless it multiplies the weights out while loading (which it does for one scheme only).
+            # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
+            # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
             found["run_compressed"] = False
         return found
 
@@ -202,8 +202,8 @@ class CompressedTensors(Format):
         record = config.get("kv_cache_scheme")
         if record is None:
             return None
-        usual = {**CACHE, "type": record.get("type")}
-        differing = {name: record.get(name) for name, value in usual.items() if record.get(name, value) != value}
+        expected = {**CACHE, "type": record.get("type")}
+        differing = {name: record.get(name) for name, value in expected.items() if record.get(name, value) != value}
         if differing or record.get("type") not in INPUTS:
             raise ValueError(f"kv_cache_scheme {record} cannot be read, only 8 bits with one static scale per tensor")
         grid = INPUTS[record["type"]]
@@ -212,7 +212,7 @@ class CompressedTensors(Format):
     def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
         found: dict[str, LayerScheme] = {}
         for group in config["config_groups"].values():
-            codes, transforms = _components(group, config)
+            codes, transforms = _schemes_of_group(group, config)
             everywhere = "Linear" in group["targets"]
             targets, ignored = set(group["targets"]), set(config.get("ignore", []))
             chosen = [name for name in shapes if name in targets or (everywhere and name not in ignored)]
@@ -220,10 +220,10 @@ class CompressedTensors(Format):
         return found
 
 
-def _components(
+def _schemes_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:  # fmt: skip
-    """What a config group says of its layers. Raises ModelError for a layout that is not known."""
+    """Read the scheme of the codes and those of the transforms from a config group. Raises ModelError."""
     weights, inputs = group["weights"], group.get("input_activations")
     layouts = {layout.name: layout for layout in LAYOUTS}
     name = group.get("format") or config["format"]
@@ -238,7 +238,7 @@ def _components(
 
 
 def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:
-    """Whether transformers unpacks these linears of experts: it knows one integer scheme, and no zero points."""
+    """Whether transformers unpacks these linears of experts: all in one integer scheme, without zero points."""
     codes = [codes_of(scheme) for scheme in schemes]
     plain = all(one.symmetric and not one.indexed for one in codes) and all(s.rounding is None for s in schemes)
     return kinds == 1 and plain and all(isinstance(one.grid, IntGrid) for one in codes)

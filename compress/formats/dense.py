@@ -1,8 +1,8 @@
-"""Plain weights: every layer multiplied out, in the storage dtype, as any program reads them.
+"""The format `dense`: dequantized weights in the storage dtype, which any program reads.
 
-    <m>.weight   [out, in] (or [in, out] where the model's own layer stores it so)
+    <m>.weight   [out, in] (or [in, out] if the model's own layer stores it transposed)
 
-Holds every grid; nothing is smaller than before, which is what this format is for: comparing, and pruned models.
+It holds weights of every grid. It saves no bytes; it serves comparisons and pruned models.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Dense(Format):
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.rounding is not None:
-            return "format dense cannot say that activations are rounded; use format: compressed-tensors"
+            return "format dense cannot state that activations are rounded; use format: compressed-tensors"
         return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
         return None
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
-        raise AssertionError("layers are multiplied out before they reach this format")
+        raise AssertionError("layers are dequantized before they reach this format")
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        raise AssertionError("layers are multiplied out before they reach this format")
+        raise AssertionError("layers are dequantized before they reach this format")
 
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme

@@ -1,19 +1,19 @@
-"""Our own format: whatever the parts and transforms of a layer say, by the names that they give their tensors.
+"""The format `native`: the tensors of all parts and transforms of a layer, under the names of their schemes.
 
     <m>.weight_<name>      the first part: weight_packed, weight_scale, weight_scale_shared, weight_zero_point and
-                           weight_g_idx of codes (`weights.codes`); weight_kept, and weight_values or those of codes,
-                           of kept weights alone (`weights.sparse`); weight of a dense part
-    <m>.<kind>_<name>      a further part, such as low_rank_a; <kind>_2_<name> the second of a kind among these
+                           weight_g_idx of codes (`weights.codes`); weight_kept with weight_values or the tensors of
+                           codes, of kept weights alone (`weights.sparse`); weight of a dense part
+    <m>.<kind>_<name>      further parts, such as low_rank_a; the second one of the same kind is <kind>_2_<name>
     <m>.input_<name>       transforms: input_permutation, input_channel_scale; input_scale, input_outliers of rounding
     config.json: quantization_config = {quant_method: compress, version, layers: {name: scheme}}, where a scheme is
-                 {shape: [O, I], parts: [{kind, ...}], transforms: [{kind, ...}]}; fields of a part or a transform that
-                 have their default, and transforms where there are none, are left out
+                 {shape: [O, I], parts: [{kind, ...}], transforms: [{kind, ...}]}; fields that equal their default, and
+                 an empty list of transforms, are omitted
 
-Shapes and dtypes of all tensors follow from the schemes (`weights`, one file per kind). A pruned layer that is smaller
-with its zeros in place (where few weights of few bits were pruned, positions cost more than is saved) is stored so,
-without its mask, unless the recipe says `sparse: always`.
+Shapes and dtypes of all tensors follow from the schemes (`weights`, one file per kind). A pruned layer may be
+smaller with its zeros in place: positions of kept weights cost more than they save if few weights of few bits were
+pruned. Such a layer is stored with its zeros and without its mask, unless the recipe says `sparse: always`.
 
-Read by `compress.load` alone.
+`compress.load` reads this format, and no other program does.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a compressed layer is computed: `reference` is the oracle, `dispatch` picks the fastest kernel that can."""
+"""Kernels of compressed layers: `dispatch` selects a kernel for each call, `reference` is their oracle."""

@@ -1,7 +1,7 @@
-"""Which kernel computes a part of a layer: the first that supports the call; plain torch computes the others.
+"""Kernel dispatch: the first kernel that supports a call computes a part of a layer; otherwise plain torch does.
 
-A kernel is a file of this folder that defines `KERNEL`; it is found by its file. It is given the rounding of the inputs
-together with the weights, so that an integer kernel sees integers and not the values that these stand for.
+A kernel is a file of this folder that defines `KERNEL`; it is found by its file. It receives the rounding of the inputs
+together with the weights, so that an integer kernel can compute with integers instead of dequantized values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -17,17 +17,17 @@ from compress import kernels
 
 
 class RoundingLike(Protocol):
-    """How the inputs are rounded (`weights.transforms.rounding`)."""
+    """The rounding of inputs (`weights.transforms.rounding`)."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The values that the rounded inputs stand for, in the dtype of x."""
+        """The rounded inputs, dequantized, in the dtype of x."""
         ...
 
 
 class Part(Protocol):
-    """A part of a weight (`weights.base.WeightPart`), as kernels see it."""
+    """The interface of a part of a weight (`weights.base.WeightPart`) that kernels use."""
 
-    kind: Any
+    kind: ClassVar[str]
     scheme: Any
     shape: tuple[int, int]
 
@@ -40,7 +40,7 @@ class Part(Protocol):
         ...
 
     def prepared(self, kernel: Kernel) -> Any:
-        """What `kernel.prepare` made of it, once."""
+        """The cached result of `kernel.prepare`."""
         ...
 
 
@@ -52,7 +52,7 @@ class Kernel(Protocol):
         ...
 
     def prepare(self, part: Part) -> Any:
-        """Bring the weights into the layout that the kernel streams; called once per part."""
+        """Convert the weights to the layout of the kernel; called once per part."""
         ...
 
     def product(
@@ -84,6 +84,6 @@ def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias
         else:
             rounded = (x if rounding is None else rounding(x)) if rounded is None else rounded
             y = part.product(rounded, bias)
-        total, bias = y if total is None else total + y, None  # the bias goes with the first part
-    assert total is not None, "a layer has one part at least"
+        total, bias = y if total is None else total + y, None  # the first part adds the bias
+    assert total is not None, "a layer has at least one part"
     return total

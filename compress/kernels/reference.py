@@ -1,4 +1,4 @@
-"""The reference in plain torch: round, dequantize, multiply. It is the oracle of all kernels, and may be slow."""
+"""The reference in plain torch: round, dequantize, multiply. It is the oracle of all kernels; it may be slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compress.kernels.dispatch import Part, RoundingLike
 
 
 def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
-    """Compute sum over parts of rounding(x) W^T + bias, every W multiplied out in the dtype of x."""
+    """Compute sum over parts of rounding(x) W^T + bias, with every W dequantized in the dtype of x."""
     x = x if rounding is None else rounding(x)
     first, *others = parts
     y = first.product(x, bias)

@@ -45,7 +45,7 @@ Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @cache
-def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
+def _cache_argument(kind: type[nn.Module]) -> tuple[str, int] | None:
     """The name and position of the cache argument in a class's forward pass; None when it has none."""
     parameters = list(inspect.signature(kind.forward).parameters)[1:]
     return next(((name, parameters.index(name)) for name in NAMES if name in parameters), None)
@@ -53,7 +53,7 @@ def _place(kind: type[nn.Module]) -> tuple[str, int] | None:
 
 def attentions_with_cache(root: nn.Module) -> dict[str, nn.Module]:
     """The innermost modules with a cache argument, by name, without attention that is not causal."""
-    takers = {name: module for name, module in root.named_modules() if _place(type(module)) is not None}
+    takers = {name: module for name, module in root.named_modules() if _cache_argument(type(module)) is not None}
     inner = {name: module for name, module in takers.items() if not any(_inside(n, name) for n in takers if n != name)}
     return {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
 
@@ -88,9 +88,9 @@ class CacheProxy:
         return getattr(DynamicCache() if self._kept is None else self._kept, name)
 
 
-def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[Any, Any]:
+def _wrap_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[Any, Any]:
     """Wrap the cache among the arguments of the module's forward pass in a `CacheProxy`."""
-    place = _place(type(module))
+    place = _cache_argument(type(module))
     assert place is not None
     name, position = place
     given = args[position] if len(args) > position else kwargs.get(name)
@@ -121,7 +121,7 @@ def _watch(name: str, see: Callable[[str, Tensor, Tensor], None], module: nn.Mod
         see(name, keys, values)
         return keys, values
 
-    return _through(module, args, kwargs, seen)
+    return _wrap_cache(module, args, kwargs, seen)
 
 
 # Rounding
@@ -154,7 +154,7 @@ def _round(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         of_keys, of_values = roundings(module)
         return _rounded(of_keys, keys), _rounded(of_values, values)
 
-    return _through(module, args, kwargs, rounded)
+    return _wrap_cache(module, args, kwargs, rounded)
 
 
 def _rounded(rounding: InputRounding | None, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""CompressedLinear: the one module that every method ends as."""
+"""CompressedLinear: the module of every compressed layer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LINEARS = (nn.Linear, Conv1D)
 """The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
 Weight = Tensor | Codes | WeightPart | Sequence[WeightPart]
-"""What can become the weight of a layer."""
+"""The types of weights that a layer accepts."""
 
 
 def parts_of(weight: Weight) -> list[WeightPart]:
-    """The parts of a weight that is given as floats, as codes, or in parts."""
+    """Convert a weight to parts; it may be floats, codes, a part or parts."""
     if isinstance(weight, Tensor):
         return [DensePart.of(weight)]
     if isinstance(weight, Codes):
@@ -43,9 +43,9 @@ def parts_of(weight: Weight) -> list[WeightPart]:
 class CompressedLinear(nn.Module):
     """y = sum over parts of part.product(t(x)) + bias, with t the transforms of the input in order.
 
-    Weights are always seen as [out, in]. `transposed` remembers that the dense original stores [in, out]. `weight` is
-    what t(x) is multiplied by: its columns have the order that a permutation among the transforms gives them. A mask
-    says which weights pruning has kept, however the weight is stored; it is packed.
+    All weights have the shape [out, in]; `transposed`: the dense original stores [in, out]. The columns of `weight` are
+    those of t(x), so a permutation among the transforms also determines their order. A packed mask states which weights
+    pruning has kept, for every kind of storage.
     """
 
     parts: nn.ModuleList
@@ -63,7 +63,7 @@ class CompressedLinear(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module) -> CompressedLinear:
-        """The same function as a dense layer, as a CompressedLinear; the weight is shared, not copied."""
+        """Convert a dense layer to a CompressedLinear of the same function; the weight is shared, not copied."""
         if isinstance(module, CompressedLinear):
             return module
         assert isinstance(module, LINEARS)
@@ -75,11 +75,11 @@ class CompressedLinear(nn.Module):
     # The weight
 
     def put(self, weight: Weight, mask: Bool[Tensor, "out in"] | None = None) -> None:
-        """Replace the weight [out, in]. A mask once set stays unless another is given, or a part brings its own."""
+        """Replace the weight [out, in]. The present mask stays unless another is given or a part has its own."""
         parts = parts_of(weight)
         own = next((part.kept for part in parts if part.kept is not None), None)
         kept = own or (self.positions if mask is None else Kept.of(mask))
-        assert kept is None or kept.shape == parts[0].shape, "the mask is that of another weight"
+        assert kept is None or kept.shape == parts[0].shape, "mask and weight have different shapes"
         self.mask_words = None if kept is None or own is not None else kept.words
         self.sparsity = None if kept is None else kept.sparsity
         self.parts = nn.ModuleList(parts)
@@ -95,11 +95,11 @@ class CompressedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """The weight that the layer multiplies by, dense, in the dtype of the first part."""
+        """The dense weight, in the dtype of the first part."""
         return self.weight_as(self.all_parts[0].dtype)
 
     def weight_as(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        """The weight computed in `dtype`."""
+        """The dense weight, computed in `dtype`."""
         first, *others = self.all_parts
         found = first.dense(dtype)
         for part in others:
@@ -118,22 +118,22 @@ class CompressedLinear(nn.Module):
 
     @property
     def codes(self) -> CodesPart | None:
-        """The codes of a layer whose weight is nothing else; None for others."""
+        """The codes of a layer whose weight is codes alone; None for others."""
         only = self.all_parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, CodesPart) else None
 
     @property
     def scheme(self) -> LayerScheme:
-        """How the layer is stored."""
+        """The description of the layer."""
         parts = tuple(part.scheme for part in self.all_parts)
         return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of parts and transforms by their names in format native."""
+        """All tensors of parts and transforms, by their names in format `native`."""
         return layer_tensors(self.all_parts, self.all_transforms, self.scheme.prefixes)
 
     def read(self, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]) -> None:
-        """Become the layer that was stored."""
+        """Replace parts and transforms by stored ones."""
         self.put(parts)
         self.transforms = nn.ModuleList(transforms)
 
@@ -148,7 +148,7 @@ class CompressedLinear(nn.Module):
 
     @property
     def positions(self) -> Kept | None:
-        """The mask, packed."""
+        """The packed mask, or None."""
         own = next((part.kept for part in self.all_parts if part.kept is not None), None)
         if own is not None or self.mask_words is None:
             return own
@@ -157,14 +157,14 @@ class CompressedLinear(nn.Module):
 
     @property
     def mask(self) -> Bool[Tensor, "out in"] | None:
-        """True where pruning has kept a weight, zero or not; None where nothing was pruned."""
+        """True for weights that pruning has kept, zero or not; None for a layer that was not pruned."""
         positions = self.positions
         return None if positions is None else positions.mask()
 
     def store_kept(self, sparsity: Sparsity) -> None:
-        """Store the kept weights alone from now on; sparsity: one of those that the mask has (`sparsities`).
+        """Convert the weight to one that stores kept weights alone. sparsity: one that the mask has (`sparsities`).
 
-        Raises NumericError when a weight outside of the mask is not zero.
+        Raises NumericError if a weight outside of the mask is not zero.
         """
         mask, (part,), before = self.mask, self.all_parts, int(self.weight.count_nonzero())
         assert mask is not None
@@ -185,22 +185,22 @@ class CompressedLinear(nn.Module):
         return next((t for t in self.transforms if isinstance(t, kind)), None)
 
     def set_transform(self, transform: InputTransform) -> None:
-        """Add a transform, in its place among the others; it replaces one of its own kind."""
+        """Add a transform in the order of ranks; it replaces a transform of the same kind."""
         transform.shape = self.shape
         others = [t for t in self.all_transforms if t.kind != transform.kind]
         self.transforms = nn.ModuleList(sorted([*others, transform], key=lambda t: t.rank))
 
     def drop_transform(self, transform: InputTransform) -> None:
-        """Take a transform away."""
+        """Remove a transform."""
         self.transforms = nn.ModuleList(t for t in self.all_transforms if t is not transform)
 
     @property
     def rounding(self) -> InputRounding | None:
-        """How inputs are rounded."""
+        """The rounding of inputs, or None."""
         return self.transform_of(InputRounding)
 
     def round_inputs(self, rounding: InputRounding | None) -> None:
-        """Round inputs from now on in this way, or not at all."""
+        """Replace the rounding of inputs; None removes it."""
         before = self.rounding
         if before is not None:
             self.drop_transform(before)
@@ -209,33 +209,33 @@ class CompressedLinear(nn.Module):
 
     @property
     def input_permutation(self) -> Int[Tensor, " in"] | None:
-        """The order that inputs are put in; None where they stay."""
+        """The order of the permutation of inputs, or None."""
         permutation = self.transform_of(Permutation)
         return None if permutation is None else permutation.order
 
     def rescale_input(self, scale: Float[Tensor, " in"]) -> None:
-        """Multiply the columns of the dense weight by `scale` and divide the inputs by it: the same function.
+        """Multiply the columns of the dense weight by `scale` and divide the inputs by it; the function is preserved.
 
-        For scales that cannot be folded into what writes the input. Kept in float32; factors of several calls multiply.
+        For scales that cannot be folded into the layers before. The scale is stored in float32; several calls multiply.
         """
-        assert not self.quantized, "codes cannot be rescaled; passes that do so come before quantizing ones"
+        assert not self.quantized, "codes cannot be rescaled; passes that rescale come before quantizing passes"
         weight, before = self.weight, self.transform_of(Scale)
         scale = scale.detach().to(weight.device, torch.float32)
         self.put((weight.float() * scale).to(weight.dtype))
         self.set_transform(Scale.of(scale if before is None else before.scale * scale, self.shape))
 
     def permute_input(self, order: Int[Tensor, " in"]) -> None:
-        """Put the columns of the dense weight, and inputs, in another order, number order[j] at j: the same function.
+        """Permute the columns of the dense weight and the inputs, channel order[j] to j; the function is preserved.
 
-        For permutations that cannot be folded into what writes the input; those of several calls are combined.
+        For permutations that cannot be folded into the layers before. Several calls are combined.
         """
-        assert not self.quantized, "codes cannot be permuted; passes that do so come before quantizing ones"
+        assert not self.quantized, "codes cannot be permuted; passes that permute come before quantizing passes"
         before = self.input_permutation
-        self._order_columns(order)
+        self._permute_columns(order)
         self.set_transform(Permutation.of(order if before is None else before[order], self.shape))
 
-    def _order_columns(self, order: Int[Tensor, " in"]) -> None:
-        """Put the columns, and what belongs to each, in another order; codes become dense."""
+    def _permute_columns(self, order: Int[Tensor, " in"]) -> None:
+        """Permute the columns of weight and mask, and the other transforms; codes are dequantized."""
         mask = self.mask
         self.put(self.weight[:, order].contiguous(), None if mask is None else mask[:, order])
         self.transforms = nn.ModuleList(
@@ -243,28 +243,28 @@ class CompressedLinear(nn.Module):
         )
 
     def absorb_permutation(self) -> None:
-        """Put the columns of the weight back to the order of the inputs; codes become dense, a mask moves along."""
+        """Fold the permutation of inputs into weight and mask, and remove it; codes are dequantized."""
         permutation = self.transform_of(Permutation)
         if permutation is not None:
-            self._order_columns(permutation.order.argsort())
+            self._permute_columns(permutation.order.argsort())
             self.drop_transform(permutation)
 
     def absorb_scale(self) -> None:
-        """Divide the columns of the weight by the scale of the inputs, which is dropped; codes become dense."""
+        """Fold the scale of inputs into the weight, and remove it; codes are dequantized."""
         scale = self.transform_of(Scale)
         if scale is not None:
             self.put(scale.absorbed(self.weight))
             self.drop_transform(scale)
 
     def absorb_inputs(self) -> None:
-        """Take back all that is done to inputs but their rounding: the same function, its weight dense."""
+        """Fold all linear transforms into the weight and remove them; the function is preserved."""
         self.absorb_permutation()
         for transform in reversed([t for t in self.all_transforms if t.linear]):
             self.put(transform.absorbed(self.weight))
             self.drop_transform(transform)
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
-        """The inputs as the weight sees them, not rounded."""
+        """Apply all transforms except rounding."""
         for transform in self.transforms:
             x = x if isinstance(transform, InputRounding) else transform(x)
         return x
@@ -278,12 +278,12 @@ class CompressedLinear(nn.Module):
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Every linear below a module by its name, in the order of definition, dense and compressed alike."""
+    """Every linear of a module by name, dense or compressed, in the order of definition."""
     return {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:
-    """Put a CompressedLinear in place of the linear `name` below `root` (nothing changes if it is one already)."""
+    """Replace the linear `name` of `root` by a CompressedLinear, and return it; a CompressedLinear stays."""
     old = root.get_submodule(name)
     new = CompressedLinear.of(old)
     if new is not old:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: shards block by block, each complete or not there at all, then what describes them."""
+"""Write a checkpoint: atomic shards block by block, then index, config and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ OUTSIDE = "outside"
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
-    """Let every pruned linear of the block `name` store its kept weights alone where the policy says so.
+    """Convert the pruned linears of the block `name` to store kept weights alone, if the policy says so.
 
-    Raises NumericError when a weight that was pruned is no longer zero.
+    Raises NumericError if a pruned weight is no longer zero.
     """
     for child_name, layer in linears(module).items():
         if not isinstance(layer, CompressedLinear):
@@ -38,13 +38,13 @@ def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy:
 
 
 def stored_sparsity(layer: CompressedLinear, storage: torch.dtype, policy: SparsePolicy) -> Sparsity | None:
-    """How the layer's kept weights will be stored alone; None where they will not be, or are already."""
+    """How the layer's kept weights will be stored alone; None if they are stored otherwise, or are alone already."""
     mask = layer.mask if policy != "off" else None
     return None if mask is None else layer.scheme.stored_sparsity(sparsities(mask), storage, policy)
 
 
 def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a block by their full names, compressed linears as the format stores them."""
+    """All tensors of a block by full name, with compressed linears in the stored form of the format."""
     found: dict[str, Tensor] = {}
     inside: list[str] = []
     for child_name, child in module.named_modules():
@@ -54,7 +54,7 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
             found |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
     for child_name, tensor in module.state_dict().items():
         if not any(child_name.startswith(prefix) for prefix in inside):
-            found[f"{name}.{child_name}"] = _stored(tensor, storage)
+            found[f"{name}.{child_name}"] = _in_storage(tensor, storage)
     return {key: found[key].cpu().contiguous() for key in sorted(found)}
 
 
@@ -62,25 +62,25 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
     """The tensors of one compressed linear by their names inside the module."""
     scheme = layer.scheme
     if format_.adapt(scheme) is None or scheme.plain:
-        assert scheme.maps_inputs is None, "transforms of inputs are taken back before a layer is stored dense"
+        assert scheme.maps_inputs is None, "transforms of inputs are folded before a layer is stored dense"
         weight = layer.weight
-        found = {"weight": _stored(weight.T if layer.transposed else weight, storage)}
+        found = {"weight": _in_storage(weight.T if layer.transposed else weight, storage)}
     else:
         parts = [part.in_storage(storage) for part in layer.all_parts]
         found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
-        found["bias"] = _stored(layer.bias, storage)
+        found["bias"] = _in_storage(layer.bias, storage)
     return found
 
 
-def _stored(tensor: Tensor, storage: torch.dtype) -> Tensor:
-    """Floating tensors in the storage dtype, others (codes, 8-bit floats) as they are."""
+def _in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
+    """Cast float tensors to the storage dtype; others (codes, 8-bit floats) are unchanged."""
     wide = tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.detach().to(storage) if wide else tensor.detach()
 
 
 def outside_state(opened: OpenModel) -> dict[str, Tensor]:
-    """Tensors that belong to no block, as they are; tied ones once."""
+    """Tensors outside of all blocks, as in the model; tied tensors once."""
     tied = set(getattr(opened.model, "all_tied_weights_keys", None) or {})
     prefixes = tuple(block.name + "." for block in opened.blocks)
     state = sorted(opened.model.state_dict().items())
@@ -88,8 +88,8 @@ def outside_state(opened: OpenModel) -> dict[str, Tensor]:
 
 
 def outside_tensors(opened: OpenModel, storage: torch.dtype) -> dict[str, Tensor]:
-    """Tensors that belong to no block, as they are stored."""
-    return {name: _stored(tensor, storage).cpu().contiguous() for name, tensor in outside_state(opened).items()}
+    """Tensors outside of all blocks, in their stored form."""
+    return {name: _in_storage(tensor, storage).cpu().contiguous() for name, tensor in outside_state(opened).items()}
 
 
 def write_description(
@@ -101,9 +101,10 @@ def write_description(
     storage: torch.dtype,
     caches: Mapping[str, CacheScheme] | None = None,
 ) -> None:
-    """Everything beside the shards: index, config with its quantization part, generation config, tokenizer.
+    """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
 
-    caches: how keys and values are rounded, by attention, where the quantization part does not say it.
+    shards: names of the tensors by file. sizes: bytes of all tensors. caches: the scheme of each attention with a
+    rounded cache, if quantization_config does not state it.
     """
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -128,5 +129,5 @@ def write_description(
 
 
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
-    """Full names of all linears of the model that stay dense, the head included."""
+    """Full names of all dense linears of the model, with the head."""
     return [name for name in linears(opened.model) if name not in compressed]

@@ -187,7 +187,8 @@ class Footprint:
                 weights += rows * width
                 continue
             packed += rows * width
-            for size in (part.scale_groups for part in scheme.parts):
+            for part in scheme.parts:
+                size = part.scale_groups
                 scales += 0 if size is None else 1 if size == "tensor" else rows * groups_in(width, size)
         within = {n: shape for n, shape in self.shapes.items() if block is None or self._inside(block, n)}
         sizes = [rows * width for rows, width in within.values()]

@@ -80,7 +80,7 @@ def build_report(
 def reproduction(
     recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str
 ) -> Reproduction:
-    """What the bytes of a run depend on; fingerprint: of the run, as its manifest has it."""
+    """All that the bytes of a run depend on. fingerprint: of the run, as in its manifest."""
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,

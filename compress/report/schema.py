@@ -39,7 +39,7 @@ class Sizes(Record):
 
 
 class LayerRow(Record):
-    """What one pass did to one layer.
+    """The result of one pass on one layer.
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token reached the layer. sparsity: share of zeros
     afterwards. asked, due: of a pruning pass, the sparsity asked of the layer, and in whole units of the pattern.
@@ -84,7 +84,7 @@ class Training(Record):
 
 
 class Predicted(Record):
-    """What the plan predicted before the run: bytes of all tensors, and peak memory."""
+    """The prediction of the plan: bytes of all tensors, and peak memory."""
 
     tensor_bytes: int
     memory_bytes: int
@@ -119,7 +119,7 @@ class Journal(Record):
 
 
 class Reproduction(Record):
-    """What the bytes depend on: the resolved recipe, digests of run and calibration data, dtypes, machine, versions.
+    """Inputs of the bytes: the resolved recipe, digests of run and calibration data, dtypes, machine, versions.
 
     packages: version of each, None where it is not installed.
     """

@@ -1,4 +1,4 @@
-"""A linear while it is trained: its packed codes stay integers, and only what is trained is kept as floats."""
+"""A linear during training: packed codes stay integers, and only trained tensors are floats."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from compress.train.parametrization import Parametrization, Shares, masked
 from compress.train.sharded import full_parameters
 from compress.weights.base import WeightPart
 
-SMALLEST_FACTOR = 0.05  # of a scale: it stays positive, far below where training should ever bring it
+SMALLEST_FACTOR = 0.05  # relative to a scale: it stays positive; training does not get near it
 
 
 class _ScaledProduct(torch.autograd.Function):
-    """x W^T with W the weight of a part, a factor for each of its scales; W is computed where it is used, and not kept.
+    """x W^T, with W the weight of a part whose scales are multiplied by factors; W is recomputed in the backward pass.
 
-    plain: W with factors of 1 where that is kept, so that codes need not be unpacked.
+    plain: W at factors of 1, if the caller has it; then codes are not unpacked.
 
-    dL/dx = (dL/dy) W; dL/dfactor_g = sum over the group's weights of (dL/dy)^T x * W at factors of 1.
+    dL/dx = (dL/dy) W;
+    dL/dfactor_g = sum over the weights of group g of (dL/dy)^T x * W at factors of 1.
     """
 
     @staticmethod
@@ -49,7 +50,7 @@ class _ScaledProduct(torch.autograd.Function):
 
 
 def _scaled(part: WeightPart, factor: Tensor | None, plain: Tensor | None) -> Float[Tensor, "out in"]:
-    """The weight in float32 with its scales times their factors."""
+    """The weight in float32, its scales multiplied by the factors."""
     if plain is not None:
         return plain if factor is None else plain * part.spread(factor)
     if factor is not None:
@@ -62,20 +63,19 @@ def scaled_product(
     x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, part: WeightPart,
     plain: Float[Tensor, "out in"] | None = None,
 ) -> Float[Tensor, "*batch out"]:  # fmt: skip
-    """x W^T with every scale times its factor, and gradients of both; no dense W lives longer than its product.
+    """x W^T with every scale times its factor; gradients of x and of the factors. The dense W is not kept.
 
-    plain: W with factors of 1, for callers that have kept it.
+    plain: W at factors of 1, if the caller has it.
     """
     return _ScaledProduct.apply(x, factor, part, plain)  # type: ignore[return-value]
 
 
 class TrainedLinear(nn.Module):
-    """In place of a linear while it is trained: y = W q(x / s) + bias as in CompressedLinear.
+    """The replacement of a CompressedLinear during training: y = W q(t(x)) + bias, q the rounding of inputs.
 
-    `factor` [out, groups] multiplies the scales of a part, where those are trained; codes never change. `weight`
-    [out, in] is the dense weight, where that is trained, and `parametrization` makes of it what is multiplied by.
-    Rounding of inputs is passed straight through in the backward pass. unpacked: keep dequantized weights in
-    floats meanwhile, which is faster.
+    factor: [out, groups], multiplies the scales of a part if these are trained; codes never change. weight: [out, in],
+    the dense weight if it is trained; the product uses parametrization(weight). The backward pass treats the rounding
+    of inputs as the identity (straight-through). unpacked: keep dequantized weights in float32, which is faster.
     """
 
     factor: nn.Parameter | None
@@ -93,27 +93,29 @@ class TrainedLinear(nn.Module):
 
     @property
     def scaled(self) -> WeightPart | None:
-        """The part whose scales can be trained: the first that has any."""
+        """The first part whose scales can be trained, or None."""
         return next((part for part in self.layer.all_parts if part.free_scale is not None), None)
 
     def train_scales(self) -> nn.Parameter:
-        """Train a factor, 1 at first, on every scale."""
+        """Add a trained factor, initially 1, to every scale."""
         part = self.scaled
         assert part is not None and part.free_scale is not None
         self.factor = nn.Parameter(torch.ones_like(part.free_scale, dtype=torch.float32))
         return self.factor
 
     def train_weight(self, parametrization: Parametrization | None = None) -> nn.Parameter:
-        """Train the dense weight, in float32; parametrization: how, without one as the layer's mask has it."""
+        """Train the dense weight in float32. parametrization: by default that of the layer's mask."""
         self.parametrization = masked("", self.layer) if parametrization is None else parametrization
-        self.weight = nn.Parameter(self.layer.weight.detach().float().clone())  # it may be a view of a file
+        self.weight = nn.Parameter(
+            self.layer.weight.detach().float().clone()
+        )  # a copy, because it may be a view of a file
         self.weight.requires_grad_(self.parametrization.trains_weight)
         self.parametrization.to(self.weight.device)
         self.layer.put(self.weight.detach())
         return self.weight
 
     def adjust(self) -> None:
-        """Once the gradients of a step are there: what the parametrization does to that of the weight."""
+        """Let the parametrization change the gradient of the weight, once the gradients of a step are complete."""
         how = self.parametrization
         if how is not None and self.weight is not None and type(how).adjust is not Parametrization.adjust:
             with full_parameters(self):
@@ -121,7 +123,7 @@ class TrainedLinear(nn.Module):
 
     @torch.no_grad()
     def update(self, done: int, of: int) -> Shares:
-        """Bring what was trained to where it may be, after `done` steps: scales above 0, pruned weights at 0."""
+        """Project trained tensors after `done` of `of` steps: scales stay above 0, pruned weights at 0."""
         if self.factor is not None:
             self.factor.clamp_(min=SMALLEST_FACTOR)
         how = self.parametrization
@@ -132,7 +134,7 @@ class TrainedLinear(nn.Module):
 
     @torch.no_grad()
     def finalize(self, storage: torch.dtype, dtype: torch.dtype) -> CompressedLinear:
-        """The layer with what was learned; scales and weights rounded to `storage`, dense weights held in `dtype`."""
+        """The layer with the trained scales and weights, rounded to `storage`; dense weights are held in `dtype`."""
         part = self.scaled
         if self.factor is not None and part is not None and part.free_scale is not None:
             before = part.free_scale

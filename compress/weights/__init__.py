@@ -1,1 +1,1 @@
-"""What a compressed layer is made of: parts of its weight and transforms of its input, one file per kind."""
+"""The components of a compressed layer: parts of its weight and transforms of its input, one file per kind."""

@@ -2,7 +2,7 @@
 
 A layer computes y = sum over its parts of part.product(t(x)) + bias. Each kind of component is one file with two
 classes: a scheme, which is a frozen description in plain JSON, and a component, which holds the tensors that the scheme
-describes. Plan, formats, loading and reports work with schemes and with this contract; none of them knows a kind.
+describes. Plan, formats, loading and reports work with schemes and with this contract; none of them names a kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.sparse.positions import Kept, Value
 
 SCHEMES: dict[str, type[Scheme]] = {}
-"""Every kind of scheme by its name; a class registers itself where it is defined."""
+"""Every kind of scheme by its name; a class is registered when it is defined."""
 
 COMPONENTS: dict[str, type[Component]] = {}
 """Every kind of component by the name of its scheme."""
@@ -32,7 +32,7 @@ COMPONENTS: dict[str, type[Component]] = {}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a stored tensor; dtype None: the storage dtype of the run."""
+    """Shape and dtype of a stored tensor. dtype: None means the storage dtype of the run."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
@@ -43,12 +43,12 @@ class TensorSpec:
 
 
 def stored_name(prefix: str, name: str) -> str:
-    """Return 'weight_scale' for ('weight', 'scale'), and 'weight' for ('weight', ''); without a prefix the name."""
+    """Join prefix and name by '_': 'weight_scale' for ('weight', 'scale'), 'weight' for ('weight', '')."""
     return "_".join(part for part in (prefix, name) if part)
 
 
 def plain(value: Any) -> Any:
-    """Return a field of a scheme as plain JSON: grids by name, schemes as mappings."""
+    """Convert a field of a scheme to plain JSON: grids become names, schemes become mappings."""
     if isinstance(value, Scheme):
         return value.to_json()
     if isinstance(value, Grid):
@@ -63,9 +63,10 @@ def read_grid(name: Any) -> Grid | None:
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """The description of a component: with its tensors, all that is needed to rebuild it.
+    """The description of a component; together with the tensors it determines the component.
 
-    kind: the name of the file that defines it. readers: how fields that are not plain values are read from JSON.
+    kind: the name of the file that defines it. readers: functions that read fields from JSON, for fields that are not
+    plain values.
     """
 
     kind: ClassVar[str]
@@ -82,33 +83,33 @@ class Scheme(ABC):
 
     @property
     def text(self) -> str:
-        """A few words for tables: 'int4, group 64'."""
+        """A short text for tables, such as 'int4, group 64'."""
         return self.kind
 
     def size_bytes(self, shape: tuple[int, int], storage: torch.dtype) -> int:
-        """Bytes of all tensors; storage: the dtype of those that are stored in the run's own."""
+        """Bytes of all tensors. storage: the storage dtype of the run, for tensors without a dtype of their own."""
         return sum(spec.size_bytes(storage) for spec in self.tensors(shape).values())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; fields that have their default are left out."""
+        """Plain values; fields that equal their default are omitted."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        usual = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        kept = {name: plain(v) for name, v in values.items() if name not in usual or v != usual[name]}
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        kept = {name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]}
         return {"kind": self.kind, **kept}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError or TypeError for values that are not those of a scheme."""
+        """The inverse of to_json. Raises KeyError or TypeError for values of another kind of scheme."""
         given = {name: value for name, value in values.items() if name != "kind"}
-        return cls(**{name: cls.readers.get(name, _same)(value) for name, value in given.items()})
+        return cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
 def read_scheme(values: Mapping[str, Any]) -> Any:
-    """Read a scheme of any kind. Raises KeyError for a kind that is not known."""
+    """Read a scheme of any kind. Raises KeyError for an unknown kind."""
     return SCHEMES[values["kind"]].from_json(values)
 
 
@@ -127,20 +128,20 @@ class PartScheme(Scheme):
         return ()
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
-        """As of every scheme. lattice: the shape of the weights that are stored, where these are kept ones alone."""
+        """As `Scheme.tensors`. lattice: the shape of the stored weights if only kept weights are stored."""
         raise NotImplementedError
 
     @property
     def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
-        """Columns that share a scale; None for a part without scales."""
+        """Number of columns that share a scale, 'channel' or 'tensor'; None for a part without scales."""
         return None
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
-        """Why a layer of this shape cannot have the part, with what to do instead; None if it can."""
+        """Why a layer of this shape cannot have the part, and how to change the recipe; None if it can."""
         return None
 
     def value(self, storage: torch.dtype) -> Value | None:
-        """What one weight is stored as, where kept weights can be stored alone; None where they cannot."""
+        """The storage of one kept weight (dtype, or bits); None for a part that cannot store kept weights alone."""
         return None
 
 
@@ -148,7 +149,8 @@ class PartScheme(Scheme):
 class TransformScheme(Scheme):
     """The description of a transform of the input.
 
-    effect, instead: what it does to inputs and what a user can do about it, for the errors of formats without it.
+    For the errors of formats that cannot store the transform: effect, its effect on inputs; instead, how a user can
+    avoid it.
     """
 
     effect: ClassVar[str] = "its inputs have a transform"
@@ -156,9 +158,9 @@ class TransformScheme(Scheme):
 
 
 class Component(nn.Module, ABC):
-    """Tensors and their description; a value: whoever changes it makes a new one.
+    """Tensors and their description. A component is a value: a change creates a new component.
 
-    kind: that of its scheme. names: the name in a checkpoint of every buffer. shape: (out, in) of the layer.
+    kind: as of its scheme. names: the stored name of every buffer, as in the scheme. shape: (out, in) of the layer.
     """
 
     kind: ClassVar[str]
@@ -185,9 +187,9 @@ class Component(nn.Module, ABC):
 
     @classmethod
     def read(cls, scheme: Any, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        """Rebuild the component from the tensors of its layer, named `stored_name(prefix, name)`; exact.
+        """Rebuild the component exactly from the tensors of its layer, named `stored_name(prefix, name)`.
 
-        Raises KeyError for a missing tensor, ValueError for one that cannot be right.
+        Raises KeyError for a missing tensor, ValueError for an invalid one.
         """
         known = checked(scheme.tensors(shape), tensors, prefix)
         found = cls(scheme, shape, {buffer: known.get(name) for buffer, name in cls.names.items()})
@@ -195,10 +197,10 @@ class Component(nn.Module, ABC):
         return found
 
     def validate(self, prefix: str) -> None:
-        """Raise ValueError where values contradict one another or the scheme; shapes and dtypes are right already."""
+        """Raise ValueError for values that contradict each other or the scheme; `read` checked shapes and dtypes."""
 
     def sha256(self) -> str:
-        """A digest of scheme and tensors: two components are bit-identical exactly if it is equal."""
+        """A digest of scheme, shape and tensors; equal for bit-identical components."""
         digest = hashlib.sha256(f"{self.scheme.to_json()} {self.shape}".encode())
         for name, tensor in self.tensors().items():
             flat = tensor.detach().cpu().contiguous().view(-1)
@@ -209,9 +211,9 @@ class Component(nn.Module, ABC):
 def checked(
     specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The tensors of a layer that are those of a scheme, by their names in it.
+    """Select and check the tensors of a scheme among those of a layer; by their names in the scheme.
 
-    Raises KeyError for a missing tensor, ValueError for another shape or dtype than the scheme's.
+    Raises KeyError for a missing tensor, ValueError for a shape or dtype other than the scheme's.
     """
     found: dict[str, Tensor] = {}
     for name, spec in specs.items():
@@ -228,7 +230,7 @@ def checked(
 
 
 class WeightPart(Component):
-    """One summand of a layer's weight. lattice: the shape of what is stored: (out, in), or that of kept weights."""
+    """One summand of a layer's weight. lattice: the shape of the stored weights, (out, in) or that of kept weights."""
 
     scheme: PartScheme
 
@@ -240,18 +242,18 @@ class WeightPart(Component):
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights, or of their scales as numbers."""
+        """The dtype of the weights, or of the decoded scales of codes."""
 
     @abstractmethod
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight of the part, computed in `dtype`."""
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        """x W^T + bias in plain torch: the oracle of every kernel."""
+        """x W^T + bias in plain torch. Kernels are tested against it."""
         return nn.functional.linear(x, self.dense(x.dtype), bias)
 
     def prepared(self, kernel: dispatch.Kernel) -> Any:
-        """What a kernel has made of the part, once; made anew when the tensors have moved."""
+        """The result of `kernel.prepare` on the part; cached until the tensors are moved or cast."""
         key = id(kernel)
         if key not in self._prepared:
             self._prepared[key] = kernel.prepare(self)
@@ -262,61 +264,65 @@ class WeightPart(Component):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies prepare for their kernels themselves."""
+        """Exclude the results of kernels; a copy prepares its own."""
         return {**self.__dict__, "_prepared": {}}
 
     def in_storage(self, dtype: torch.dtype) -> WeightPart:
-        """The part with the floats of its codes (scales, zero points) in the storage dtype; exact if fitted for it."""
+        """The part with its floats (such as scales and float zero points) in the storage dtype.
+
+        The values do not change if the pass computed them for that dtype.
+        """
         return self
 
     def round_to(self, dtype: torch.dtype) -> None:
-        """Round weights that are floats to what `dtype` can hold, in place; they keep their own dtype."""
+        """Round weights that are floats to the values of `dtype`, in place; their own dtype does not change."""
 
     def vanished(self, weight: Float[Tensor, "out in"]) -> int:
-        """How many groups of `weight`, which the part stores, became zero because no scale is small enough."""
+        """The number of groups of the original `weight` that became zero because no scale is small enough."""
         return 0
 
     # Kept weights
 
     @property
     def kept(self) -> Kept | None:
-        """Where the kept weights stand, if the part stores them alone."""
+        """The positions of the kept weights if the part stores them alone, else None."""
         return None
 
     def gathered(self, kept: Kept) -> WeightPart:
-        """A part of the same kind that holds kept weights alone; only where the scheme has a `value`."""
+        """A part of the same kind that holds the kept weights alone; only for schemes whose `value` is not None."""
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     def kept_rows(
         self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
     ) -> Float[Tensor, "rows in"]:
-        """Rows of the weight of a `gathered` part; mask: theirs. where: places of their kept weights among all."""
+        """Some rows of the weight of a `gathered` part. mask: of these rows. where: range of their kept weights."""
         raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
 
     # Training
 
     @property
     def free_scale(self) -> Float[Tensor, "out groups"] | None:
-        """The scales that gradients may move; None where there are none."""
+        """The scales that training may change; None for a part without such scales."""
         return None
 
     def with_scale(self, scale: Float[Tensor, "out groups"]) -> WeightPart:
-        """The part with other scales; only where `free_scale` is not None."""
+        """The part with other scales; only if `free_scale` is not None."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
 
     def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
-        """A value per scale, for every weight (or left to broadcast)."""
+        """Expand a value per scale to a value per weight, or to a shape that broadcasts to it."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
 
     def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
-        """The sum over the weights of every scale: the gradient of `spread`."""
+        """Sum over the weights of each scale; the adjoint of `spread`."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
 
 
 class InputTransform(Component):
-    """What a layer does to its input before it multiplies.
+    """A map of the layer's input, applied before the product with the weight.
 
-    rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can undo.
+    rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can
+    fold into the weight.
     """
 
     rank: ClassVar[int]
@@ -329,9 +335,9 @@ class InputTransform(Component):
         """The transformed input, in the dtype of x."""
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        """The weight W' with W' x = W t(x); only for linear transforms."""
+        """Fold the transform t into W: the weight W' with W' x = W t(x). Only for linear transforms."""
         raise AssertionError(f"a transform of kind {self.kind} is not linear")
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputTransform:
-        """The same transform for inputs of which number order[j] stands at j."""
+        """The same transform for permuted inputs, whose channel j is channel order[j] of the original."""
         return self

@@ -2,11 +2,11 @@
 
     packed        int32 [O, ceil(I*b/32)]   unsigned codes along the input axis (`numerics.quant.bits`), counted from 0
     scale         float [O, G]              [1, 1] per tensor; uint8 where the grid stores scales in a byte
-    scale_shared  float32 [n]               numbers that all scales have in common, where the grid needs them
-    zero_point    int8 [O, G]               only with zero points; floats where float_zeros says so
+    scale_shared  float32 [n]               parameters shared by all scales, only for grids that have them
+    zero_point    int8 [O, G]               only with zero points; floats with float_zeros
     g_idx         int32 [I]                 the group of each column, only where groups are not contiguous
 
-W = (code - zero) * scale for integers; for other grids the value of the code times the scale.
+W = (code - zero) * scale for integer grids; W = value(code) * scale for other grids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CodesScheme(PartScheme):
     """Codes of a grid with a scale per group of columns.
 
     group_size: columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix. indexed: groups are not
-    contiguous, a group index per column is stored. float_zeros: zero points need not be whole numbers.
+    contiguous, and a group index per column is stored. float_zeros: zero points are floats.
     """
 
     kind: ClassVar[str] = "codes"
@@ -93,9 +93,9 @@ class CodesScheme(PartScheme):
 class CodesPart(WeightPart):
     """Packed codes with their scales.
 
-    words: packed codes. scale: as stored (floats, or bytes where the grid says so). zero, group_index, shared: None
-    where the scheme has none. lattice: the shape of the codes before packing: (out, in), or the shape of the kept
-    weights where only these have codes (`Sparsity.values`).
+    words: packed codes. scale: as stored (floats, or bytes for grids with byte scales). zero, group_index, shared: None
+    if the scheme has none. lattice: the shape of the codes before packing: (out, in), or the shape of the kept weights
+    if only these have codes (`Sparsity.values`).
     """
 
     kind: ClassVar[str] = "codes"
@@ -143,7 +143,7 @@ class CodesPart(WeightPart):
 
     @property
     def group_size(self) -> GroupSize:
-        """Columns that share a scale."""
+        """Number of columns that share a scale, 'channel' or 'tensor'."""
         return self.scheme.group_size
 
     @property
@@ -151,11 +151,11 @@ class CodesPart(WeightPart):
         return self.scale.dtype if self.grid.scaling.stored is None else torch.float32
 
     def scales(self) -> Float[Tensor, "out groups"]:
-        """The scales as numbers."""
+        """The decoded scales."""
         return self.grid.scaling.decode(self.scale, self.shared)
 
     def codes(self) -> Codes:
-        """Unpack."""
+        """Unpack the codes, with scales and zero points."""
         scale = self.scales()
         zero = None if self.zero is None else self.zero.to(scale.dtype)
         unsigned = unpack(self.words, self.grid.bits, self.shape[1])
@@ -177,7 +177,7 @@ class CodesPart(WeightPart):
         if not isinstance(self.grid, IntGrid):
             scale = spread(scale, width, self.group_size, self.group_index)
             return self.grid.decode(codes, scale, None).to(dtype)
-        # The codes are stored from 0 up; whole numbers below 256 are exact in every float dtype.
+        # Stored codes are unsigned; integers below 256 are exact in every float dtype.
         values = codes.to(dtype).add_(self.grid.lowest)
         groups = scale.shape[1]
         if self.group_index is None and groups > 1 and width % groups == 0 and self.group_size == width // groups:
@@ -215,7 +215,7 @@ class CodesPart(WeightPart):
         return self.dequantized(codes, rows, dtype).masked_fill_(~mask, 0)
 
     def kept_codes(self, rows: slice, where: slice) -> Int[Tensor, " kept"]:
-        """Unsigned codes of some rows, whose kept weights stand at `where` among all."""
+        """Unsigned codes of some rows. where: range of their kept weights among those of all rows."""
         if self.words.ndim == 2:
             return unpack(self.words[rows], self.grid.bits, self.lattice[1]).flatten()
         first = where.start // 32 * 32  # 32 codes fill whole words

@@ -1,4 +1,4 @@
-"""Dense weights: a float for each."""
+"""Dense weights: one float per weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compress.weights.base import PartScheme, TensorSpec, WeightPart
 
 @dataclass(frozen=True)
 class DenseScheme(PartScheme):
-    """A matrix of floats. dtype: their own, by name ('float16'); None: the storage dtype."""
+    """A matrix of floats. dtype: its stored dtype by name ('float16'); None: the storage dtype of the run."""
 
     kind: ClassVar[str] = "dense"
 
@@ -36,7 +36,7 @@ class DenseScheme(PartScheme):
 
 
 class DensePart(WeightPart):
-    """A matrix of floats, or the kept ones of a matrix."""
+    """A matrix of floats, or the kept weights of one."""
 
     kind: ClassVar[str] = "dense"
     scheme: DenseScheme
@@ -46,7 +46,7 @@ class DensePart(WeightPart):
 
     @classmethod
     def of(cls, weight: Float[Tensor, "out in"], dtype: str | None = None) -> Self:
-        """Hold a weight, in a dtype of its own or as it is; then it is shared, not copied."""
+        """Hold a weight, cast to `dtype`. Without a dtype the tensor is shared, not copied."""
         held = weight if dtype is None else weight.to(DTYPES[dtype])
         return cls(DenseScheme(dtype), (weight.shape[0], weight.shape[1]), {"weight": held})
 

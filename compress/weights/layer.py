@@ -1,4 +1,4 @@
-"""LayerScheme: the one description of a layer that passes state, plans count, formats store and loading rebuilds."""
+"""LayerScheme: the description of a layer that passes, plans, formats and loading share."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from compress.weights.sparse import SparseScheme
 from compress.weights.transforms.rounding import RoundingScheme
 
 INPUT, WEIGHT = "input", "weight"
-"""What the names of stored tensors begin with: of transforms, and of the first part; further parts use their kind."""
+"""Prefixes of stored names: of transforms, and of the first part. Further parts have their kind as prefix."""
 
-for _package in (weights, transforms):  # a kind is known by its file
+for _package in (weights, transforms):  # import every kind, so that it is registered
     for _found in pkgutil.iter_modules(_package.__path__):
         if f"{_package.__name__}.{_found.name}" != __name__:
             importlib.import_module(f"{_package.__name__}.{_found.name}")
@@ -42,7 +42,7 @@ for _package in (weights, transforms):  # a kind is known by its file
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """How a layer of `shape` (out, in) is stored: its parts, and the transforms of its input in order."""
+    """The description of a layer: shape (out, in), parts of the weight, and transforms of the input in order."""
 
     shape: tuple[int, int]
     parts: tuple[PartScheme, ...] = (DenseScheme(),)
@@ -50,28 +50,28 @@ class LayerScheme:
 
     @property
     def plain(self) -> bool:
-        """Whether it is an ordinary linear layer: one dense weight, inputs as they are."""
+        """Whether it is an ordinary linear layer: one dense weight in the storage dtype, and no transforms."""
         return self.parts == (DenseScheme(),) and not self.transforms
 
     @property
     def quantized(self) -> bool:
-        """Whether any of its weights are codes."""
+        """Whether any part holds codes."""
         return any(part.quantized for part in self.parts)
 
     @property
     def codes(self) -> CodesScheme | None:
-        """The codes of a layer that is nothing else: what formats of other programs can hold; None for others."""
+        """The codes of a layer whose weight is codes alone, which formats of other programs can hold; else None."""
         only = self.parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, CodesScheme) else None
 
     @property
     def rounding(self) -> RoundingScheme | None:
-        """How inputs are rounded; None: they are not."""
+        """The rounding of inputs, or None."""
         return next((t for t in self.transforms if isinstance(t, RoundingScheme)), None)
 
     @property
     def maps_inputs(self) -> TransformScheme | None:
-        """The first transform other than rounding; None where there is none."""
+        """The first transform other than rounding, or None."""
         return next((t for t in self.transforms if not isinstance(t, RoundingScheme)), None)
 
     @property
@@ -81,12 +81,12 @@ class LayerScheme:
 
     @property
     def text(self) -> str:
-        """'int4, group 64, 2:4' or 'dense', for tables."""
+        """A short text for tables, such as 'int4, group 64, 2:4' or 'dense'."""
         return " + ".join(part.text for part in self.parts)
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What the names of the tensors of each part begin with."""
+        """The prefix of the stored names of each part."""
         found: list[str] = []
         for i, part in enumerate(self.parts):
             same = sum(other.kind == part.kind for other in self.parts[1:i])
@@ -99,7 +99,7 @@ class LayerScheme:
         return {stored_name(p, name): spec for p, own in owners for name, spec in own.tensors(self.shape).items()}
 
     def size_bytes(self, storage: torch.dtype) -> int:
-        """Bytes of all tensors, the bias not counted."""
+        """Bytes of all tensors, without the bias."""
         return sum(spec.size_bytes(storage) for spec in self.tensors().values())
 
     def with_parts(self, *parts: PartScheme) -> LayerScheme:
@@ -107,7 +107,7 @@ class LayerScheme:
         return replace(self, parts=parts)
 
     def with_transform(self, transform: TransformScheme) -> LayerScheme:
-        """The layer with a transform, which replaces one of its own kind."""
+        """The layer with a transform added; it replaces a transform of the same kind."""
         others = [t for t in self.transforms if t.kind != transform.kind]
         return replace(self, transforms=tuple(sorted([*others, transform], key=lambda t: rank_of(t.kind))))
 
@@ -116,9 +116,10 @@ class LayerScheme:
         return replace(self, transforms=tuple(t for t in self.transforms if t.kind != kind))
 
     def sparse(self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy) -> LayerScheme:
-        """The layer with its kept weights stored alone where the policy says so.
+        """The layer with its kept weights stored alone, if the policy says so.
 
-        found: the ways to store its mask. A layer whose weight is not one part, or cannot leave weights out, stays.
+        found: the possible ways to store its mask. A layer with several parts, or whose part cannot store kept weights
+        alone, is unchanged.
         """
         sparsity = self.stored_sparsity(found, storage, policy)
         return self if sparsity is None else self.with_parts(SparseScheme(sparsity, self.parts[0]))
@@ -126,14 +127,14 @@ class LayerScheme:
     def stored_sparsity(
         self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy
     ) -> Sparsity | None:  # fmt: skip
-        """How kept weights are stored alone; None where they are not. Arguments as of `sparse`."""
+        """How the kept weights are stored alone; None if they are not. Arguments as of `sparse`."""
         value = self.parts[0].value(storage) if len(self.parts) == 1 else None
         return None if value is None or not found or policy == "off" else choose(found, self.shape, value, policy)
 
     def read(self, tensors: Mapping[str, Tensor]) -> tuple[list[WeightPart], list[InputTransform]]:
-        """Rebuild parts and transforms from the tensors of a layer by name; exact.
+        """Rebuild parts and transforms exactly from the tensors of a layer by name.
 
-        Raises KeyError for a missing tensor, ValueError for one that cannot be right.
+        Raises KeyError for a missing tensor, ValueError for an invalid one.
         """
         parts: list[Any] = [
             COMPONENTS[part.kind].read(part, self.shape, tensors, prefix)
@@ -150,14 +151,14 @@ class LayerScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError or TypeError for values that are not those of a scheme."""
+        """The inverse of to_json. Raises KeyError, TypeError or ValueError for values that do not describe a layer."""
         rows, width = values["shape"]
         parts = tuple(read_scheme(part) for part in values["parts"])
         return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())))
 
 
 def rank_of(kind: str) -> int:
-    """The place of a kind of transform among all that a layer may have."""
+    """The rank of a kind of transform; transforms are applied in ascending order of it."""
     component = COMPONENTS[kind]
     assert issubclass(component, InputTransform)
     return component.rank

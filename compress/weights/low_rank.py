@@ -1,7 +1,7 @@
-"""A product of two thin matrices, W = B A.
+"""A low-rank product of two matrices, W = B A.
 
-b_<name>   B [out, rank] as a part of its own, such as floats (`weights.dense`) or codes (`weights.codes`)
-a_<name>   A [rank, in]
+b_<name>   B [out, rank], a part such as floats (`weights.dense`) or codes (`weights.codes`)
+a_<name>   A [rank, in], a part likewise
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ A, B = "a", "b"
 
 @dataclass(frozen=True)
 class LowRankScheme(PartScheme):
-    """A product of rank `rank`; a, b: how its two matrices are stored."""
+    """A product of rank `rank`. a, b: the schemes of its two matrices."""
 
     kind: ClassVar[str] = "low_rank"
     readers: ClassVar[Mapping[str, Any]] = {"a": read_scheme, "b": read_scheme}
@@ -52,7 +52,7 @@ class LowRankScheme(PartScheme):
 
 
 class LowRankPart(WeightPart):
-    """B A. a: [rank, in]; b: [out, rank], each a part."""
+    """The product B A. a: a part [rank, in]. b: a part [out, rank]."""
 
     kind: ClassVar[str] = "low_rank"
 

@@ -1,8 +1,8 @@
-"""A few weights in floats, the others zero: whole columns, or single positions row by row (CSR).
+"""A few weights as floats, all others zero: whole columns, or single positions in compressed sparse rows (CSR).
 
-columns   int32 [n]        by column: the columns, ascending; by position: the column of every value
-rows      int32 [O + 1]    by position: where the values of each row begin, and the end of the last
-values    float [O, n]     by column; by position [n], row by row, columns ascending
+columns   int32 [n]        by column: indices of the columns, ascending; by position: the column of every value
+rows      int32 [O + 1]    by position: index of the first value of each row, and the number of values
+values    float [O, n]     by column; by position [n], row by row with ascending columns
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_nam
 
 @dataclass(frozen=True)
 class OutliersScheme(PartScheme):
-    """`count` columns, or values at single positions. dtype: of the values, by name; None: the storage dtype."""
+    """`count` columns, or `count` single weights. dtype: of the values, by name; None: the storage dtype."""
 
     kind: ClassVar[str] = "outliers"
 
@@ -50,7 +50,7 @@ class OutliersScheme(PartScheme):
 
 
 class OutliersPart(WeightPart):
-    """A few weights in floats."""
+    """A few weights as floats."""
 
     kind: ClassVar[str] = "outliers"
     names: ClassVar[Mapping[str, str]] = {"columns": "columns", "rows": "rows", "values": "values"}
@@ -64,7 +64,7 @@ class OutliersPart(WeightPart):
     def of_columns(
         cls, columns: Int[Tensor, " n"], values: Float[Tensor, "out n"], width: int, dtype: str | None = None
     ) -> Self:
-        """Whole columns, ascending; width: all columns of the layer."""
+        """Hold whole columns. columns: ascending. width: number of columns of the layer."""
         scheme = OutliersScheme(len(columns), "column", dtype)
         held = {"columns": columns.to(torch.int32), "values": values if dtype is None else values.to(DTYPES[dtype])}
         return cls(scheme, (values.shape[0], width), held)
@@ -73,7 +73,7 @@ class OutliersPart(WeightPart):
     def of_positions(
         cls, weight: Float[Tensor, "out in"], chosen: Bool[Tensor, "out in"], dtype: str | None = None
     ) -> Self:
-        """The weights where `chosen` is True."""
+        """Hold the weights at which `chosen` is True."""
         counts = chosen.sum(1)
         starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
         values = weight[chosen]
@@ -109,7 +109,7 @@ class OutliersPart(WeightPart):
     def validate(self, prefix: str) -> None:
         name, (height, width) = stored_name(prefix, "columns"), self.shape
         if int(self.columns.min()) < 0 or int(self.columns.max()) >= width:
-            raise ValueError(f"{name} holds a column that is not among the {width} of the layer")
+            raise ValueError(f"{name} holds a column outside of the {width} columns of the layer")
         rises = self.columns.diff() > 0
         if self.rows is not None:
             self._validate_rows(prefix, height)

@@ -1,6 +1,6 @@
-"""Kept weights alone, and where they stand: N of every M columns, or a bitmask.
+"""Kept weights alone, with their positions: N of every M columns, or a bitmask.
 
-With K = floor(I/M) whole groups in every row; the I - K*M columns after these are all kept:
+Every row has K = floor(I/M) whole groups; the I - K*M columns after them are all kept.
 
               N:M                        bitmask
     kept      int32 [O, ceil(K*N*i/32)]  int32 [O, ceil(I/32)]    N:M: the column in its group of every kept weight of
@@ -8,11 +8,12 @@ With K = floor(I/M) whole groups in every row; the I - K*M columns after these a
                                                                   to 256). bitmask: a bit per column, 1 for kept. Bit
                                                                   streams row by row, least significant bit first
     values    float [O, K*N + I - K*M]   float [kept]             weights in floats
-    packed    int32 [O, ceil(that*b/32)] int32 [ceil(kept*b/32)]  or their codes; scales, zero points and group indexes
-                                                                  are those of the whole matrix (`weights.codes`)
+    packed    int32 [O, ceil(v*b/32)]    int32 [ceil(kept*b/32)]  or codes, v = K*N + I - K*M; scales, zero points and
+                                                                  group indexes are those of the whole matrix
+                                                                  (`weights.codes`)
 
-The mask is a fact of its own, not the pattern of zeros: a kept weight that is zero is stored like any other, and all
-others are exactly zero.
+The mask is independent of zeros: a kept weight that is zero is stored like any other. Weights outside of the mask are
+exactly zero.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.base import COMPONENTS, PartScheme, TensorSpec, WeightPart, checked, read_scheme, stored_name
 
 VALUES = "values"
-"""The name of kept weights that are floats."""
+"""The stored name of kept weights that are floats."""
 
 
 @dataclass(frozen=True)
 class SparseScheme(PartScheme):
-    """Kept weights alone. values: how they are stored, such as floats or codes."""
+    """Kept weights alone. values: the scheme of their values, such as floats or codes."""
 
     kind: ClassVar[str] = "sparse"
 
@@ -90,13 +91,13 @@ class SparsePart(WeightPart):
 
     @classmethod
     def of(cls, part: WeightPart, kept: Kept) -> Self:
-        """Leave out the weights of a part that are not kept; these must be zero."""
+        """Store the kept weights of a part alone; all other weights must be zero."""
         scheme = SparseScheme(kept.sparsity, part.scheme)
         return cls(scheme, part.shape, {"positions": kept.words}, part.gathered(kept))
 
     @classmethod
     def read(cls, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
-        kept = _positions(scheme.sparsity, shape, tensors, prefix)
+        kept = _read_positions(scheme.sparsity, shape, tensors, prefix)
         known = checked(scheme.tensors(shape), tensors, prefix)
         inner = COMPONENTS[scheme.values.kind]
         lattice = scheme.sparsity.values(shape)
@@ -123,7 +124,7 @@ class SparsePart(WeightPart):
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         found = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
-        for rows, mask, where in self.kept.parts():  # some rows at a time: little is held in addition to the weight
+        for rows, mask, where in self.kept.parts():  # some rows at a time, to limit memory
             found[rows] = self.values.kept_rows(rows, mask, where, dtype)
         return found
 
@@ -147,10 +148,10 @@ class SparsePart(WeightPart):
         return self.values.sum_groups(values)
 
 
-def _positions(
+def _read_positions(
     sparsity: Sparsity, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str
 ) -> Kept:  # fmt: skip
-    """The positions of kept weights. Raises KeyError, and ValueError where they contradict themselves or the config."""
+    """Read the positions of kept weights. Raises KeyError, and ValueError for positions that contradict the config."""
     name = stored_name(prefix, "kept")
     rows, width = shape
     spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}

@@ -201,7 +201,7 @@ def test_a_full_disk_keeps_what_is_finished_and_the_same_command_goes_on(recipe,
         line = one_line(1, "run", path, "-o", out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "the disk is full; finished blocks are kept, the same command continues there" in line
+    assert "the disk is full; finished blocks are kept, and the same command resumes after them" in line
     shards = {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors*")}
     assert list(shards) == ["model-00002-of-00004.safetensors"]
     again = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out)])

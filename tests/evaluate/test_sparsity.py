@@ -56,7 +56,7 @@ def test_the_most_that_any_pass_owed_counts():
     results = [result(n, 0.5, 0.5) for n in NAMES] + [result(n, 0.25, 0.25, "passes[1]") for n in NAMES]
     steps = steps_of(Magnitude(), Wanda(sparsity=0.25))
     assert check_sparsity(steps, results, model_of(a=10, b=11))["due"] == 0.5
-    with pytest.raises(VerificationError, match="b: 10 weights were to be zero, but 9 are in the checkpoint"):
+    with pytest.raises(VerificationError, match="b: 10 weights must be zero, but the checkpoint has 9"):
         check_sparsity(steps, results, model_of(a=10, b=9))
 
 
@@ -68,7 +68,7 @@ def test_a_layer_that_a_pass_has_not_pruned_is_an_error():
 @pytest.mark.parametrize("share", [0.4, 0.6])
 def test_an_allocation_that_asks_for_another_sparsity_in_all_is_an_error(share):
     results = [result(name, share, share) for name in NAMES]
-    with pytest.raises(VerificationError, match="sparsity 0.5 was asked, but that of the layers comes to"):
+    with pytest.raises(VerificationError, match="sparsity 0.5 was asked, but the mean of the layers is"):
         check_sparsity(steps_of(Magnitude()), results, model_of(a=20, b=20))
 
 

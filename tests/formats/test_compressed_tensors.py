@@ -243,10 +243,10 @@ FP8 = GRIDS["fp8_e4m3"]
             coded("fp8_e5m2", "channel"),
             "weights fp8_e5m2 have no reader; use fp8_e4m3, or format: native",
         ),
-        (coded("fp8_e4m3", 64), "fp8_e4m3 has no layout for groups; use group_size: channel or tensor"),
-        (coded("fp8_e4m3", "channel", True, rounding()), "fp8_e4m3 weights go with activations none or fp8_e4m3"),
-        (coded("mxfp4", 32, True, rounding()), "mxfp4 weights are read with activations none only"),
-        (coded("nvfp4", 16, True, rounding("fp8_e4m3")), "nvfp4 weights are read with activations none only"),
+        (coded("fp8_e4m3", 64), "fp8_e4m3 has no layout with groups; use group_size: channel or tensor"),
+        (coded("fp8_e4m3", "channel", True, rounding()), "fp8_e4m3 weights need activations none or fp8_e4m3"),
+        (coded("mxfp4", 32, True, rounding()), "mxfp4 weights are read only with activations: none"),
+        (coded("nvfp4", 16, True, rounding("fp8_e4m3")), "nvfp4 weights are read only with activations: none"),
         (coded("nvfp4", 16, indexed=True), "act_order: group has no reader for nvfp4; use act_order: static"),
         (coded("mxfp4", shape=(8, 80)), "mxfp4 has groups of 32 columns, which do not divide the 80 inputs"),
         (coded("nvfp4", 16, shape=(8, 72)), "nvfp4 has groups of 16 columns, which do not divide the 72 inputs"),
@@ -302,9 +302,9 @@ def test_short_groups_are_adapted(make):
 @pytest.mark.parametrize(
     ("transforms", "message"),
     [
-        ([rounding(threshold=6.0)], "cannot say that outlier columns are computed in floats"),
-        ([rounding(columns=True)], "cannot say that outlier columns are computed in floats"),
-        ([SCALED, rounding()], "its inputs are divided by a scale that nothing before it could take up"),
+        ([rounding(threshold=6.0)], "cannot state that outlier columns are computed in floats"),
+        ([rounding(columns=True)], "cannot state that outlier columns are computed in floats"),
+        ([SCALED, rounding()], "its inputs are divided by a scale that no layer before it could absorb"),
     ],
 )
 def test_what_has_no_word_in_the_format_is_refused_with_what_has(transforms, message):
@@ -314,13 +314,13 @@ def test_what_has_no_word_in_the_format_is_refused_with_what_has(transforms, mes
 
 def test_a_permutation_is_refused_with_what_to_do_instead():
     reason = FORMAT.refuses(coded("int8", "channel", True, PERMUTED, rounding()))
-    assert "its inputs are put in another order" in reason
+    assert "its inputs are permuted" in reason
     assert reason.endswith("use format: native, or unlinked: skip for the permutation")
 
 
 def test_what_is_more_than_codes_is_refused():
     both = LayerScheme((6, 64), (*coded().parts, *LayerScheme((6, 64)).parts))
-    assert FORMAT.refuses(both).endswith("holds codes alone, not int4, group 32 + dense; use format: native")
+    assert FORMAT.refuses(both).endswith("holds only codes, not int4, group 32 + dense; use format: native")
     assert FORMAT.refuses(LayerScheme((6, 64), transforms=(rounding(),))).endswith("use format: native")
     assert FORMAT.refuses(LayerScheme((6, 64))) is None
     assert FORMAT.refuses(coded("int4", 32, False, float_zeros=True)).endswith("zero_point: integer, or format: native")

@@ -1,4 +1,4 @@
-"""The dense format: everything is multiplied out, so it holds every weight and no rounded activations."""
+"""The dense format: layers are dequantized, so it holds every weight and no rounded activations."""
 
 import pytest
 from schemes import coded, layer_of, rounding
@@ -19,15 +19,15 @@ def test_every_grid_and_group_can_be_stored_multiplied_out(make, grid):
 @pytest.mark.parametrize("inputs", ["int8", "fp8_e4m3"])
 def test_rounded_activations_are_refused_with_what_holds_them(inputs):
     message = FORMAT.refuses(coded("int8", "channel", True, rounding(inputs)))
-    assert message == "format dense cannot say that activations are rounded; use format: compressed-tensors"
+    assert message == "format dense cannot state that activations are rounded; use format: compressed-tensors"
 
 
 def test_it_needs_no_config_and_holds_no_codes(make):
     assert FORMAT.config({"a": coded()}, [], "0.1") is None
     assert FORMAT.schemes({}, {"a": (6, 64)}) == {}
-    with pytest.raises(AssertionError, match="multiplied out before"):
+    with pytest.raises(AssertionError, match="dequantized before"):
         FORMAT.encode(coded(), [make()], [])
-    with pytest.raises(AssertionError, match="multiplied out before"):
+    with pytest.raises(AssertionError, match="dequantized before"):
         FORMAT.tensors(coded())
     with pytest.raises(AssertionError, match="holds no codes"):
         FORMAT.decode({}, coded())

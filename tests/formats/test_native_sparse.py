@@ -109,7 +109,7 @@ def test_other_formats_do_not_store_kept_weights_alone():
     for name in ("dense", "compressed-tensors"):
         assert not FORMATS[name].sparse
     scheme = layer_of(sparse_floats(regular_mask(4, 16, 2, 4)))
-    assert FORMATS["compressed-tensors"].refuses(scheme).endswith("holds codes alone, not bitmask; use format: native")
+    assert FORMATS["compressed-tensors"].refuses(scheme).endswith("holds only codes, not bitmask; use format: native")
 
 
 MASK = regular_mask(6, 64, 2, 4)  # every mask of 6 x 64 that keeps 2 of 4 keeps 192

@@ -107,7 +107,7 @@ def test_columns_and_mask_change_places_together_and_back():
 
 def test_the_mask_of_another_weight_is_our_mistake():
     layer = masked(random_mask(4, 16, 0.5))
-    with pytest.raises(AssertionError, match="the mask is that of another weight"):
+    with pytest.raises(AssertionError, match="mask and weight have different shapes"):
         layer.put(torch.ones(4, 8))
 
 

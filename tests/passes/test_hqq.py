@@ -99,7 +99,7 @@ def test_zero_points_in_floats_are_stored_planned_and_read(recipe, tmp_path):
 
 
 def test_a_format_with_whole_zero_points_refuses_others(recipe, tmp_path):
-    with pytest.raises(TargetError, match="are whole numbers; use zero_point: integer, or format: native"):
+    with pytest.raises(TargetError, match="are integers; use zero_point: integer, or format: native"):
         compress.run(recipe(HQQ(group_size=32, zero_point="float")), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -86,9 +86,7 @@ def test_a_place_in_the_chain_where_it_cannot_work_is_an_error_before_the_work(r
 
 
 def test_a_format_without_it_is_an_error_before_the_work(recipe):
-    with pytest.raises(
-        TargetError, match="holds codes alone, not int3, group 32 . rank 16 in int8; use format: native"
-    ):
+    with pytest.raises(TargetError, match="holds only codes, not int3, group 32 . rank 16 in int8; use format: native"):
         compress.plan(recipe(compress.RTN(**INT3), LoRC()))
 
 

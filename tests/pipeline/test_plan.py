@@ -162,7 +162,7 @@ def test_memory_grows_with_the_model_and_the_text(recipe):
         (GPTQ(act_order="group"), {}, "use act_order: static, or format: native"),
         (RTN(symmetric=False, group_size="tensor"), {}, "use group_size: channel, or symmetric: true"),
         (RTN(activations="fp8_e4m3"), {}, "use int8, or format: native"),
-        (RTN(activations="int8"), {"format": "dense"}, "cannot say that activations are rounded; use format"),
+        (RTN(activations="int8"), {"format": "dense"}, "cannot state that activations are rounded; use format"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_remedy(step, save, message, recipe):

@@ -164,7 +164,7 @@ def test_a_checkpoint_that_transformers_cannot_load(check, folder, monkeypatch):
     ("options", "step", "reason"),
     [
         ({"verify": "own"}, {}, "the recipe says verify: own"),
-        ({"format": "native"}, {}, r"format native is read by compress\.load alone"),
+        ({"format": "native"}, {}, r"format native is read by compress\.load only"),
     ],
 )
 def test_where_transformers_is_not_asked_the_report_says_why(options, step, reason, asked, tmp_path):

@@ -227,7 +227,7 @@ def test_a_kernel_may_know_it(monkeypatch):
 def test_formats_of_other_programs_refuse_it_before_the_work(recipe):
     with pytest.raises(TargetError, match=r"residual: model\.layers\.0\..*: the signs of its inputs are flipped"):
         compress.plan(recipe(Residual()))
-    with pytest.raises(TargetError, match="holds codes alone, not int4, group 64 \\+ outer; use format: native"):
+    with pytest.raises(TargetError, match="holds only codes, not int4, group 64 \\+ outer; use format: native"):
         compress.plan(recipe(RTN(), Correct()))
 
 

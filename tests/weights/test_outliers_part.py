@@ -48,7 +48,7 @@ def test_columns_are_read_back_as_they_were(data, rows, width):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight_columns": torch.tensor([4, 9, 0], dtype=torch.int32)}, "a column that is not among the 6"),
+        ({"weight_columns": torch.tensor([4, 9, 0], dtype=torch.int32)}, "a column outside of the 6"),
         ({"weight_columns": torch.tensor([4, 1, 0], dtype=torch.int32)}, "weight_columns is not ascending"),
         ({"weight_rows": torch.tensor([0, 2, 4], dtype=torch.int32)}, "weight_rows does not rise from 0 to 3"),
         ({"weight_rows": torch.tensor([0, 2], dtype=torch.int32)}, r"weight_rows is torch.int32 \[2\], but it must be"),

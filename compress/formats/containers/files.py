@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and their digests."""
+"""Atomic writing of files, and their digests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from compress.errors import SaveError
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when all went well, and is removed when it did not.
+    """Yield a temporary path in the folder of `path`; on success it replaces `path`, on an error it is removed.
 
-    Raises SaveError, saying what is still there, when the disk is full or the folder cannot be written.
+    Raises SaveError, which says how to resume, when the disk is full or the folder cannot be written.
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -31,7 +31,7 @@ def atomic(path: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
         raise SaveError(
-            f"{path}: {reason_of(error)}; finished blocks are kept, the same command continues there"
+            f"{path}: {reason_of(error)}; finished blocks are kept, and the same command resumes after them"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)
@@ -39,7 +39,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def reason_of(error: Exception) -> str:
-    """Say why a file could not be written."""
+    """The reason why a file could not be written."""
     text = str(error)
     full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
     if getattr(error, "errno", None) in full or any(os.strerror(number) in text for number in full):

@@ -11,7 +11,7 @@ from compress.formats.containers.files import atomic, file_sha256
 
 
 def shard_name(number: int, count: int) -> str:
-    """The usual name of shard `number` (from 1) of `count`."""
+    """The name of shard `number` (from 1) of `count`, as transformers writes it."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 

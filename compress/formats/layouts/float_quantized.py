@@ -5,9 +5,9 @@
 
 Inputs are rounded per token at run time, so they need no tensors. W ~ weight * scale.
 
-Of the reader (transformers 5.23 with compressed-tensors 0.20): it multiplies in the dtype of the scale. The class
-that it registers under this name asks for input arguments when it chooses a layout by itself, but a layout that the
-config names is read without them too.
+The reader (transformers 5.23 with compressed-tensors 0.20) multiplies in the dtype of the scale. The class that it
+registers under this name requires input arguments when the reader itself chooses a layout. A layout that the config
+names is also read without them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class FloatQuantized(Layout):
         if codes.grid is not GRID:
             return f"weights {codes.grid.name} have no reader; use {GRID.name}, or format: native"
         if isinstance(codes.group_size, int):
-            return f"{GRID.name} has no layout for groups; use group_size: channel or tensor, or format: native"
+            return f"{GRID.name} has no layout with groups; use group_size: channel or tensor, or format: native"
         if rounding is not None and rounding.grid is not GRID:
-            return f"{GRID.name} weights go with activations none or {GRID.name}, or format: native"
+            return f"{GRID.name} weights need activations none or {GRID.name}; use one of these, or format: native"
         return None
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:

@@ -1,11 +1,11 @@
-"""What the two 4-bit float layouts of compressed-tensors have in common: two codes in a byte, and their refusals.
+"""The common base of the two 4-bit float layouts of compressed-tensors: two codes per byte.
 
     <m>.weight_packed   uint8 [O, I/2]   two E2M1 codes per byte (sign * 8 + index into 0, .5, 1, 1.5, 2, 3, 4, 6), the
                                          even column in the low half
 
-Of the reader (transformers 5.23 with compressed-tensors 0.20): it multiplies weights out in bfloat16 whatever the dtype
-of the model, as one product in float32 that is rounded once. A model that is loaded in another dtype thus computes
-with weights that are rounded to bfloat16; servers, which compute from the codes, do not.
+The reader (transformers 5.23 with compressed-tensors 0.20) dequantizes weights in bfloat16 for every dtype of the
+model: it computes one product in float32 and rounds it once. A model that is loaded in another dtype therefore computes
+with weights that are rounded to bfloat16. Servers compute from the codes and do not round them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compress.weights.layer import LayerScheme
 
 
 def as_bytes(words: Int[Tensor, "out words"]) -> Int[Tensor, "out bytes"]:
-    """The dense bit stream of 4-bit codes as bytes; whole words, since groups are multiples of 8 columns."""
+    """View words of 4-bit codes as bytes; words are whole, because groups are multiples of 8 columns."""
     return words.contiguous().view(torch.uint8)
 
 
@@ -32,7 +32,7 @@ def as_words(stream: Int[Tensor, "out bytes"]) -> Int[Tensor, "out words"]:
 
 
 class Float4Layout(Layout):
-    """A layout of 4-bit floats. strategy, scale_dtype: what the config says of the groups and of their scales."""
+    """A layout of 4-bit floats. strategy, scale_dtype: as in the config."""
 
     strategy: ClassVar[str]
     scale_dtype: ClassVar[str]
@@ -42,7 +42,7 @@ class Float4Layout(Layout):
         name, size = codes.grid.name, codes.grid.group_size
         assert size is not None
         if scheme.rounding is not None:
-            return f"{name} weights are read with activations none only; leave activations out, or use format: native"
+            return f"{name} weights are read only with activations: none; leave activations out, or use format: native"
         if codes.indexed:
             return f"act_order: group has no reader for {name}; use act_order: static, or format: native"
         if width % size:

@@ -3,9 +3,9 @@
     <m>.weight              int8  [O, I]              signed codes
     <m>.weight_scale        float [O, 1] per channel; [1] per tensor
     <m>.weight_zero_point   int8  like the scale      only if asymmetric
-    <m>.input_scale         float [1]                 only with static activations
+    <m>.input_scale         float [1]                 only with a static activation scale
 
-Activations that are rounded per token when the model runs need no tensors. W ~ (q - zero) * scale.
+Activations that are rounded per token at run time need no tensors. W ~ (q - zero) * scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class IntQuantized(Layout):
     name = "int-quantized"
 
     def suits(self, scheme: LayerScheme) -> bool:
-        """Whether servers run a layer of this scheme in integers: int8 weights per channel or tensor, int8 inputs."""
+        """Whether servers run a layer of this scheme with integers: int8 weights per channel or tensor, int8 inputs."""
         codes, rounding = scheme.codes, scheme.rounding
         if codes is None or codes.grid is not INT8 or rounding is None or rounding.grid is not INT8:
             return False

@@ -1,4 +1,4 @@
-"""What a layout of the compressed-tensors family must be able to do, and what all of them do alike."""
+"""Layout: the contract of the layouts of compressed-tensors, and their common code."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ def codes_of(scheme: LayerScheme) -> CodesScheme:
 
 
 class Layout(ABC):
-    """How the tensors of a layer of codes are named and shaped.
+    """The names and shapes of the tensors of a layer of codes.
 
-    name: its own in the config. grid: of the weights; None: integers of any width.
+    name: as in the config. grid: of the weights; None: integers of any width.
     """
 
     name: ClassVar[str]
     grid: ClassVar[Grid | None] = None
 
     def suits(self, scheme: LayerScheme) -> bool:
-        """Whether the layout is meant for layers of this scheme; the first that is, is taken."""
+        """Whether layers of this scheme belong in the layout; the first layout that suits is used."""
         codes = scheme.codes
         return codes is not None and (isinstance(codes.grid, IntGrid) if self.grid is None else codes.grid is self.grid)
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
-        """As Format.refuses, for schemes that it suits."""
+        """As Format.refuses, for schemes that suit the layout."""
 
     def adapt(self, codes: CodesScheme, width: int) -> CodesScheme:
-        """The scheme of the same codes as the layout can hold them."""
+        """The scheme of the same codes in the stored form of the layout."""
         return codes
 
     def adapt_part(self, part: CodesPart) -> CodesPart:
-        """The same codes as the layout can hold them."""
+        """The same codes in the stored form of the layout."""
         return part
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], scheme: LayerScheme) -> CodesPart:
-        """The inverse of encode; `tensors` have the shapes and dtypes of the method of that name."""
+        """The inverse of encode. tensors: their shapes and dtypes are those of the method `tensors`."""
 
     def weight_arguments(self, scheme: LayerScheme) -> dict[str, Any]:
         """The `weights` part of a config group (QuantizationArgs)."""
@@ -72,5 +72,5 @@ class Layout(ABC):
         }
 
     def grid_of(self, weights: Mapping[str, Any]) -> Grid:
-        """The grid that the `weights` part of a config group speaks of."""
+        """The grid that the `weights` part of a config group states."""
         return GRIDS[f"int{weights['num_bits']}"] if self.grid is None else self.grid

@@ -3,7 +3,7 @@
     <m>.weight_packed   uint8 [O, I/2]    E2M1 codes as in `fp4_pack`
     <m>.weight_scale    uint8 [O, I/32]   exponents e; the scale of 32 columns is 2^(e - 127)
 
-W ~ E2M1(code) * 2^(e - 127), which bfloat16 holds exactly, so that every reader has the very same weights.
+W ~ E2M1(code) * 2^(e - 127). bfloat16 represents it exactly, so every reader computes the same weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     <m>.weight_scale          float8_e4m3fn [O, I/16]   one per 16 columns
     <m>.weight_global_scale   float32 [1]               a divisor: 448 * 6 / the largest magnitude
 
-W ~ E2M1(code) * weight_scale / weight_global_scale. Servers fuse layers that read the same input (q, k, v; gate, up)
-and then keep one global scale for all, so such layers are written with the same one.
+W ~ E2M1(code) * weight_scale / weight_global_scale. Servers fuse layers with the same input (q, k, v; gate, up) and
+use one global scale for all of them, so these layers are written with a common global scale.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """`pack-quantized`, the packed integer layout of compressed-tensors (W4A16, W8A16, 2 to 8 bits).
 
     <m>.weight_packed       int32 [O, ceil(I*b/32)]   codes q + 2^(b-1), a dense bit stream along the input axis, least
-                                                      significant bit first, codes cross word borders (3, 5, 6, 7 bits)
+                                                      significant bit first, across word borders (3, 5, 6, 7 bits)
     <m>.weight_scale        float [O, G]; [O, 1] per channel; [1] per tensor
     <m>.weight_zero_point   int32 [ceil(O*b/32), G]   zero + 2^(b-1), packed along the OUTPUT axis; only if asymmetric
     <m>.weight_shape        int64 [2]                 (O, I)
 
-W ~ (q - zero) * scale. The reader divides a row into whole groups of equal size only, and has no group index. A short
-last group is therefore stored as groups of gcd(I, group_size) columns with repeated scales, which is the same weight.
+W ~ (q - zero) * scale. The reader supports only rows that divide into groups of equal size, and no group index. A
+short last group is therefore stored as groups of gcd(I, group_size) columns with repeated scales: the same weight.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from compress.weights.base import TensorSpec
 from compress.weights.codes import CodesPart, CodesScheme
 from compress.weights.layer import LayerScheme
 
-SMALLEST_GROUP = 16  # a finer split of a short last group would cost more in scales than it saves
+SMALLEST_GROUP = 16  # smaller groups for a short last one would add more bytes of scales than codes save
 
 
 def stored_group_size(width: int, group_size: int) -> int:
-    """The group size in the file: as asked where it divides the width, otherwise the greatest common divisor."""
+    """The group size in the file: the greatest common divisor of the given one and the width."""
     return math.gcd(width, group_size)
 
 
 def refuses_integers(scheme: LayerScheme) -> str | None:
-    """Why integers of this scheme have no reader, and what can be written instead; None if they have."""
+    """Why no reader supports integers of this scheme, and how to change the recipe; None if one does."""
     codes, rounding, width = codes_of(scheme), scheme.rounding, scheme.shape[1]
     if rounding is not None and rounding.grid is not GRIDS["int8"]:
         return f"activations {rounding.grid.name} cannot be combined with integer weights; use int8, or format: native"
     if codes.indexed:
         return (
-            "act_order: group has no reader any more (compressed-tensors dropped it); "
+            "act_order: group has no reader (compressed-tensors no longer supports it); "
             "use act_order: static, or format: native"
         )
     size = codes.group_size
@@ -55,13 +55,13 @@ def refuses_integers(scheme: LayerScheme) -> str | None:
 
 
 def sizes_that_work(width: int) -> str:
-    """'use 32, 64 or 192, or format: native': group sizes near the usual ones that divide a width."""
+    """A text such as 'use 32, 64, 192, channel, or format: native': group sizes from 16 to 256 that divide a width."""
     sizes = [str(size) for size in range(16, 257) if width % size == 0]
     return f"use {', '.join([*sizes, 'channel'])}, or format: native"
 
 
 def input_arguments(scheme: LayerScheme) -> dict[str, Any]:
-    """The `input_activations` part: one scale per token, found at run time, or a stored one for all."""
+    """The `input_activations` part of a config group: a dynamic scale per token, or one static scale."""
     rounding = scheme.rounding
     assert rounding is not None
     static = rounding.scale == "static"
@@ -72,7 +72,7 @@ def input_arguments(scheme: LayerScheme) -> dict[str, Any]:
 
 
 class PackQuantized(Layout):
-    """The `pack-quantized` layout; of 8-bit weights, for those that `int_quantized` does not suit."""
+    """The `pack-quantized` layout: all integer weights that do not suit `int_quantized`."""
 
     name = "pack-quantized"
 
@@ -80,12 +80,12 @@ class PackQuantized(Layout):
         return refuses_integers(scheme)
 
     def adapt(self, codes: CodesScheme, width: int) -> CodesScheme:
-        """The scheme of the same codes in groups that the layout can hold."""
+        """The scheme of the same codes in groups that the layout supports."""
         size = codes.group_size
         return codes if not isinstance(size, int) else replace(codes, group_size=stored_group_size(width, size))
 
     def adapt_part(self, part: CodesPart) -> CodesPart:
-        """The same weight in groups that the layout can hold."""
+        """The same weight in groups that the layout supports."""
         width, size = part.shape[1], part.group_size
         if not isinstance(size, int) or width % size == 0:
             return part

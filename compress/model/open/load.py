@@ -1,4 +1,4 @@
-"""Loading a compressed checkpoint: the stock model with its compressed layers as CompressedLinear."""
+"""Load a compressed checkpoint: the stock model with its compressed layers as CompressedLinear."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compress.model.open.experts import open_experts
 from compress.weights.layer import LayerScheme
 
 METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
-"""quant_method of a config -> our format."""
+"""The name of the format by the `quant_method` of a config."""
 
 
 def load(
@@ -29,12 +29,12 @@ def load(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """(model, tokenizer) of a folder written by `compress run`, or of any dense model.
+    """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
-    Packed weights stay packed and memory-mapped; each layer unpacks its own when it runs.
-    dtype: what is computed in; 'auto' is what the checkpoint stores.
+    Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass.
+    dtype: of the computation; 'auto' is the dtype of the checkpoint.
 
-    Raises ModelError: not a model, an unknown quantization method, missing or truncated tensors.
+    Raises ModelError for a folder without a model, an unknown quantization method, or missing or truncated tensors.
     """
     folder, device = Path(folder), torch.device(device)
     if not folder.is_dir():
@@ -64,7 +64,7 @@ def load(
         opening.assign(model, renamed.read([name for name in files if name not in packed]))
         model.tie_weights()
         opening.to_device(model, device)
-    caches = _caches(model, config, format_, described)
+    caches = _cache_schemes(model, config, format_, described)
     scales = opening.Mapped(stored, compute, device)
     fill_caches(model, "", scales.read([name for name in stored if name.endswith(SCALES)]), caches)
     model.eval().requires_grad_(False)
@@ -84,17 +84,17 @@ def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[
 def _schemes(
     format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, LayerScheme]:  # fmt: skip
-    """How the linears of a checkpoint are stored, by name. Raises ModelError where its config cannot be read."""
+    """The schemes of a checkpoint's linears by name. Raises ModelError for an invalid quantization_config."""
     try:
         return format_.schemes(described, shapes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"model: quantization_config of its config.json cannot be read ({error!r})") from error
 
 
-def _caches(
+def _cache_schemes(
     model: nn.Module, config: Any, format_: Format | None, described: Mapping[str, Any]
 ) -> dict[str, CacheScheme]:
-    """How keys and values are rounded, by the name of the attention. Raises ModelError."""
+    """The cache schemes by name of the attention. Raises ModelError."""
     record = vars(config).pop(CONFIG_KEY, None)
     try:
         everywhere = None if format_ is None else format_.cached(described)
@@ -108,13 +108,13 @@ def _caches(
 
 
 def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:
-    """Let attentions below `root` round keys and values as they did; `prefix` + name is the full name, as in `fill`.
+    """Restore the rounding of keys and values below `root`; prefix + name is the full name.
 
-    Raises ModelError for a scale that is missing or cannot be right, and for an attention that is not there.
+    Raises ModelError for a missing or invalid scale, and for an attention that does not exist.
     """
     known = attentions_with_cache(root)
     for full, scheme in caches.items():
-        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "": the root itself
+        attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "" is the root
         if attention is None:
             raise ModelError(f"model: {full} has no cache whose keys and values could be rounded")
         scales: list[Tensor | None] = [None, None]
@@ -141,11 +141,12 @@ def fill(
     format_: Format,
     dtype: torch.dtype,
 ) -> None:
-    """Put the compressed linears below `root` in place; `prefix` + name is a tensor's name, schemes by full name.
+    """Replace linears below `root` by the compressed linears of a checkpoint.
 
-    dtype: what is computed in, which weights that are stored as floats get.
+    prefix + name below `root` is the full name; tensors and schemes are by full name. dtype: of the computation;
+    weights stored as floats are cast to it.
 
-    Raises ModelError for tensors that are missing, or that cannot be right, named in full.
+    Raises ModelError for missing or invalid tensors, with the full name.
     """
     for full, scheme in schemes.items():
         if not full.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Section: what was verified after the checkpoint was read back."""
+"""Section: the checks after the checkpoint was read back."""
 
 from __future__ import annotations
 

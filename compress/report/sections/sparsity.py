@@ -1,4 +1,4 @@
-"""Section: sparsity that was asked for, and zeros in the checkpoint."""
+"""Section: the sparsity asked for, and the zeros of the checkpoint."""
 
 from __future__ import annotations
 

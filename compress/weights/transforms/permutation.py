@@ -1,4 +1,4 @@
-"""Input channels in another order."""
+"""A permutation of the input channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PermutationScheme(TransformScheme):
     """A permutation of all input channels."""
 
     kind: ClassVar[str] = "permutation"
-    effect: ClassVar[str] = "its inputs are put in another order, which nothing before it could take up"
+    effect: ClassVar[str] = "its inputs are permuted, and no layer before it could absorb the permutation"
     instead: ClassVar[str] = ", or unlinked: skip for the permutation"
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
@@ -27,7 +27,7 @@ class PermutationScheme(TransformScheme):
 
 
 class Permutation(InputTransform):
-    """x[order]. order: [in]; channel j of the result is channel order[j] of the input."""
+    """x[order]: channel j of the result is channel order[j] of the input. order: [in]."""
 
     kind: ClassVar[str] = "permutation"
     names: ClassVar[Mapping[str, str]] = {"order": "permutation"}
@@ -37,7 +37,7 @@ class Permutation(InputTransform):
 
     @classmethod
     def of(cls, order: Int[Tensor, " in"], shape: tuple[int, int]) -> Self:
-        """The permutation of an order."""
+        """Permute by an order."""
         return cls(PermutationScheme(), shape, {"order": order.to(torch.int32)})
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:

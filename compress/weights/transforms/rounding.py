@@ -1,4 +1,4 @@
-"""Inputs rounded to a grid, per token or with a static scale; columns with outliers are left as they are."""
+"""Rounding of inputs to a grid, with a scale per token or a static scale; columns with outliers are not rounded."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from compress.weights.base import InputTransform, TensorSpec, TransformScheme, r
 class RoundingScheme(TransformScheme):
     """How inputs are rounded.
 
-    scale: 'token': one per token, found when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'static': one for all,
-    stored. threshold: columns in which any magnitude of the call reaches it are not rounded; columns: some columns,
-    which are stored, are never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
+    scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'static': one for
+    all tokens, stored. threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns:
+    whether a stored set of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
     """
 
     kind: ClassVar[str] = "rounding"
@@ -40,7 +40,7 @@ class RoundingScheme(TransformScheme):
 
     @property
     def outliers(self) -> bool:
-        """Whether some columns are left as they are."""
+        """Whether some columns are not rounded."""
         return self.threshold is not None or self.columns
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
@@ -49,15 +49,15 @@ class RoundingScheme(TransformScheme):
 
 
 class InputRounding(InputTransform):
-    """Rounding of inputs; what it returns are the values that codes stand for, in the dtype of the inputs.
+    """Rounding of inputs; returns dequantized values in the dtype of the inputs.
 
-    With outlier columns, x W^T is the sum of a product in integers and one in floats over those columns.
+    With outlier columns, x W^T is the sum of an integer product and a float product over those columns.
     scale: [1], static, or None. columns: [in], True for columns that are never rounded, or None.
     """
 
     kind: ClassVar[str] = "rounding"
     names: ClassVar[Mapping[str, str]] = {"scale": "scale", "columns": "outliers"}
-    rank: ClassVar[int] = 100  # after all others: integer kernels take it over
+    rank: ClassVar[int] = 100  # the last transform, because integer kernels include it
     linear: ClassVar[bool] = False
 
     scheme: RoundingScheme
@@ -69,7 +69,7 @@ class InputRounding(InputTransform):
         cls, grid: Grid, scale: Float[Tensor, " 1"] | None = None, threshold: float | None = None,
         columns: Bool[Tensor, " in"] | None = None, symmetric: bool = True, shape: tuple[int, int] = (0, 0),
     ) -> Self:  # fmt: skip
-        """Rounding to a grid; fields as of the scheme."""
+        """Round to a grid. scale: static, or None for one per token. Other arguments as in the scheme."""
         kind = "token" if scale is None else "static"
         scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric)
         return cls(scheme, shape, {"scale": scale, "columns": columns})
@@ -81,7 +81,7 @@ class InputRounding(InputTransform):
 
     @property
     def threshold(self) -> float | None:
-        """The magnitude from which a column is left as it is."""
+        """The magnitude from which a column is not rounded, or None."""
         return self.scheme.threshold
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:

@@ -1,4 +1,4 @@
-"""Input channels divided by a scale."""
+"""Division of input channels by a scale."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ScaleScheme(TransformScheme):
     """A scale per input channel."""
 
     kind: ClassVar[str] = "scale"
-    effect: ClassVar[str] = "its inputs are divided by a scale that nothing before it could take up"
+    effect: ClassVar[str] = "its inputs are divided by a scale that no layer before it could absorb"
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         return {"channel_scale": TensorSpec((shape[1],), torch.float32)}
 
 
 class Scale(InputTransform):
-    """x / scale, computed in float32 and given in the dtype of x. scale: [in], float32."""
+    """x / scale, computed in float32 and returned in the dtype of x. scale: [in], float32."""
 
     kind: ClassVar[str] = "scale"
     names: ClassVar[Mapping[str, str]] = {"scale": "channel_scale"}

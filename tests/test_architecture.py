@@ -76,16 +76,6 @@ ORDINARY = {
 }  # fmt: skip
 """Model types that are also words one needs."""
 
-KINDS_ASKED: dict[str, str] = {
-    "compress.formats.compressed_tensors: CodesPart": "its layouts hold codes alone",
-    "compress.formats.compressed_tensors: InputRounding": "of the transforms, it alone has a tensor in these layouts",
-    "compress.model.linear: CodesPart": "`codes` are those of a layer that has nothing else",
-    "compress.model.linear: InputRounding": "inputs are looked at before they are rounded",
-    "compress.model.linear: Permutation": "a new order of inputs takes the place of an old one",
-    "compress.passes.lorc: CodesScheme": "its correction is added to codes",
-}
-"""'module: class' where code outside weights/ and kernels/ asks which kind of part a weight is, and why."""
-
 FOREIGN = {
     "_buffers", "_forward_hooks", "_forward_pre_hooks", "_is_view", "_name_or_path", "_parameters", "_protected_args",
     "_shared_state",
@@ -374,7 +364,7 @@ def test_only_weights_and_kernels_ask_which_kind_a_part_is():
     """They ask the part for what they need; a new kind touches one file."""
     inside = (f"{PACKAGE}.weights", f"{PACKAGE}.kernels")
     outside = [name for name in FILES if not name.startswith(inside)]
-    asked = lambda m: [c for c in asked_kinds(tree_of(m), kinds_of_parts()) if f"{m}: {c}" not in KINDS_ASKED]  # noqa: E731
+    asked = lambda m: asked_kinds(tree_of(m), kinds_of_parts())  # noqa: E731
     holds(asked, "a kind of part is asked for; let the part answer", outside)
 
 
@@ -505,9 +495,6 @@ def test_no_exception_has_outlived_its_reason():
     for place in LONG_FUNCTIONS:
         module, _, function = place.partition(":")
         assert function in {f.partition(":")[0] for f in long_functions(tree_of(module), FUNCTION_LINES)}
-    for place in KINDS_ASKED:
-        module, _, name = place.partition(": ")
-        assert name in asked_kinds(tree_of(module), kinds_of_parts())
 
 
 @pytest.mark.parametrize(

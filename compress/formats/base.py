@@ -88,9 +88,14 @@ class StoredLayer:
 
 
 class Format(ABC):
-    """A way to store compressed layers. name: its key in a recipe. sparse: whether kept weights can be stored alone."""
+    """A way to store compressed layers.
+
+    name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
+    have no such config. sparse: whether kept weights can be stored alone.
+    """
 
     name: str
+    quant_method: str | None = None
     sparse: bool = False
 
     @abstractmethod

@@ -36,8 +36,8 @@ from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 from compress.formats.layouts.pack_quantized import PackQuantized, input_arguments
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
-from compress.weights.codes import CodesPart, CodesScheme
-from compress.weights.layer import LayerScheme
+from compress.weights.codes import CodesScheme
+from compress.weights.layer import LayerScheme, codes_alone, rounding_among
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
@@ -66,6 +66,7 @@ class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
     name = "compressed-tensors"
+    quant_method = "compressed-tensors"
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")
@@ -94,7 +95,8 @@ class CompressedTensors(Format):
 
     def adapt_part(self, part: WeightPart) -> WeightPart:
         layout = layout_of(LayerScheme(part.shape, (part.scheme,)))
-        return part if layout is None or not isinstance(part, CodesPart) else layout.adapt_part(part)
+        codes = codes_alone([part])
+        return part if layout is None or codes is None else layout.adapt_part(codes)
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         found = self._layout(scheme).tensors(scheme)
@@ -104,10 +106,10 @@ class CompressedTensors(Format):
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
-        (part,) = parts
-        assert isinstance(part, CodesPart)
-        scale = next((t.scale for t in transforms if isinstance(t, InputRounding)), None)
-        return self._layout(scheme).encode(part) | ({} if scale is None else {INPUT_SCALE: scale})
+        codes, rounding = codes_alone(parts), rounding_among(transforms)
+        assert codes is not None, "refuses was not asked"
+        scale = None if rounding is None else rounding.scale
+        return self._layout(scheme).encode(codes) | ({} if scale is None else {INPUT_SCALE: scale})
 
     def decode(
         self, tensors: Mapping[str, Tensor], scheme: LayerScheme
@@ -174,7 +176,7 @@ class CompressedTensors(Format):
         formats = {group["format"] for group, _ in groups.values()}
         summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision" if formats else "dense"
         found = {
-            "quant_method": "compressed-tensors",
+            "quant_method": self.quant_method,
             "version": WRITES_AS,
             "format": summary,
             "quantization_status": "compressed",

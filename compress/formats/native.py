@@ -32,6 +32,7 @@ class Native(Format):
     """The `native` format."""
 
     name = "native"
+    quant_method = "compress"
     sparse = True
 
     def refuses(self, scheme: LayerScheme) -> str | None:
@@ -54,7 +55,7 @@ class Native(Format):
         self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
         layers = {name: scheme.to_json() for name, scheme in schemes.items()}
-        return {"quant_method": "compress", "version": version, "layers": layers} if layers else None
+        return {"quant_method": self.quant_method, "version": version, "layers": layers} if layers else None
 
     def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
         return {name: LayerScheme.from_json(layer) for name, layer in config["layers"].items()}

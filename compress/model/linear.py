@@ -18,7 +18,7 @@ from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.codes import CodesPart
 from compress.weights.dense import DensePart
-from compress.weights.layer import LayerScheme, layer_tensors
+from compress.weights.layer import LayerScheme, codes_alone, layer_tensors
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.permutation import Permutation
 from compress.weights.transforms.rounding import InputRounding
@@ -119,8 +119,7 @@ class CompressedLinear(nn.Module):
     @property
     def codes(self) -> CodesPart | None:
         """The codes of a layer whose weight is codes alone; None for others."""
-        only = self.all_parts[0] if len(self.parts) == 1 else None
-        return only if isinstance(only, CodesPart) else None
+        return codes_alone(self.all_parts)
 
     @property
     def scheme(self) -> LayerScheme:
@@ -238,9 +237,7 @@ class CompressedLinear(nn.Module):
         """Permute the columns of weight and mask, and the other transforms; codes are dequantized."""
         mask = self.mask
         self.put(self.weight[:, order].contiguous(), None if mask is None else mask[:, order])
-        self.transforms = nn.ModuleList(
-            t if isinstance(t, Permutation) else t.permuted(order) for t in self.all_transforms
-        )
+        self.transforms = nn.ModuleList(t.permuted(order) for t in self.all_transforms)
 
     def absorb_permutation(self) -> None:
         """Fold the permutation of inputs into weight and mask, and remove it; codes are dequantized."""
@@ -265,8 +262,8 @@ class CompressedLinear(nn.Module):
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         """Apply all transforms except rounding."""
-        for transform in self.transforms:
-            x = x if isinstance(transform, InputRounding) else transform(x)
+        for transform in self.all_transforms:
+            x = x if transform.in_kernel else transform(x)
         return x
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:

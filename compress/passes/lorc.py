@@ -98,7 +98,7 @@ class LoRC(LayerPass):
 
     def _part(self, matrix: Float[Tensor, "rows columns"], layer: Layer) -> WeightPart:
         """One of the matrices in its storage form."""
-        scheme = self._stored
-        if isinstance(scheme, CodesScheme):
-            return CodesPart.of(quantize(matrix, scheme.grid, scheme.group_size, dtype=layer.storage))
-        return DensePart.of(matrix, self.factors)
+        if self.factors in DTYPES:
+            return DensePart.of(matrix, self.factors)
+        grid = GRIDS[self.factors]
+        return CodesPart.of(quantize(matrix, grid, grid.group_size or "channel", dtype=layer.storage))

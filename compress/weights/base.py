@@ -322,11 +322,12 @@ class InputTransform(Component):
     """A map of the layer's input, applied before the product with the weight.
 
     rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can
-    fold into the weight.
+    fold into the weight. in_kernel: kernels apply it, together with the product.
     """
 
     rank: ClassVar[int]
     linear: ClassVar[bool] = True
+    in_kernel: ClassVar[bool] = False
 
     scheme: TransformScheme
 

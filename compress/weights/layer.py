@@ -26,10 +26,10 @@ from compress.weights.base import (
     read_scheme,
     stored_name,
 )
-from compress.weights.codes import CodesScheme
+from compress.weights.codes import CodesPart, CodesScheme
 from compress.weights.dense import DenseScheme
 from compress.weights.sparse import SparseScheme
-from compress.weights.transforms.rounding import RoundingScheme
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 INPUT, WEIGHT = "input", "weight"
 """Prefixes of stored names: of transforms, and of the first part. Further parts have their kind as prefix."""
@@ -170,3 +170,14 @@ def layer_tensors(
     """All tensors of a layer by their names inside it."""
     owners = [*zip(prefixes, parts, strict=True), *((INPUT, t) for t in mapped)]
     return {stored_name(p, name): tensor for p, own in owners for name, tensor in own.tensors().items()}
+
+
+def codes_alone(parts: Sequence[WeightPart]) -> CodesPart | None:
+    """The codes of a weight that has no other part; None for others."""
+    only = parts[0] if len(parts) == 1 else None
+    return only if isinstance(only, CodesPart) else None
+
+
+def rounding_among(transforms: Sequence[InputTransform]) -> InputRounding | None:
+    """The rounding among the transforms of a layer; None if there is none."""
+    return next((t for t in transforms if isinstance(t, InputRounding)), None)

@@ -19,9 +19,6 @@ from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
 from compress.weights.layer import LayerScheme
 
-METHODS = {"compressed-tensors": "compressed-tensors", "compress": "native"}
-"""The name of the format by the `quant_method` of a config."""
-
 
 def load(
     folder: str | Path,
@@ -76,9 +73,10 @@ def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[
         return None, {}
     described = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = described.get("quant_method")
-    if method not in METHODS:
+    found = next((f for f in FORMATS.values() if f.quant_method is not None and f.quant_method == method), None)
+    if found is None:
         raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
-    return FORMATS[METHODS[method]], described
+    return found, described
 
 
 def _schemes(

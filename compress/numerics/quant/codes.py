@@ -55,7 +55,7 @@ class Codes:
     zero: like scale, or None; whole numbers that codes can have, unless float_zeros says that it is any number, in
     which case zero itself may be no value of the grid. group_index: [in] int32 group of each column, only
     where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
-    whose scales need them (see `share`).
+    whose scales need them (see `fit_shared`).
     """
 
     codes: Int[Tensor, "out in"]
@@ -109,9 +109,10 @@ def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Ten
 def fit_shared(
     weight: Float[Tensor, "out in"], grid: Grid, group_size: GroupSize, shared_absmax: float | None = None
 ) -> Float[Tensor, " n"] | None:
-    """What all stored scales of a weight have in common, found before any is fitted; None for most grids.
+    """The numbers that all stored scales of a weight share, computed before any scale is fitted; None for most grids.
 
-    peak: the largest magnitude among the weights that must have it in common, if there are others (`Layer.peak`).
+    shared_absmax: the largest magnitude among all weights that must share the numbers (`Layer.shared_absmax`); None:
+    the weight is alone.
     """
     if not grid.scaling.shared_count(1):
         return None
@@ -132,8 +133,8 @@ def fit(
 
     search 'absmax' covers the whole range. 'mse' shrinks the range of each group to where the rounding error
     sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost
-    weights. 'absmean' makes the scale the mean magnitude (Ma 2024, arXiv 2402.17764, equation 3). shared: what `share`
-    found for the whole weight, of which `weight` may be one group (`Scaling.part`).
+    weights. 'absmean' makes the scale the mean magnitude (Ma 2024, arXiv 2402.17764, equation 3). shared: the
+    result of `fit_shared` for the whole weight, of which `weight` may be one group (`Scaling.part`).
     """
     parts = grouped(weight, group_size)
 
@@ -197,7 +198,7 @@ def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) 
 
 
 def _percentiles(weight: Tensor, group_size: GroupSize, symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
-    """(low, high), [out, groups]: what `share` of a group's magnitudes (at each end, of its values) stay within.
+    """(low, high), [out, groups]: the limits that hold `share` of a group's magnitudes (or of its values, at each end).
 
     The weight of rank ceil(share * size) itself, not a mean of neighbours.
     """
@@ -229,7 +230,7 @@ def quantize(
 ) -> Codes:
     """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero.
 
-    dtype: of scales that are stored as floats. peak: see `share`.
+    dtype: of scales that are stored as floats. shared_absmax: see `fit_shared`.
     """
     if mask is not None:
         weight = weight * mask

@@ -59,6 +59,7 @@ class InputRounding(InputTransform):
     names: ClassVar[Mapping[str, str]] = {"scale": "scale", "columns": "outliers"}
     rank: ClassVar[int] = 100  # the last transform, because integer kernels include it
     linear: ClassVar[bool] = False
+    in_kernel: ClassVar[bool] = True
 
     scheme: RoundingScheme
     scale: Float[Tensor, " 1"] | None

@@ -14,5 +14,6 @@ UNITS = 32  # units in the last place of the largest number, for a few layers on
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     """The same dtype and shape, and the same numbers but for the order of sums."""
     assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    found, wanted = found.detach(), wanted.detach()
     largest = max(float(wanted.abs().max()), 1.0)
     return float((found.float() - wanted.float()).abs().max()) <= UNITS * torch.finfo(wanted.dtype).eps * largest

@@ -60,7 +60,7 @@ def spoken(manifest):
     """What a finished manifest says of the work."""
     found = {}
     for name, entry in manifest["shards"].items():
-        notes = [note for note in entry["journal"] if note["message"] != "training goes on"]  # one that was killed
+        notes = [note for note in entry["journal"] if note["message"] != "training resumes"]  # one that was killed
         found[name] = entry["results"], notes
     return found, sorted(manifest["training"])
 

@@ -232,7 +232,8 @@ def test_a_stopped_run_goes_on_with_orders_in_place(recipe, stop, tmp_path):
     with pytest.raises(ModelError, match="q_proj.input_permutation does not hold each number below 128 once"):
         compress.load(tmp_path / "whole")
     config = json.loads((tmp_path / "whole" / "config.json").read_text())["quantization_config"]["layers"]
-    assert config[Q]["input_permuted"] and "input_permuted" not in config[DOWN]
+    assert [transform["kind"] for transform in config[Q]["transforms"]] == ["permutation"]
+    assert "transforms" not in config.get(DOWN, {})
 
 
 # ---- beside other things that are done to inputs ----

@@ -7,25 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from compress.api.discovery import classes_by_file
-from compress.evaluate.base import EvaluationContext, Evaluator, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator
 
 EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Evaluator)
 """The class of every evaluator by its key."""
 
 
-def measure_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, texts: Texts, context: EvaluationContext
-) -> dict[str, dict[str, Any] | None]:
+def measure_all(model: PreTrainedModel, context: EvaluationContext) -> dict[str, dict[str, Any] | None]:
     """The results of all evaluators that apply to the model, by key.
 
     Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint.
     """
     ordered = sorted(EVALUATORS.items(), key=lambda item: item[1].needs_base)
     return {
-        key: evaluator().measure(model, tokenizer, texts, context)
+        key: evaluator().measure(model, context)
         for key, evaluator in ordered
         if evaluator.needs_base or context.which == "compressed"
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jaxtyping import Int
@@ -27,12 +27,15 @@ class EvaluationContext:
     """The run that a model comes from.
 
     run: its device, storage dtype, format and journal. which: whether the base or the compressed model is measured.
+    texts: the evaluation texts. tokenizer: None if the model comes without one.
     probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
     layers they work on. layers: the `LayerResult` of every pass and layer, as mappings.
     """
 
     run: Run
     which: Literal["base", "compressed"] = "compressed"
+    texts: Texts = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
     probe: Int[Tensor, "1 length"] | None = None
     steps: Sequence[Step] = ()
     layers: Sequence[Mapping[str, Any]] = ()
@@ -58,13 +61,7 @@ class Evaluator(BaseModel, ABC):
     result_type: ClassVar[Any] = Any
 
     @abstractmethod
-    def measure(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        texts: Texts,
-        context: EvaluationContext,
-    ) -> dict[str, Any] | None:
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Measure one model; the result is plain JSON. None: the measurement does not apply to this model."""
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> Any:

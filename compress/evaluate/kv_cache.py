@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.formats.base import CacheScheme
 from compress.model.kv_cache import attentions_with_cache, rounded_caches, roundings, stated_scheme, watching
 from compress.model.objective import without_cache
@@ -54,13 +54,7 @@ class KVCache(Evaluator):
 
     result_type: ClassVar[Any] = KVCacheResult
 
-    def measure(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        texts: Texts,
-        context: EvaluationContext,
-    ) -> dict[str, Any] | None:
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         rounded = rounded_caches(model)
         if not rounded or context.probe is None:
             return None

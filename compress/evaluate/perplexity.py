@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.data.ids import corpus_sha256, model_ids
 from compress.errors import NumericError
-from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow, Texts
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.model.forward import total_loss
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.model.open.load import load
@@ -88,26 +88,20 @@ class Perplexity(Evaluator):
     needs_base: ClassVar[bool] = True
     result_type: ClassVar[Any] = list[TextQuality]
 
-    def measure(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        texts: Texts,
-        context: EvaluationContext,
-    ) -> dict[str, Any]:
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
         """By text: windows, length and sha256 of its ids, and the score.
 
         Raises NumericError, ModelError.
         """
         found: dict[str, Any] = {}
-        for name, ids in texts.items():
+        for name, ids in context.texts.items():
             message = f"perplexity of the {context.which} model on {name}"
 
             def tell(done: int, of: int, message: str = message) -> None:
                 context.run.journal.add("progress", "evaluate", message, done=done, of=of)
 
             facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
-            score = perplexity(model, ids, tell, objective_of(model, tokenizer))
+            score = perplexity(model, ids, tell, objective_of(model, context.tokenizer))
             found[name] = {**facts, "score": score.model_dump()}
         return found
 
@@ -141,5 +135,5 @@ def evaluate_texts(
     model, tokenizer = load(Path(folder_of(source)), dtype)
     objective_of(model, tokenizer)  # an unknown mask token is an error before texts are read
     ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
-    found = Perplexity().measure(model, tokenizer, ids, EvaluationContext(Run()))
+    found = Perplexity().measure(model, EvaluationContext(Run(), texts=ids, tokenizer=tokenizer))
     return {text: Score.model_validate(values["score"]) for text, values in found.items()}

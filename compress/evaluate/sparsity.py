@@ -8,12 +8,11 @@ from math import prod
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from compress.api.passes import Step, Zeros
+from compress.api.passes import LayerPass, Step, Zeros
 from compress.errors import VerificationError
-from compress.evaluate.base import EvaluationContext, Evaluator, Record, Texts
-from compress.families.pruning import Pruning, PruningPass
+from compress.evaluate.base import EvaluationContext, Evaluator, Record
 from compress.model.linear import CompressedLinear
 
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
@@ -40,13 +39,7 @@ class Sparsity(Evaluator):
 
     result_type: ClassVar[Any] = SparsityResult
 
-    def measure(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        texts: Texts,
-        context: EvaluationContext,
-    ) -> dict[str, Any] | None:
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """Raises VerificationError, see `check_sparsity`."""
         return check_sparsity(context.steps, context.layers, model)
 
@@ -61,23 +54,25 @@ def check_sparsity(
     Raises VerificationError if a pass has not pruned one of its layers, if the mean sparsity of its layers is not that
     of the pass, or if a layer of the checkpoint has fewer zeros than due.
     """
-    pruned = [(label, step, names) for label, step, names in steps if isinstance(step, Pruning)]
-    if not pruned:
-        return None
     layers: dict[str, dict[str, float]] = {}
-    for label, step, names in pruned:
+    for label, step, names in steps:
+        if "masked" not in step.facts():
+            continue
+        uniform = {name: zeros for name in names if (zeros := step.zeros(_layer(model, name).shape)) is not None}
         found: Mapping[str, Mapping[str, Any]] = (
             {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
-            if isinstance(step, PruningPass)
-            else {name: asdict(_required_zeros(step, model, name)) for name in names}
+            if isinstance(step, LayerPass)
+            else {name: asdict(zeros) for name, zeros in uniform.items()}
         )
         if missing := [name for name in names if name not in found]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
-        _check_mean(label, step, found, model)
+        _check_mean(label, found, uniform, model)
         for name in names:
             known = layers.get(name)
             if known is None or known["due"] < found[name]["due"]:
                 layers[name] = {key: found[name][key] for key in ("asked", "due")}
+    if not layers:
+        return None
     sizes = {name: prod(_layer(model, name).shape) for name in layers}
     for name, layer in layers.items():
         layer["achieved"] = _count_zeros(model, name, round(layer["due"] * sizes[name])) / sizes[name]
@@ -90,18 +85,16 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
     return CompressedLinear.of(model.get_submodule(name))
 
 
-def _required_zeros(step: Pruning, model: nn.Module, name: str) -> Zeros:
-    return step.zeros(_layer(model, name).shape)
-
-
-def _check_mean(label: str, step: Pruning, found: Mapping[str, Mapping[str, Any]], model: nn.Module) -> None:
+def _check_mean(
+    label: str, found: Mapping[str, Mapping[str, Any]], uniform: Mapping[str, Zeros], model: nn.Module
+) -> None:  # fmt: skip
     """Check that the mean sparsity of the layers is that of the pass. Dense tails are not counted."""
-    sizes = {name: prod(step.pattern.whole(_layer(model, name).shape)) for name in found}
-    mean = sum(found[name]["asked"] * size for name, size in sizes.items()) / sum(sizes.values())
-    if abs(mean - step.target_sparsity) > TOLERANCE:
-        raise VerificationError(
-            f"{label}: sparsity {step.target_sparsity:g} was asked, but the mean of the layers is {mean:.4f}"
-        )
+    whole = {name: prod(_layer(model, name).shape) * z.due / z.asked if z.asked else 1.0 for name, z in uniform.items()}
+    total = sum(whole.values())
+    mean = sum(found[name]["asked"] * size for name, size in whole.items()) / total
+    asked = sum(uniform[name].asked * size for name, size in whole.items()) / total
+    if abs(mean - asked) > TOLERANCE:
+        raise VerificationError(f"{label}: sparsity {asked:g} was asked, but the mean of the layers is {mean:.4f}")
 
 
 def _count_zeros(model: nn.Module, name: str, due: int) -> int:

@@ -18,8 +18,10 @@ from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
 from compress.errors import NumericError, TargetError
-from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch
+from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.rounding import GridOptions
+from compress.weights.base import WeightPart
 from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
@@ -245,5 +247,19 @@ class QuantizingPass(Quantizing, LayerPass):
         return Solution(codes, transforms=() if rounding is None else (rounding,))
 
     @abstractmethod
-    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
-        """Quantize the weight; weights outside of layer.mask must decode to exactly zero."""
+    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
+        """Quantize the weight, to codes or to parts; weights outside of layer.mask must decode to exactly zero."""
+
+    def grid_options(self, layer: Layer) -> GridOptions:
+        """The options of this pass for rounding column by column."""
+        return GridOptions(
+            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
+        )  # fmt: skip
+
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        """Round each weight to the nearest value of the grid."""
+        options = self.grid_options(layer)
+        return quantize(
+            weight, options.grid, options.group_size, options.symmetric, options.search, layer.mask, options.dtype,
+            options.shared_absmax,
+        )  # fmt: skip

@@ -246,19 +246,24 @@ class CompressedLinear(nn.Module):
             self._permute_columns(permutation.order.argsort())
             self.drop_transform(permutation)
 
-    def absorb_scale(self) -> None:
-        """Fold the scale of inputs into the weight, and remove it; codes are dequantized."""
-        scale = self.transform_of(Scale)
-        if scale is not None:
-            self.put(scale.absorbed(self.weight))
-            self.drop_transform(scale)
+    def absorb_inputs(self, keep_zeros: bool = False) -> list[InputTransform]:
+        """Fold linear transforms into the weight and remove them; the function is preserved. Returns these transforms.
 
-    def absorb_inputs(self) -> None:
-        """Fold all linear transforms into the weight and remove them; the function is preserved."""
-        self.absorb_permutation()
+        keep_zeros: leave transforms that move zeros of the weight, and those before them. Codes are dequantized.
+        """
+        before = [t for t in self.all_transforms if t.linear]
+        if not keep_zeros:
+            self.absorb_permutation()
         for transform in reversed([t for t in self.all_transforms if t.linear]):
-            self.put(transform.absorbed(self.weight))
+            if keep_zeros and not transform.keeps_zeros:
+                break
+            mask = self.mask
+            if mask is not None and not transform.keeps_zeros:
+                mask = transform.absorbed(mask.float()) != 0
+            self.put(transform.absorbed(self.weight), mask)
             self.drop_transform(transform)
+        left = {t.kind for t in self.all_transforms}
+        return [t for t in before if t.kind not in left]
 
     def transform(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         """Apply all transforms except rounding."""

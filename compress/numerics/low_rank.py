@@ -1,12 +1,10 @@
-"""Low-rank approximation of an error, plainly or weighed by the covariance of the inputs."""
+"""Low-rank approximation of a matrix, without weights or weighted by the covariance of inputs."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-from compress.errors import NumericError
 
 
 def truncated_svd(matrix: Float[Tensor, "out in"], rank: int) -> tuple[Float[Tensor, "out r"], Float[Tensor, "r in"]]:
@@ -19,35 +17,28 @@ def truncated_svd(matrix: Float[Tensor, "out in"], rank: int) -> tuple[Float[Ten
     return u[:, :rank] * root, root[:, None] * v[:rank]
 
 
-def covariance_root(hessian: Float[Tensor, "in in"], damping: float) -> Float[Tensor, "in in"]:
-    """L, lower triangular, with L L^T = H + damping * mean(diag H) * I, in float64. Raises NumericError."""
-    damped = hessian.double()
-    damped = damped + damping * damped.diagonal().mean() * torch.eye(
-        len(damped), dtype=damped.dtype, device=damped.device
-    )
-    lower, info = torch.linalg.cholesky_ex(damped)
-    if int(info) or not bool(lower.isfinite().all()):
-        raise NumericError("the covariance of the layer's inputs is not positive definite; raise damping")
-    return lower
-
-
 def weighted_svd(
-    error: Float[Tensor, "out in"], root: Float[Tensor, "in in"], rank: int
+    error: Float[Tensor, "out in"], factor: Float[Tensor, "in in"], rank: int
 ) -> tuple[Float[Tensor, "out r"], Float[Tensor, "r in"]]:
-    """(B, A) that minimize ||(E - B A) X||^2 with X X^T = L L^T: the SVD of E L, taken back by inv(L).
+    """(B, A) that minimize ||(E - B A) X||^2 over all B A of this rank. factor: U with inv(X X^T) = U^T U.
 
-    EoRA (Liu 2024, arXiv 2410.21271, section 3) projects by Q Lambda^1/2 of the eigendecomposition, which is another
-    root of the same matrix, and LQER (Zhang 2024, arXiv 2402.02446) keeps its diagonal alone. root: L.
+    X X^T = L L^T with L = inv(U), so B and A L are the truncated SVD of E L. EoRA (Liu 2024, arXiv 2410.21271, section
+    3) uses another root of X X^T, Q Lambda^1/2 of its eigendecomposition. LQER (Zhang 2024, arXiv 2402.02446) uses a
+    diagonal approximation of L.
     """
-    b, a = truncated_svd(error.double() @ root, rank)
-    a = torch.linalg.solve_triangular(root, a, upper=False, left=False)  # A L = a
-    return b.to(error.dtype), a.to(error.dtype)
+    b, a = truncated_svd(_times_root(error, factor), rank)
+    return b.to(error.dtype), (a @ factor.double()).to(error.dtype)
 
 
 def refitted(
-    error: Float[Tensor, "out in"], a: Float[Tensor, "r in"], root: Float[Tensor, "in in"] | None
+    error: Float[Tensor, "out in"], a: Float[Tensor, "r in"], factor: Float[Tensor, "in in"] | None
 ) -> Float[Tensor, "out r"]:
-    """The B that minimizes ||(E - B A) X||^2 for a fixed A, say a rounded one; root: of X X^T, None: X = I."""
-    e, a = error.double(), a.double()
-    e, a = (e, a) if root is None else (e @ root, a @ root)
-    return torch.linalg.lstsq(a.T, e.T).solution.T.to(error.dtype)
+    """The B that minimizes ||(E - B A) X||^2 for a fixed A. factor: as of `weighted_svd`; None: X X^T = I."""
+    dtype = error.dtype
+    error, a = (error.double(), a.double()) if factor is None else (_times_root(error, factor), _times_root(a, factor))
+    return torch.linalg.lstsq(a.T, error.T).solution.T.to(dtype)
+
+
+def _times_root(matrix: Float[Tensor, "rows in"], factor: Float[Tensor, "in in"]) -> Float[Tensor, "rows in"]:
+    """The matrix times inv(factor), in float64: rounded results then do not depend on how a library orders its sums."""
+    return torch.linalg.solve_triangular(factor.double(), matrix.double(), upper=True, left=False)

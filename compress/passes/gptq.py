@@ -15,7 +15,7 @@ from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import Codes
-from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
+from compress.numerics.quant.rounding import round_columns, rounding_bytes
 
 ALPHA = 1.0
 
@@ -85,7 +85,4 @@ class GPTQ(QuantizingPass):
         if isinstance(seen, CrossGram):
             # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
             weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
-        options = GridOptions(
-            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
-        )
-        return round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
+        return round_columns(weight, factor, self.grid_options(layer), layer.mask, order, regroup=self.indexed).codes

@@ -15,7 +15,7 @@ from compress.api.observers import Observer, OutlierFrequency
 from compress.api.passes import Layer
 from compress.errors import NumericError
 from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
-from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.codes import Codes
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all outlier features of a 6.7B model
@@ -77,4 +77,4 @@ class LLMInt8(QuantizingPass):
         return InputRounding.of(self.input_grid, columns=columns)
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
-        return quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.mask, dtype=layer.storage)
+        return self.nearest(weight, layer)

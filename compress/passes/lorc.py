@@ -16,8 +16,8 @@ from compress.api.passes import Layer, LayerPass, Solution
 from compress.errors import NumericError
 from compress.families.quantizing import GridName
 from compress.numerics.dtypes import DTYPES
-from compress.numerics.linalg import DAMPING
-from compress.numerics.low_rank import covariance_root, refitted, truncated_svd, weighted_svd
+from compress.numerics.linalg import DAMPING, factor_bytes
+from compress.numerics.low_rank import refitted, truncated_svd, weighted_svd
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.base import PartScheme, WeightPart
@@ -81,19 +81,21 @@ class LoRC(LayerPass):
 
     def memory(self, size: ProblemSize) -> int:
         rows, width = size.shape
-        return super().memory(size) + 8 * (3 * rows * width + 3 * width**2)  # in float64
+        return super().memory(size) + max(factor_bytes(width), 8 * (4 * rows * width + width**2))
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         if layer.unquantized is None:
             raise NumericError(
                 f"{layer.name}: the weight before rounding is not known; quantize the layer in the same sweep"
             )
-        error = layer.unquantized - weight
-        root = covariance_root(seen.hessian, self.damping) if self.error == "activation" else None
-        b, a = truncated_svd(error, self.rank) if root is None else weighted_svd(error, root, self.rank)
+        error, factor = (layer.unquantized - weight).float(), None
+        if self.error == "activation":
+            factor = seen.factor_of(layer.name, layer.log, self.damping)
+            error = error * (seen.diagonal != 0)  # a channel that is always zero adds no error
+        b, a = truncated_svd(error, self.rank) if factor is None else weighted_svd(error, factor, self.rank)
         down = self._part(a, layer)
         if down.scheme.quantized:
-            b = refitted(error, down.dense(a.dtype), root)
+            b = refitted(error, down.dense(a.dtype), factor)
         return Solution(added=(LowRankPart.of(down, self._part(b, layer)),))
 
     def _part(self, matrix: Float[Tensor, "rows columns"], layer: Layer) -> WeightPart:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
-from compress.api.passes import Layer, Solution
+from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass, ScaleOption
 from compress.numerics.column_sweep import sweep
 from compress.numerics.linalg import DAMPING
-from compress.numerics.quant.codes import Codes, quantize
-from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
+from compress.numerics.quant.rounding import Rounding, rounding_bytes
+from compress.weights.base import WeightPart
 from compress.weights.codes import CodesPart
 from compress.weights.layer import LayerScheme
 from compress.weights.outliers import OutliersPart, OutliersScheme
@@ -63,7 +63,7 @@ class OWQ(QuantizingPass):
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + rounding_bytes(*size.shape)
 
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
+    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> list[WeightPart]:
         weight = weight.float()
         chosen = self.weak_columns(weight, seen, layer)
         rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
@@ -71,27 +71,16 @@ class OWQ(QuantizingPass):
         order = self._order(seen, rest, chosen)
         factor = seen.factor_of(layer.name, layer.log, self.damping, order)
         mask = rest.expand(weight.shape) if layer.mask is None else layer.mask & rest
-        rule = _KeepLast(Rounding(weight, self._options(layer), mask, order), weight.shape[1] - len(chosen))
+        rule = _KeepLast(Rounding(weight, self.grid_options(layer), mask, order), weight.shape[1] - len(chosen))
         sweep(weight[:, order], factor, rule)
         values = torch.stack(rule.kept, dim=1)
         values = values if layer.mask is None else values * layer.mask[:, chosen]
         outliers = OutliersPart.of_columns(chosen, values, weight.shape[1], self.outlier_dtype)
-        rounding = self.rounding(layer)
-        transforms = () if rounding is None else (rounding,)
-        return Solution([CodesPart.of(rule.inner.codes), outliers], transforms=transforms)
+        return [CodesPart.of(rule.inner.codes), outliers]
 
     def weak_columns(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Int[Tensor, " n"]:
         """The indices of the columns with the largest sensitivity, in ascending order."""
-        rounded = quantize(
-            weight,
-            self.grid,
-            self.group_size,
-            self.symmetric,
-            self.scale,
-            layer.mask,
-            layer.storage,
-            layer.shared_absmax,
-        ).dense()
+        rounded = self.nearest(weight, layer).dense()
         # lambda_j = H_jj ||w_j - Q(w_j)||^2  (equation 4)
         sensitivity = seen.diagonal * (weight - rounded).square().sum(0)
         return sensitivity.topk(self.columns_of((weight.shape[0], weight.shape[1]))).indices.sort().values
@@ -102,14 +91,6 @@ class OWQ(QuantizingPass):
         if self.order == "static":
             columns = columns[seen.diagonal[columns].argsort(descending=True, stable=True)]
         return torch.cat([columns, chosen])
-
-    def _options(self, layer: Layer) -> GridOptions:
-        return GridOptions(
-            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
-        )  # fmt: skip
-
-    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
-        raise AssertionError("solve returns the codes together with the outlier columns")
 
 
 class _KeepLast:

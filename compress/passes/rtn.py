@@ -10,7 +10,7 @@ from torch import Tensor
 from compress.api.observers import Nothing
 from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
-from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.codes import Codes
 
 
 class RTN(QuantizingPass):
@@ -19,13 +19,4 @@ class RTN(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
-        return quantize(
-            weight,
-            self.grid,
-            self.group_size,
-            self.symmetric,
-            self.scale,
-            layer.mask,
-            layer.storage,
-            layer.shared_absmax,
-        )
+        return self.nearest(weight, layer)

@@ -163,8 +163,9 @@ class SparseGPT(PruningPass):
         rule.keep = keep.T
         return rule
 
-    def zeros(self, shape: tuple[int, int], sparsity: float) -> Zeros:
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
         rows, width = shape
+        sparsity = self.target_sparsity if sparsity is None else sparsity
         if self.pattern.n_of_m is not None:
             return super().zeros(shape, sparsity)
         blocks = [min(self.block, width - start) for start in range(0, width, self.block)]

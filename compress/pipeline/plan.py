@@ -58,7 +58,8 @@ def planned_scheme(
         own = own_options(step, name)
         scheme = own.becomes(scheme)
         found = own.sparsities(shape) or found
-    return scheme.sparse(found, storage, policy)
+    stored = scheme.sparse(found, storage, policy)
+    return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
 def plan(recipe: Recipe) -> Plan:

@@ -192,12 +192,14 @@ def finish(job: Job) -> Result:
         settled = update_plan(planned, manifest.schemes_of(opened), context.format, context.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
-    evaluated = EvaluationContext(context, "compressed", reference["ids"], job.steps, results)
-    compressed = _measure(job, opened, model, evaluated)
+    evaluated = EvaluationContext(
+        context, "compressed", job.texts, opened.tokenizer, reference["ids"], job.steps, results
+    )  # fmt: skip
+    compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
     with _open_source(recipe, opened) as dense:
-        base = _measure(job, opened, dense, replace(evaluated, which="base"))
+        base = _measure(job, dense, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -215,10 +217,10 @@ def finish(job: Job) -> Result:
     return Result(folder, report.to_json(), context.journal)
 
 
-def _measure(job: Job, opened: OpenModel, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
+def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
     """The results of all evaluators on a model."""
     with job.context.phase("evaluate"):
-        return measure_all(model, opened.tokenizer, job.texts, context)
+        return measure_all(model, context)
 
 
 def _open_source(

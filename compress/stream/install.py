@@ -1,4 +1,4 @@
-"""Putting what became of a layer in its place, in the form and the dtype that it will be stored in."""
+"""Install a solved layer in its storage form and dtype."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from compress.stream.context import BlockContext
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.dense import DenseScheme
 
-UNDONE = "stored dense, so its columns are put back to their places: N:M does not stand in consecutive columns any more"
-
 
 @dataclass(frozen=True)
 class LayerResult:
-    """What one pass did to one layer.
+    """The effect of one pass on one layer.
 
-    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token came by. sparsity: share of zeros after it.
-    asked, due: of a pruning pass, the sparsity asked of the layer, and what it comes to in whole units of the pattern.
+    error: ||(W' - W) X|| / ||W X|| on sampled inputs, None if no token reached the layer. sparsity: fraction of zeros
+    after the pass. asked, due: only for a pruning pass, the requested sparsity and the sparsity in whole units of the
+    pattern.
     """
 
     layer: str
@@ -44,10 +43,10 @@ def install(
     rows: Float[Tensor, "rows in"] | None,
     solve: Callable[[Float[Tensor, "out in"]], Solution],
 ) -> LayerResult:
-    """Solve for a layer of the block and put the solution in place; rows: sampled inputs, to measure what it does.
+    """Solve a layer of the block and install the solution. rows: sampled inputs, to measure the error.
 
-    Raises NumericError with the pass and the layer, also when a weight outside of the mask is no longer zero, and
-    TargetError when the format cannot hold the solution.
+    Raises NumericError with the pass and the layer, also if a pruned weight is no longer zero. Raises TargetError if
+    the format cannot store the solution.
     """
     full = context.full(name)
     before = None if rows is None else layer(rows)
@@ -78,7 +77,7 @@ def install(
 
 
 def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
-    """Raise VerificationError when the mask removes less than is due, or, where there was none before, more."""
+    """Raise VerificationError if the mask removes less than is due, or more, if there was no mask before."""
     removed = 0 if layer.mask is None else int((~layer.mask).sum())
     due = round(zeros.due * layer.shape[0] * layer.shape[1])
     if removed < due or (before is None and removed > due):
@@ -89,7 +88,7 @@ def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zero
 def _put(
     context: BlockContext, layer: CompressedLinear, solution: Solution, parts: list[WeightPart] | None, full: str
 ) -> None:  # fmt: skip
-    """Put the solution in place, in the form that it will be stored in; parts: those of its weight."""
+    """Install the solution in its storage form. parts: the parts of its weight."""
     for transform in solution.transforms:
         layer.set_transform(transform)
     if parts is not None:
@@ -102,14 +101,14 @@ def _put(
 
 
 def _computed_in(part: WeightPart, dtype: torch.dtype) -> WeightPart:
-    """The part with weights that are floats in `dtype`; codes stay as they are."""
+    """The part with its floating weights in `dtype`; codes do not change."""
     return part if part.scheme.quantized else part.in_storage(dtype)
 
 
 def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> None:
-    """Bring parts into the form that the format can hold; dequantized, in `dtype`, where it has none.
+    """Convert the parts to the form that the format stores; dequantize them to `dtype` if it stores no such parts.
 
-    Raises TargetError.
+    Raises TargetError if the format refuses the layer.
     """
     scheme, multiplied_out = layer.scheme, run.format.adapt(layer.scheme) is None
     if not scheme.quantized and not (multiplied_out and scheme.parts != (DenseScheme(),)):
@@ -117,9 +116,9 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     layer.change_parts(lambda part: part.in_storage(run.storage if part.scheme.quantized else dtype))
     if multiplied_out:
         layer.put(layer.weight_as(dtype))
-        if layer.input_permutation is not None:
-            run.journal.add("note", where, UNDONE)
-        layer.absorb_inputs()
+        for transform in layer.absorb_inputs():
+            if transform.scheme.undone:
+                run.journal.add("note", where, transform.scheme.undone)
         return
     reason = run.format.refuses(scheme)
     if reason is not None:
@@ -128,7 +127,7 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
 
 
 def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
-    """Group linears that read the same tensor by what their transforms make of it, rounding not counted."""
+    """Group linears that read the same tensor by their linear transforms; rounding does not count."""
     parts: list[tuple[list[InputTransform], list[str]]] = []
     for name in names:
         module = block.get_submodule(name)
@@ -143,13 +142,13 @@ def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
 
 
 def _same(one: InputTransform, other: InputTransform) -> bool:
-    """Whether two transforms do the same."""
+    """Whether two transforms are equal."""
     mine, theirs = one.tensors(), other.tensors()
     return one.scheme == other.scheme and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
-    """Round dense floating tensors to the dtype they will be stored in; scales are born in it."""
+    """Round dense floating tensors to the storage dtype; scales are computed in it."""
     for tensor in module.parameters():
         if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
             tensor.data = tensor.data.to(run.storage).to(tensor.dtype)

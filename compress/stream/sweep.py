@@ -8,6 +8,7 @@ layers before it in the same block.
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,12 +25,11 @@ from compress.model.structure.blocks import Block
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
-from compress.stream.install import UNDONE, LayerResult, round_to_storage
+from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.layers import LayerWork
 from compress.stream.reference import twin
 from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import SurveyTask, run_surveys
-from compress.weights.transforms.scale import Scale
 
 EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
 
@@ -164,29 +164,26 @@ class Sweep:
         return inputs.results
 
     def _absorb(self, block: Block) -> bool:
-        """Undo the input transforms of layers that stayed dense; True when there were any.
+        """Fold input transforms into the weights of dense layers; returns whether there were any.
 
-        The order of inputs stays where kept weights will be stored alone.
+        Where kept weights will be stored alone, a transform that moves zeros stays.
         """
-        layers = {name: m for name, m in linears(block.module).items() if isinstance(m, CompressedLinear)}
-        dense = {name: layer for name, layer in layers.items() if not layer.quantized}
         policy = self.run.sparse if self.run.format.sparse else "off"
-        ordered = {name for name, layer in dense.items() if layer.input_permutation is not None}
-        back = {name for name in ordered if stored_sparsity(dense[name], self.run.storage, policy) is None}
-        if back:
-            self.run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(back))}: {UNDONE}")
-        changed = [layer for name, layer in dense.items() if name in back or layer.transform_of(Scale) is not None]
-        for layer in changed:
-            layer.absorb_scale()
-        for name in back:
-            dense[name].absorb_permutation()
-        for layer in dense.values():  # of other kinds, where the format stores dense weights alone
-            if self.run.format.adapt(layer.scheme) is None and layer.scheme.maps_inputs is not None:
-                layer.absorb_inputs()
-                changed.append(layer)
-        for layer in changed:
-            round_to_storage(layer, self.run)
-        return bool(changed)
+        undone: dict[str, list[str]] = defaultdict(list)
+        changed = False
+        for name, layer in linears(block.module).items():
+            if not isinstance(layer, CompressedLinear) or not layer.scheme.folds:
+                continue
+            absorbed = layer.absorb_inputs(stored_sparsity(layer, self.run.storage, policy) is not None)
+            if absorbed:
+                round_to_storage(layer, self.run)
+                changed = True
+            for transform in absorbed:
+                undone[transform.scheme.undone].append(name)
+        for note, names in undone.items():
+            if note:
+                self.run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(names))}: {note}")
+        return changed
 
     def _context(self, block: Block, state: SweepState, label: str, shown: bool = True) -> BlockContext:
         """The block as the pass `label` finds it; shown to whoever watches the progress."""

@@ -150,11 +150,12 @@ class TransformScheme(Scheme):
     """The description of a transform of the input.
 
     For the errors of formats that cannot store the transform: effect, its effect on inputs; instead, how a user can
-    avoid it.
+    avoid it. undone: a note for the journal when the transform is folded into a dense weight; empty: no note.
     """
 
     effect: ClassVar[str] = "its inputs have a transform"
     instead: ClassVar[str] = ""
+    undone: ClassVar[str] = ""
 
 
 class Component(nn.Module, ABC):
@@ -322,11 +323,13 @@ class InputTransform(Component):
     """A map of the layer's input, applied before the product with the weight.
 
     rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can
-    fold into the weight. in_kernel: kernels apply it, together with the product.
+    fold into the weight. keeps_zeros: `absorbed` leaves zeros of the weight where they are. in_kernel: kernels apply
+    it, together with the product.
     """
 
     rank: ClassVar[int]
     linear: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = False
     in_kernel: ClassVar[bool] = False
 
     scheme: TransformScheme

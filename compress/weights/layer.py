@@ -109,11 +109,21 @@ class LayerScheme:
     def with_transform(self, transform: TransformScheme) -> LayerScheme:
         """The layer with a transform added; it replaces a transform of the same kind."""
         others = [t for t in self.transforms if t.kind != transform.kind]
-        return replace(self, transforms=tuple(sorted([*others, transform], key=lambda t: rank_of(t.kind))))
+        return replace(self, transforms=tuple(sorted([*others, transform], key=lambda t: transform_class(t.kind).rank)))
 
-    def without(self, kind: str) -> LayerScheme:
-        """The layer without a transform of this kind."""
-        return replace(self, transforms=tuple(t for t in self.transforms if t.kind != kind))
+    @property
+    def folds(self) -> bool:
+        """Whether linear transforms are folded into the weight when the layer is stored: one part without codes."""
+        return len(self.parts) == 1 and not self.quantized
+
+    def folded(self, keep_zeros: bool) -> LayerScheme:
+        """The layer after `CompressedLinear.absorb_inputs`, if it folds."""
+        if not self.folds:
+            return self
+        linear = [i for i, t in enumerate(self.transforms) if transform_class(t.kind).linear]
+        stay = [i for i in linear if not transform_class(self.transforms[i].kind).keeps_zeros] if keep_zeros else []
+        gone = [i for i in linear if not stay or i > stay[-1]]
+        return replace(self, transforms=tuple(t for i, t in enumerate(self.transforms) if i not in gone))
 
     def sparse(self, found: Sequence[Sparsity], storage: torch.dtype, policy: SparsePolicy) -> LayerScheme:
         """The layer with its kept weights stored alone, if the policy says so.
@@ -157,11 +167,11 @@ class LayerScheme:
         return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())))
 
 
-def rank_of(kind: str) -> int:
-    """The rank of a kind of transform; transforms are applied in ascending order of it."""
+def transform_class(kind: str) -> type[InputTransform]:
+    """The component of a kind of transform."""
     component = COMPONENTS[kind]
     assert issubclass(component, InputTransform)
-    return component.rank
+    return component
 
 
 def layer_tensors(

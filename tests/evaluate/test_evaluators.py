@@ -1,6 +1,7 @@
 """The contract of evaluators, applied to each of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,11 +40,10 @@ def measured(pico_model, pico_ids):
     targets = [name for name, m in pico_model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
     layers = [{"layer": n, "by": "passes[0] wanda", "asked": 0.5, "due": 0.5} for n in targets]
     located = [("passes[0] wanda", steps[0], targets)]
-    context = EvaluationContext(Run(), "base", pico_ids[:1], located, layers)
-    texts = {"a": pico_ids[:2]}
-    base = measure_all(pico_model, None, texts, context)
+    context = EvaluationContext(Run(), "base", {"a": pico_ids[:2]}, None, pico_ids[:1], located, layers)
+    base = measure_all(pico_model, context)
     model = apply(pico_model, steps, pico_ids)
-    compressed = measure_all(model, None, texts, EvaluationContext(Run(), "compressed", pico_ids[:1], located, layers))
+    compressed = measure_all(model, replace(context, which="compressed"))
     return base, compressed
 
 
@@ -68,5 +68,5 @@ def test_results_are_plain_json_of_the_type_that_is_declared(measured):
 
 
 def test_what_does_not_apply_is_none(pico_model, pico_ids):
-    found = measure_all(pico_model, None, {}, EvaluationContext(Run(), "compressed", pico_ids[:1]))
+    found = measure_all(pico_model, EvaluationContext(Run(), probe=pico_ids[:1]))
     assert found == {"kv_cache": None, "sparsity": None, "perplexity": {}}

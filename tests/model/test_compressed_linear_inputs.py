@@ -40,7 +40,7 @@ def test_rescaled_inputs_leave_the_function_as_it_was(transposed):
     layer.rescale_input(scale(1))
     torch.testing.assert_close(layer.transform_of(Scale).scale, scale() * scale(1))
     torch.testing.assert_close(layer(x), module(x))
-    layer.absorb_scale()
+    layer.absorb_inputs()
     assert not layer.all_transforms
     torch.testing.assert_close(layer.weight, weight)
 
@@ -52,7 +52,7 @@ def test_codes_cannot_be_rescaled_but_can_be_multiplied_out():
     x, before = random(3, WIDTH), layer(random(3, WIDTH))
     with pytest.raises(AssertionError, match="codes cannot be rescaled"):
         layer.rescale_input(scale())
-    layer.absorb_scale()
+    layer.absorb_inputs()
     assert layer.codes is None
     torch.testing.assert_close(layer(x), before)
 

@@ -85,7 +85,7 @@ def test_work_goes_on_from_a_sparse_layer():
         and layer.scheme.parts == (DenseScheme(),)
     )
     layer.store_kept(Sparsity(32, (2, 4)))
-    layer.absorb_scale()
+    layer.absorb_inputs()
     assert torch.equal(layer.weight, weight) and torch.equal(layer.mask, mask)
     layer.store_kept(Sparsity(32, (2, 4)))
     layer.put(quantize(layer.weight, GRIDS["int4"], 8, mask=layer.mask))

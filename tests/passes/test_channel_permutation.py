@@ -104,7 +104,7 @@ def test_the_journal_tells_what_is_kept_before_and_after(pico_model):
     assert all(0.5 < e.figures["kept_before"] < e.figures["kept_after"] < 1 for e in record.values())
     assert "folded into mlp.gate_proj, mlp.up_proj" in record["mlp.down_proj"].message
     undone = [e.message for e in journal.entries if "stored dense" in e.message]
-    assert len(undone) == 1 and "self_attn.q_proj" in undone[0] and "N:M does not stand in consecutive" in undone[0]
+    assert len(undone) == 1 and "self_attn.q_proj" in undone[0] and "N:M no longer holds in consecutive" in undone[0]
 
 
 # ---- refusals ----
@@ -189,7 +189,7 @@ def test_native_holds_the_order_and_dense_puts_columns_back(recipe, tmp_path):
     assert torch.equal(layer.weight[:, layer.input_permutation.long().argsort()], weight)
     assert bool((weight[:, layer.input_permutation.long()] != 0).reshape(-1, 4).sum(1).le(2).all())
     assert bool((weight != 0).reshape(-1, 4).sum(1).gt(2).any())
-    assert any("N:M does not stand in consecutive columns" in entry.message for entry in dense.journal.entries)
+    assert any("N:M no longer holds in consecutive columns" in entry.message for entry in dense.journal.entries)
     size, predicted = native["size"]["tensor_bytes"], native["predicted"]["tensor_bytes"]
     assert size == predicted + 3 * 5 * 128 * 4  # of five layers of each block, known only afterwards
 

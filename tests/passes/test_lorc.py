@@ -9,6 +9,7 @@ from draws import correlated, random, seen_of
 from pydantic import ValidationError
 
 import compress
+from compress.api.observers import Gram
 from compress.errors import NumericError, RecipeError, TargetError
 from compress.model.open.load import load
 from compress.numerics.quant.codes import quantize
@@ -43,6 +44,24 @@ def test_of_the_output_it_beats_that_of_the_weight_there_and_loses_on_the_weight
         errors[error] = float(left.norm()), float((left @ inputs.T).norm())
     assert errors["activation"][1] < 0.95 * errors["weight"][1]
     assert errors["activation"][0] > errors["weight"][0]
+
+
+def test_channels_that_are_always_zero_add_no_error(layer_of):
+    inputs = correlated()
+    inputs[:, ::3] = 0
+    layer = replace(layer_of(), unquantized=random(24, 40))
+    rounded = quantize(layer.unquantized, GRIDS["int3"], 8).dense()
+    error, step = layer.unquantized - rounded, LoRC(rank=4, factors="float32", damping=1e-6)
+    (added,) = step.solve(rounded, seen_of(inputs), layer).added
+    left = ((error - added.dense(torch.float32)) @ inputs.T).norm()
+    torch.testing.assert_close(left, torch.linalg.svdvals(error @ inputs.T)[4:].norm(), rtol=1e-3, atol=0)
+
+
+def test_a_layer_without_tokens_is_an_error_only_if_inputs_count(layer_of):
+    layer, unseen = replace(layer_of(), unquantized=random(24, 40)), Gram(40, torch.device("cpu"))
+    with pytest.raises(NumericError, match="no calibration token reached this layer"):
+        LoRC().solve(random(24, 40, seed=1), unseen, layer)
+    assert LoRC(error="weight").solve(random(24, 40, seed=1), unseen, layer).added
 
 
 @pytest.mark.parametrize("factors", ["int8", "fp8_e4m3", "float16"])

@@ -29,8 +29,8 @@ class ToyCount(Evaluator):
     needs_base = True
     dtypes: bool = False
 
-    def measure(self, model, tokenizer, texts, context):
-        return {"tensors": len(model.state_dict()), "which": context.which, "texts": sorted(texts)}
+    def measure(self, model, context):
+        return {"tensors": len(model.state_dict()), "which": context.which, "texts": sorted(context.texts)}
 
     def summary(self, result):
         return [("tensors", str(result["base"]["tensors"]), str(result["compressed"]["tensors"]), "")]

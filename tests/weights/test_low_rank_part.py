@@ -6,7 +6,8 @@ from draws import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.numerics.low_rank import covariance_root, refitted, truncated_svd, weighted_svd
+from compress.numerics.linalg import inverse_factor
+from compress.numerics.low_rank import refitted, truncated_svd, weighted_svd
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.base import stored_name
@@ -74,8 +75,8 @@ def test_the_truncated_svd_is_the_known_one():
 def test_weighed_by_inputs_it_is_the_optimum_of_the_output_error():
     """No B A of the rank is nearer to E X: E X = U S V^T, whose truncation has the error of the singular values left."""
     error, inputs = random(7, 12), random(400, 12, seed=1) @ random(12, 12, seed=2)
-    root = covariance_root(inputs.double().T @ inputs.double(), 0.0)
-    b, a = weighted_svd(error, root, 3)
+    factor, _ = inverse_factor(inputs.T @ inputs, 1e-9)
+    b, a = weighted_svd(error, factor, 3)
     singular = torch.linalg.svdvals(error.double() @ inputs.double().T)
     found = ((error - b @ a).double() @ inputs.double().T).norm()
     torch.testing.assert_close(found, singular[3:].norm(), rtol=1e-4, atol=0)
@@ -85,8 +86,8 @@ def test_weighed_by_inputs_it_is_the_optimum_of_the_output_error():
 
 def test_the_refit_is_the_least_squares_solution():
     error, a, inputs = random(5, 8), random(2, 8, seed=1), random(100, 8, seed=2)
-    root = covariance_root(inputs.double().T @ inputs.double(), 0.0)
-    b = refitted(error, a, root)
+    factor, _ = inverse_factor(inputs.T @ inputs, 1e-9)
+    b = refitted(error, a, factor)
     wanted = torch.linalg.lstsq((a @ inputs.T).T.double(), (error @ inputs.T).T.double()).solution.T
     torch.testing.assert_close(b.double(), wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(refitted(error, a, None), error @ torch.linalg.pinv(a), rtol=1e-4, atol=1e-5)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +25,8 @@ from compress.weights.base import InputTransform, PartScheme, TensorSpec, Transf
 from compress.weights.codes import CodesPart, CodesScheme
 from compress.weights.dense import DensePart
 from compress.weights.layer import LayerScheme
+from compress.weights.transforms.permutation import PermutationScheme
+from compress.weights.transforms.scale import ScaleScheme
 
 UP = "model.layers.1.mlp.up_proj"
 
@@ -257,12 +259,28 @@ def test_format_dense_multiplies_it_out(steps, recipe, tmp_path):
         assert all(torch.equal(t, before[name]) for name, t in stored(tmp_path).items())
 
 
-def test_a_transform_of_a_dense_weight_is_stored(recipe, tmp_path):
+def test_a_transform_is_folded_into_a_dense_weight_and_stored_with_several_parts(recipe, tmp_path):
     asked = recipe(Flipped(), save={"format": "native"})
-    assert compress.run(asked, tmp_path).report["verified"]["own"] <= 1e-4
-    assert size_of(stored(tmp_path)) == compress.plan(asked).checkpoint_bytes
-    layer = compress.load(tmp_path)[0].get_submodule(UP)
-    assert layer.scheme.transforms == (FlipScheme(),)
+    assert compress.run(asked, tmp_path / "folded").report["verified"]["own"] <= 1e-4
+    assert size_of(stored(tmp_path / "folded")) == compress.plan(asked).checkpoint_bytes
+    before = stored(asked.model)
+    assert all(torch.equal(t, before[name]) for name, t in stored(tmp_path / "folded").items())
+
+    asked = recipe(Flipped(), Correct(), save={"format": "native"})
+    assert compress.run(asked, tmp_path / "parts").report["verified"]["own"] <= 1e-4
+    assert size_of(stored(tmp_path / "parts")) == compress.plan(asked).checkpoint_bytes
+    assert compress.load(tmp_path / "parts")[0].get_submodule(UP).scheme.transforms == (FlipScheme(),)
+
+
+def test_a_transform_that_moves_zeros_stays_where_kept_weights_are_stored_alone():
+    scheme = LayerScheme((3, 4), transforms=(PermutationScheme(), ScaleScheme(), FlipScheme()))
+    assert scheme.folded(keep_zeros=False).transforms == ()
+    assert scheme.folded(keep_zeros=True).transforms == scheme.transforms  # flips are not stated to keep zeros
+    assert replace(scheme, transforms=scheme.transforms[:2]).folded(keep_zeros=True).transforms == (
+        PermutationScheme(),
+    )
+    rounded = replace(scheme, parts=(CodesScheme(GRIDS["int4"], 4),))
+    assert rounded.folded(keep_zeros=False) == rounded
 
 
 def test_damage_is_named():

@@ -21,6 +21,9 @@ class PermutationScheme(TransformScheme):
     kind: ClassVar[str] = "permutation"
     effect: ClassVar[str] = "its inputs are permuted, and no layer before it could absorb the permutation"
     instead: ClassVar[str] = ", or unlinked: skip for the permutation"
+    undone: ClassVar[str] = (
+        "stored dense, so the permutation of its columns is undone: N:M no longer holds in consecutive columns"
+    )
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         return {"permutation": TensorSpec((shape[1],), torch.int32)}

@@ -31,6 +31,7 @@ class Scale(InputTransform):
     kind: ClassVar[str] = "scale"
     names: ClassVar[Mapping[str, str]] = {"scale": "channel_scale"}
     rank: ClassVar[int] = 1
+    keeps_zeros: ClassVar[bool] = True
 
     scale: Float[Tensor, " in"]
 

@@ -108,6 +108,13 @@ class Manifest:
         record = {name: record for entry in self.shards.values() for name, record in entry.caches.items()}
         return {name: CacheScheme.from_json(values["scheme"]) for name, values in record.items()}
 
+    def damaged(self) -> list[str]:
+        """The files of a complete checkpoint that are missing or changed."""
+        files = {entry.file: entry.sha256 for entry in self.shards.values()}
+        changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
+        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json")
+        return changed + [name for name in whole if not (self.folder / name).exists()]
+
     def write(self) -> None:
         """Write atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,13 +170,17 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         return None  # written by another version, or damaged: not this run
 
 
+def _is_file(path: Path, sha256: str) -> bool:
+    return path.exists() and file_sha256(path) == sha256
+
+
 def restore_block(
     block: Block, entry: ShardEntry, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
     device: torch.device,
 ) -> bool:  # fmt: skip
     """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
     path = folder / entry.file
-    if not path.exists() or file_sha256(path) != entry.sha256:
+    if not _is_file(path, entry.sha256):
         return False
     mapped = Mapped(stored_in(path), dtype, device)
     for name, layer in linears(block.module).items():

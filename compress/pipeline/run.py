@@ -155,6 +155,9 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
     wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
     manifest = open_folder(out, wanted, overwrite)
+    if manifest.complete and (damaged := manifest.damaged()):
+        journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
+        manifest.complete = False
     context.calibration, context.open_teacher = ids, partial(_open_source, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest)

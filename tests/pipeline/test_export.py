@@ -308,6 +308,13 @@ def test_another_dtype_changes_no_code_and_no_scale(name, dtype, applied, logits
         assert float((logits(back) - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_devices_and_dtypes_change_together(applied):
+    model = applied("rounded").to("meta", torch.bfloat16)
+    layer = next(iter(layers(model).values()))
+    assert layer.codes.scale.is_meta and layer.codes.scale.dtype == torch.float32
+    assert model.lm_head.weight.is_meta and model.lm_head.weight.dtype == torch.bfloat16
+
+
 def test_small_scales_survive_half(pico_model, logits):
     """A scale below the smallest float16 would be zero, and all weights of its group with it."""
     layer = pico_model.model.layers[0].mlp.up_proj

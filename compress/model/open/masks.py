@@ -1,7 +1,8 @@
 """Find linears that were pruned by their zeros, and read which masks a checkpoint records.
 
 A dense checkpoint stores no masks. A linear counts as pruned if the checkpoint records it, or if more than `SHARE` of
-its weights are zero: trained weights are hardly ever exactly zero.
+its weights are zero: trained weights are hardly ever exactly zero. Rows and columns that are zero as a whole do not
+count; they are unused channels, which reshaping passes may remove.
 """
 
 from __future__ import annotations
@@ -100,12 +101,19 @@ def _mask(opened: OpenModel, name: str, layer: CompressedLinear, known: bool) ->
                 return None
             weight = file.get_tensor(key)
             weight = weight.T if layer.transposed else weight
-    share = _share(weight)
-    return weight != 0 if share > SHARE or (known and share > 0) else None
+    found = _share(weight) > 0 if known else _scattered(weight) > SHARE
+    return weight != 0 if found else None
 
 
 def _share(weight: Tensor) -> float:
     return int((weight == 0).sum()) / weight.numel()
+
+
+def _scattered(weight: Tensor) -> float:
+    """The share of zeros among the rows and columns that are not zero as a whole: those are unused channels."""
+    zero = weight == 0
+    inside = zero[~zero.all(1)][:, ~zero.all(0)]
+    return int(inside.sum()) / max(1, inside.numel())
 
 
 def told(found: Mapping[str, Zeros], masks: MaskPolicy) -> Iterator[str]:

@@ -13,6 +13,7 @@ from compress.version import __version__ as __version__
 if TYPE_CHECKING:
     from compress.model.open.load import load as load
     from compress.passes import PASSES as PASSES
+    from compress.pipeline.export import save as save
     from compress.pipeline.plan import plan as plan
     from compress.pipeline.run import Result as Result
     from compress.pipeline.run import apply as apply
@@ -33,6 +34,7 @@ _HOMES = {
     "load": "model.open.load",
     "plan": "pipeline.plan",
     "run": "pipeline.run",
+    "save": "pipeline.export",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 

@@ -26,6 +26,7 @@ NAMES = [
     "load",
     "plan",
     "run",
+    "save",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""
 

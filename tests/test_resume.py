@@ -111,6 +111,14 @@ def test_a_killed_run_goes_on_after_the_last_segment(name, kind, at, never_stopp
     assert not (out / ".compress" / "segments").exists()
 
 
+@pytest.mark.parametrize("name", ["pruned, trained, quantized", "quantized, distilled"])
+def test_a_finished_run_of_several_segments_computes_a_lost_shard_again(name, never_stopped, tmp_path, manifest_of):
+    asked, wanted, said = never_stopped(name)
+    (tmp_path / "whole" / "model-00002-of-00004.safetensors").unlink()
+    assert compress.run(asked, tmp_path / "whole").report["checkpoint_sha256"] == wanted
+    assert spoken(manifest_of(tmp_path / "whole")) == said
+
+
 @pytest.mark.slow
 def test_it_may_be_killed_again_and_again(never_stopped, stop, tmp_path):
     asked, wanted, _ = never_stopped("ordered, pruned, trained, learned")

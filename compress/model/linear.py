@@ -60,6 +60,9 @@ class CompressedLinear(nn.Module):
         self.sparsity: Sparsity | None = None  # of the mask
         self.parts, self.transforms = nn.ModuleList(), nn.ModuleList()
         self.put(weight)
+        self.register_state_dict_post_hook(_write_scheme)
+        self.register_load_state_dict_pre_hook(_check_scheme)
+        self.register_load_state_dict_post_hook(_count_kept)
 
     @classmethod
     def of(cls, module: nn.Module) -> CompressedLinear:
@@ -279,6 +282,32 @@ class CompressedLinear(nn.Module):
         return f"in={width}, out={rows}, {self.scheme.text}" + (", masked" if self.positions is not None else "")
 
 
+def _write_scheme(layer: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    """Add the scheme to the metadata of a state dict: the tensors of two schemes may have equal shapes."""
+    assert isinstance(layer, CompressedLinear)
+    metadata["scheme"] = layer.scheme.to_json()
+
+
+def _check_scheme(
+    layer: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
+    unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Report an error of `load_state_dict` if the state is that of a layer of another scheme."""
+    assert isinstance(layer, CompressedLinear)
+    stored = metadata.get("scheme", layer.scheme.to_json())
+    if stored != layer.scheme.to_json():
+        there = LayerScheme.from_json(stored).text
+        errors.append(f"{prefix.removesuffix('.')} is {layer.scheme.text}, but the state dict holds {there}")
+
+
+def _count_kept(layer: nn.Module, keys: Any) -> None:
+    """Update the number of kept weights to that of the mask that was loaded."""
+    assert isinstance(layer, CompressedLinear)
+    positions, words = layer.positions, layer.mask_words
+    if words is not None and positions is not None and not words.is_meta and positions.sparsity.n_of_m is None:
+        layer.sparsity = Sparsity(int(positions.mask().sum()))
+
+
 def linears(module: nn.Module) -> dict[str, nn.Module]:
     """Every linear of a module by name, dense or compressed, in the order of definition."""
     return {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
@@ -291,4 +320,13 @@ def replace_linear(root: nn.Module, name: str) -> CompressedLinear:
     if new is not old:
         parent, _, leaf = name.rpartition(".")
         setattr(root.get_submodule(parent), leaf, new)
+    return new
+
+
+def renew_linear(root: nn.Module, name: str) -> CompressedLinear:
+    """Replace the linear `name` of `root` by one of the same shape without weights or mask; its bias stays."""
+    old = CompressedLinear.of(root.get_submodule(name))
+    new = CompressedLinear(torch.empty(old.shape, device="meta"), old.bias, old.transposed)
+    parent, _, leaf = name.rpartition(".")
+    setattr(root.get_submodule(parent), leaf, new)
     return new

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from compress.formats.containers.files import reason_of, write_json
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
+from compress.model.saving import MASKED_KEY
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
 
@@ -100,11 +101,12 @@ def write_description(
     quantization: dict[str, Any] | None,
     storage: torch.dtype,
     caches: Mapping[str, CacheScheme] | None = None,
+    masked: Sequence[str] = (),
 ) -> None:
     """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
 
     shards: names of the tensors by file. sizes: bytes of all tensors. caches: the scheme of each attention with a
-    rounded cache, if quantization_config does not state it.
+    rounded cache, if quantization_config does not state it. masked: pruned linears whose masks no tensor stores.
     """
     weight_map = {name: shard for shard, names in shards.items() for name in names}
     index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
@@ -117,6 +119,8 @@ def write_description(
         config["quantization_config"] = quantization
     if caches:
         config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
+    if masked:
+        config[MASKED_KEY] = list(masked)
     generation = getattr(opened.model, "generation_config", None)
     try:
         if generation is not None:

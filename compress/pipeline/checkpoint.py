@@ -26,7 +26,7 @@ from compress.formats.base import CacheScheme, Format
 from compress.formats.containers.files import file_sha256, write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import SCALES, cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.model.open.load import fill, fill_caches
 from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
 from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
@@ -60,7 +60,7 @@ class ShardEntry:
 
     file: its name. sha256: of the file. names: of its tensors. digests: sha256 of the codes per layer. schemes: the
     storage scheme per layer. results, journal: lines for the report. caches: {scheme, sha256} per attention module with
-    rounded keys and values.
+    rounded keys and values. masked: the linears that have a mask.
     """
 
     file: str
@@ -72,6 +72,7 @@ class ShardEntry:
     results: list[dict[str, Any]] = field(default_factory=list)
     journal: list[dict[str, Any]] = field(default_factory=list)
     caches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    masked: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -107,6 +108,13 @@ class Manifest:
         """The rounding of keys and values, by attention module."""
         record = {name: record for entry in self.shards.values() for name, record in entry.caches.items()}
         return {name: CacheScheme.from_json(values["scheme"]) for name, values in record.items()}
+
+    def damaged(self) -> list[str]:
+        """The files of a complete checkpoint that are missing or changed."""
+        files = {entry.file: entry.sha256 for entry in self.shards.values()}
+        changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
+        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json")
+        return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
         """Write atomically."""
@@ -163,20 +171,22 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         return None  # written by another version, or damaged: not this run
 
 
+def _is_file(path: Path, sha256: str) -> bool:
+    return path.exists() and file_sha256(path) == sha256
+
+
 def restore_block(
     block: Block, entry: ShardEntry, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
     device: torch.device,
 ) -> bool:  # fmt: skip
     """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
     path = folder / entry.file
-    if not path.exists() or file_sha256(path) != entry.sha256:
+    if not _is_file(path, entry.sha256):
         return False
     mapped = Mapped(stored_in(path), dtype, device)
     for name, layer in linears(block.module).items():
         if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
-            parent, _, leaf = name.rpartition(".")
-            fresh = CompressedLinear(torch.empty(layer.shape, device="meta"), layer.bias, layer.transposed)
-            setattr(block.module.get_submodule(parent), leaf, fresh)
+            renew_linear(block.module, name)
         elif f"{block.name}.{name}" in targets:
             replace_linear(block.module, name)
     schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
@@ -337,8 +347,10 @@ class Shards:
         tensors = block_tensors(block.name, block.module, run.format, run.storage)
         entry = _entry(self.manifest.folder / self._file(block), tensors)
         for name, layer in linears(block.module).items():
+            full = f"{block.name}.{name}"
+            if isinstance(layer, CompressedLinear) and layer.positions is not None:
+                entry.masked.append(full)
             if isinstance(layer, CompressedLinear) and not layer.scheme.plain:
-                full = f"{block.name}.{name}"
                 entry.digests[full] = layer.sha256()
                 entry.schemes[full] = layer.scheme.to_json()
         entry.caches = cache_records(block.name, block.module)

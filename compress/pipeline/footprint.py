@@ -193,9 +193,10 @@ class Footprint:
         within = {n: shape for n, shape in self.shapes.items() if block is None or self._inside(block, n)}
         sizes = [rows * width for rows, width in within.values()]
         around = self.outside if block is None else self._tensors(block)
-        inside = 0 if block is None else sum(sizes)
+        held = () if block is None else tuple(f"{name}." for name in within)
+        others = [t for n, t in around.items() if not n.startswith(held) or n.removesuffix(".bias") + "." in held]
         return ProblemSize(
-            weights, scales, sum(t.numel() for t in around.values()) - inside,
+            weights, scales, sum(t.numel() for t in others),
             sum(rows + width for rows, width in within.values()), self.vocabulary if block is None else 0,
             self.length if block is None else self.per_batch, self.itemsize, packed, self._input_widths(names),
             max(sizes, default=0), 0 if block is None else self.forward_bytes(self.per_batch),

@@ -14,11 +14,21 @@ from compress.api.passes import Pass, Step
 from compress.formats import FORMATS
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
-from compress.model.open.opening import OpenModel, open_model, read_config
+from compress.model.linear import linears
+from compress.model.open.opening import OpenModel, read_config
+from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
-from compress.numerics.sparse.positions import SparsePolicy
+from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
-from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
+from compress.pipeline.resolve import (
+    layer_shapes,
+    own_options,
+    resolve,
+    schemes_of,
+    storage_dtype,
+    update_targets,
+    with_config,
+)  # fmt: skip
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -50,14 +60,19 @@ class Plan:
 
 
 def planned_scheme(
-    steps: Sequence[tuple[str, Pass]], name: str, shape: tuple[int, int], storage: torch.dtype, policy: SparsePolicy
-) -> LayerScheme:
-    """The final storage scheme of a layer, as far as it is known before the run. policy: for sparse layers."""
-    scheme, found = LayerScheme(shape), []
+    steps: Sequence[tuple[str, Pass]], name: str, start: LayerScheme, storage: torch.dtype, policy: SparsePolicy,
+    found: Sequence[Sparsity] = (),
+) -> LayerScheme:  # fmt: skip
+    """The final storage scheme of a layer, as far as it is known before the run.
+
+    start: the scheme before the first pass. policy: for sparse layers. found: the possible ways to store the mask that
+    the layer starts with.
+    """
+    scheme = start
     for _, step in steps:
         own = own_options(step, name)
         scheme = own.becomes(scheme)
-        found = own.sparsities(shape) or found
+        found = own.sparsities(start.shape) or found
     stored = scheme.sparse(found, storage, policy)
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
@@ -65,7 +80,8 @@ def planned_scheme(
 def plan(recipe: Recipe) -> Plan:
     """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights."""
     device_of(recipe.device)
-    return plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
+    remote = recipe.trust_remote_code
+    return plan_of(recipe, open_input(recipe.model, recipe.dtype, trust_remote_code=remote, masks=recipe.masks))
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
@@ -75,12 +91,13 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     if form is opened:
         dense = planned.dense_bytes
     else:
-        dense = sum(_bytes(t, storage_dtype(recipe, opened)) for t in _stored_once(opened).values())
-    shapes = layer_shapes(form) | layer_shapes(opened)
+        storage = storage_dtype(recipe, opened)
+        dense = _rest_bytes(opened, storage) + _dense_bytes(layer_shapes(opened), storage)
+    shapes, starts = layer_shapes(form) | layer_shapes(opened), schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
         mine = [(where, step) for where, step, names in steps[:count] if name in names]
-        return planned_scheme(mine, name, shapes[name], opened.dtype, "off")
+        return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
     return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
@@ -89,19 +106,18 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
-    shapes, layers = layer_shapes(form), []
+    shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
     chosen = [(where, step, set(names)) for where, step, names in steps]
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in chosen if name in names]
         policy = recipe.save.sparse if format_.sparse else "off"
-        scheme = planned_scheme(mine, name, shape, storage, policy)
+        scheme = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()))
         stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
         size = format_.size_bytes(stored, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
-    inside = {f"{name}.weight" for name in shapes}
-    rest = sum(_bytes(t, storage) for name, t in _stored_once(form).items() if name not in inside)
-    dense = rest + sum(rows * width for rows, width in shapes.values()) * storage.itemsize
+    rest = _rest_bytes(form, storage)
+    dense = rest + _dense_bytes(shapes, storage)
     scales = sum(
         sum(step.cache.static) * len(attentions_containing(form.model, names))
         for _, step, names in steps
@@ -128,12 +144,20 @@ def final_plan(
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
-def _stored_once(opened: OpenModel) -> dict[str, Tensor]:
-    """All tensors of a dense checkpoint of the model."""
+def _rest_bytes(opened: OpenModel, storage: torch.dtype) -> int:
+    """Bytes of all stored tensors except the weights of linears in the blocks."""
     found = outside_state(opened)
     for block in opened.blocks:
-        found |= {f"{block.name}.{name}": tensor for name, tensor in block.module.state_dict().items()}
-    return found
+        inside = tuple(f"{name}." for name in linears(block.module))
+        state = block.module.state_dict().items()
+        kept = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
+        found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
+    return sum(_bytes(tensor, storage) for tensor in found.values())
+
+
+def _dense_bytes(shapes: Mapping[str, tuple[int, int]], storage: torch.dtype) -> int:
+    """Bytes of the dense weights of linears."""
+    return sum(rows * width for rows, width in shapes.values()) * storage.itemsize
 
 
 def update_plan(planned: Plan, schemes: Mapping[str, LayerScheme], format_: Format, storage: torch.dtype) -> Plan:

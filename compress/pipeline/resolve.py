@@ -21,7 +21,8 @@ from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
-from compress.model.open.opening import InMemory, OpenModel, open_model
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.packed import open_input
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
@@ -29,6 +30,14 @@ from compress.numerics.dtypes import DTYPES
 from compress.recipe.order import in_words, label
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
+
+EARLIER: dict[Fact, str] = {
+    "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
+    "quantized": "earlier passes",
+    "activations_quantized": "earlier passes",
+    "cache_quantized": "earlier passes",
+}
+"""The origin of a fact of the original model, for messages."""
 
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
@@ -44,7 +53,8 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, a layer or
     the format does not support a group size, or the model cannot have a shape.
     """
-    names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
+    names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
+    _check_start(schemes, format_)
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
@@ -59,7 +69,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
             opened = with_config(opened, step.outcome(opened.model, where))
-            names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
+            names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
         else:
             for name in chosen:
                 facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
@@ -89,25 +99,34 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
         layer = opened.model.get_submodule(name)
         if isinstance(layer, CompressedLinear):
             true: dict[Fact, bool] = {
-                "masked": layer.mask is not None,
+                "masked": layer.positions is not None,
                 "quantized": layer.quantized,
                 "activations_quantized": layer.rounding is not None,
             }
-            found[name] = {fact: "earlier passes" for fact, holds in true.items() if holds}
+            found[name] = {fact: EARLIER[fact] for fact, holds in true.items() if holds}
     rounded = tuple(f"{attention}." for attention in rounded_caches(opened.model))
     for name in found:
         if name.startswith(rounded):
-            found[name]["cache_quantized"] = "earlier passes"
+            found[name]["cache_quantized"] = EARLIER["cache_quantized"]
     return found
 
 
-def _schemes(opened: OpenModel) -> dict[str, LayerScheme]:
+def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
     """The storage scheme of every linear of the original model."""
     return {
         f"{block.name}.{name}": CompressedLinear.of(module).scheme
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
+
+
+def _check_start(schemes: dict[str, LayerScheme], format_: Format) -> None:
+    """Raise TargetError if the format cannot store a linear as it is before the first pass."""
+    for name, scheme in schemes.items():
+        stored = scheme if format_.sparse else scheme.folded(keep_zeros=False)
+        reason = None if stored.plain else format_.refuses(stored)
+        if reason is not None:
+            raise TargetError(f"model: {name} is compressed already: {reason}")
 
 
 def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, str]], where: str) -> None:
@@ -127,7 +146,10 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             )
     for fact in sorted(step.after):
         if not any(fact in facts[name] for name in names):
-            raise TargetError(f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before")
+            raise TargetError(
+                f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before; "
+                "put a pass that does so before it"
+            )
 
 
 def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
@@ -221,7 +243,7 @@ def teachers(
 
     def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
         if other is not None:
-            return open_model(other, device=opened.device).streaming()
+            return open_input(other, device=opened.device, masks="forget").streaming()
         assert known is not None
         return nullcontext(known.eval())
 

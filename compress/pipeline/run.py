@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -26,22 +25,36 @@ from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
 from compress.formats.native import Native
+from compress.model.linear import CompressedLinear
 from compress.model.objective import objective_of
 from compress.model.open.experts import open_experts
-from compress.model.open.opening import InMemory, OpenModel, open_model
-from compress.model.open.vocabulary import check_teacher
+from compress.model.open.masks import MaskPolicy
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.packed import Packed, open_input, with_masks
+from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
 from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
-from compress.pipeline.resolve import calibration_ids, eval_ids, lm_objective_for, resolve, storage_dtype, teachers
+from compress.pipeline.resolve import (
+    calibration_ids,
+    eval_ids,
+    lm_objective_for,
+    resolve,
+    schemes_of,
+    storage_dtype,
+    teachers,
+)  # fmt: skip
+from compress.pipeline.sources import check_teachers, open_source, open_teacher
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
+from compress.stream.install import take_in
 from compress.version import __version__
+from compress.weights.layer import LayerScheme
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
@@ -87,23 +100,32 @@ def apply(
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    masks: MaskPolicy = "keep",
 ) -> PreTrainedModel:
     """Apply passes to a model in memory, in place, and return it. Experts stored as 3-D weights become linears.
 
+    Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
+
     calibration: token ids [sequences, length]; required unless all passes are data-free. batch: sequences per batch.
     teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer: provides
-    the mask token, for passes that train a masked language model or compute its loss.
+    the mask token, for passes that train a masked language model or compute its loss. masks: 'keep': the zeros of a
+    dense linear with more than a fifth of zeros stay zero; 'forget': they are ordinary weights.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
     """
-    check_order(passes)
+    check_order(passes, begun=True)
+    if not any(isinstance(module, CompressedLinear) for module in model.modules()):
+        check_order(passes)
+    guard_saving(model)
     first, journal = next(model.parameters()), journal or Journal()
     for log in open_experts(model):
         journal.add("note", "model", log)
     opened = OpenModel(
         model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
     )
+    for log in with_masks(opened, masks=masks).notes:
+        journal.add("note", "model", log)
     context = Run(opened.device, first.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
@@ -136,16 +158,15 @@ class Job:
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
-    opened = open_model(recipe.model, recipe.dtype, device_of(recipe.device), recipe.trust_remote_code)
+    device = device_of(recipe.device)
+    opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
     format_ = FORMATS[recipe.save.format]
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
     steps, _ = resolve(recipe.passes, opened, format_)
-    for step in recipe.passes:
-        if isinstance(step.requires.teacher, str):
-            check_teacher(step.requires.teacher, opened, recipe.trust_remote_code)
+    check_teachers(recipe, opened)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
@@ -154,8 +175,17 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         ids = calibration_ids(recipe, opened)
     spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
     wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
+    if isinstance(opened.weights, Packed):
+        opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
+        if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
+            journal.add(
+                "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
+            )
     manifest = open_folder(out, wanted, overwrite)
-    context.calibration, context.open_teacher = ids, partial(_open_source, recipe, opened)
+    if manifest.complete and (damaged := manifest.damaged()):
+        journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
+        manifest.complete = False
+    context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest)
 
@@ -198,8 +228,8 @@ def finish(job: Job) -> Result:
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    with _open_source(recipe, opened) as dense:
-        base = _measure(job, dense, replace(evaluated, which="base"))
+    with open_source(recipe.model, recipe, opened) as original:
+        base = _measure(job, original, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -208,6 +238,7 @@ def finish(job: Job) -> Result:
         size=sizes(folder, settled.dense_bytes, settled.checkpoint_bytes, layers),
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
+        masked=[name for entry in manifest.shards.values() for name in entry.masked],
         layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
@@ -221,11 +252,3 @@ def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> di
     """The results of all evaluators on a model."""
     with job.context.phase("evaluate"):
         return measure_all(model, context)
-
-
-def _open_source(
-    recipe: Recipe, opened: OpenModel, other: str | None = None
-) -> AbstractContextManager[PreTrainedModel]:
-    """Open the original model, or another; only one block's weights are in memory while it runs."""
-    source = recipe.model if other is None else other
-    return open_model(source, recipe.dtype, opened.device, recipe.trust_remote_code).streaming()

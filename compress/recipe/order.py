@@ -21,10 +21,11 @@ def label(index: int, step: Pass) -> str:
     return f"passes[{index}] {step.key()}"
 
 
-def check_order(passes: Sequence[Pass]) -> None:
+def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
     """Raise RecipeError when a pass lacks a fact that it needs, or comes after one that it excludes.
 
-    When two passes may work on different layers, `pipeline.resolve` checks them layer by layer, with the model open.
+    begun: the model is the result of earlier passes, so a missing fact is no mistake yet. When two passes may work on
+    different layers, `pipeline.resolve` checks them layer by layer, with the model open.
     """
     made: list[tuple[str, Pass]] = []
     for index, step in enumerate(passes):
@@ -34,7 +35,7 @@ def check_order(passes: Sequence[Pass]) -> None:
                     message = f"the model is {in_words(fact)} by {before} already; put {step.key()} before it"
                     raise recipe_error(("passes", index, step.key()), message)
         for fact in sorted(step.after):
-            if not any(fact in earlier.facts() for _, earlier in made):
+            if not begun and not any(fact in earlier.facts() for _, earlier in made):
                 message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
                 raise recipe_error(("passes", index, step.key()), message)
         made.append((label(index, step), step))

@@ -25,6 +25,7 @@ from compress.api.options import Place, mistake
 from compress.api.passes import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
+from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes import PASSES
 from compress.recipe.order import check_order, label, recipe_error
@@ -102,6 +103,11 @@ class Recipe(_Part):
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="seed of all random numbers")
     trust_remote_code: bool = Field(default=False, description="run the model's own code")
+    masks: Literal["keep", "forget"] = Field(
+        default="keep",
+        description="zeros of a model that is sparse already: 'keep': they stay zero in every pass; 'forget': they are "
+        "ordinary weights",
+    )
     calibration: Calibration = Calibration()
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
     save: Save = Save()
@@ -132,7 +138,7 @@ class Recipe(_Part):
         return _passes(items)
 
     def model_post_init(self, context: Any) -> None:
-        check_order(self.passes)
+        check_order(self.passes, begun=is_compressed(self.model))
 
     @field_serializer("passes")
     def _spell(self, passes: tuple[Pass, ...]) -> list[dict[str, Any]]:

@@ -43,14 +43,15 @@ def build_report(
     predicted: Predicted,
     verified: Verification,
     layers: Sequence[Mapping[str, Any]],
+    masked: Sequence[str],
     training: Mapping[str, Any],
     evaluations: Mapping[str, Any],
     reproduce: Reproduction,
 ) -> Report:
     """The report on the checkpoint in `folder`.
 
-    layers: the fields of `LayerRow`, in the order of the model. training: the fields of `Training` by the label of the
-    pass. evaluations: the results of all evaluators by key.
+    layers: the fields of `LayerRow`, in the order of the model. masked: names of pruned linears. training: the fields
+    of `Training` by the label of the pass. evaluations: the results of all evaluators by key.
     """
     files = checkpoint_files(folder)
     values = {
@@ -62,6 +63,7 @@ def build_report(
         },
         "size": size,
         "layers": layers,
+        "masked": list(masked),
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
         "training": training,
         "predicted": predicted,

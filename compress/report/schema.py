@@ -140,7 +140,7 @@ class Report(BaseModel):
     """One report.json.
 
     compress: version of this package. training: by the label of the pass. costs: by phase. files: sha256 of each file
-    of the checkpoint. checkpoint_sha256: one digest of all of them.
+    of the checkpoint. checkpoint_sha256: one digest of all of them. masked: linears with pruned weights, by full name.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -157,6 +157,7 @@ class Report(BaseModel):
     reproduce: Reproduction
     files: dict[str, str]
     checkpoint_sha256: str
+    masked: list[str] = []
 
     @model_validator(mode="after")
     def _typed(self) -> Self:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from compress.api.context import Run
 from compress.api.passes import Solution, Zeros
 from compress.errors import NumericError, TargetError, VerificationError
-from compress.model.linear import CompressedLinear, parts_of
+from compress.model.linear import CompressedLinear, linears, parts_of
+from compress.model.structure.blocks import Block
 from compress.numerics.metrics import relative_error
 from compress.stream.context import BlockContext
 from compress.weights.base import InputTransform, WeightPart
@@ -124,6 +125,18 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     if reason is not None:
         raise TargetError(f"{where}: {reason}")
     layer.change_parts(run.format.adapt_part)
+
+
+def take_in(block: Block, run: Run, dtype: torch.dtype) -> None:
+    """Convert the compressed linears that a block starts with to the forms that the run's format stores.
+
+    Raises TargetError if the format refuses a layer.
+    """
+    for name, layer in linears(block.module).items():
+        if isinstance(layer, CompressedLinear):
+            adapt(layer, run, dtype, f"model: {block.name}.{name}")
+            if layer.scheme.folds and not run.format.sparse:
+                layer.absorb_inputs()
 
 
 def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:

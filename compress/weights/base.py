@@ -170,6 +170,11 @@ class Component(nn.Module, ABC):
     scheme: Scheme
     shape: tuple[int, int]
 
+    @property
+    def casts(self) -> bool:
+        """Whether `module.to(dtype)` casts its floats. False: they keep their stored dtype, such as scales of codes."""
+        return False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "kind" in vars(cls):
@@ -180,6 +185,15 @@ class Component(nn.Module, ABC):
         self.scheme, self.shape = scheme, shape
         for buffer in self.names:
             self.register_buffer(buffer, tensors.get(buffer))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if self.casts or found.dtype == tensor.dtype else tensor.to(found.device)
+
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return super()._apply(moved, recurse=False)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in a checkpoint."""
@@ -239,6 +253,7 @@ class WeightPart(Component):
         super().__init__(scheme, shape, tensors)
         self.lattice: tuple[int, ...] = shape
         self._prepared: dict[int, Any] = {}
+        self.register_load_state_dict_post_hook(_forget_prepared)
 
     @property
     @abstractmethod
@@ -254,14 +269,18 @@ class WeightPart(Component):
         return nn.functional.linear(x, self.dense(x.dtype), bias)
 
     def prepared(self, kernel: dispatch.Kernel) -> Any:
-        """The result of `kernel.prepare` on the part; cached until the tensors are moved or cast."""
+        """The result of `kernel.prepare` on the part; cached until the tensors change."""
         key = id(kernel)
         if key not in self._prepared:
             self._prepared[key] = kernel.prepare(self)
         return self._prepared[key]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+    def forget_prepared(self) -> None:
+        """Drop the results of kernels, because the tensors have changed."""
         self._prepared = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        self.forget_prepared()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,6 +336,11 @@ class WeightPart(Component):
     def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
         """Sum over the weights of each scale; the adjoint of `spread`."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+
+def _forget_prepared(part: WeightPart, keys: Any) -> None:
+    """A hook after `load_state_dict`."""
+    part.forget_prepared()
 
 
 class InputTransform(Component):

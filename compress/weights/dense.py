@@ -51,6 +51,10 @@ class DensePart(WeightPart):
         return cls(DenseScheme(dtype), (weight.shape[0], weight.shape[1]), {"weight": held})
 
     @property
+    def casts(self) -> bool:
+        return self.scheme.dtype is None
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 

@@ -15,6 +15,7 @@ from tolerances import LOGITS
 import compress
 from compress.api.journal import Journal
 from compress.errors import OutputError, RecipeError, TargetError
+from compress.model.open.opening import open_model
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 CHAIN = f"""
@@ -230,7 +231,7 @@ def test_groups_that_became_zero_are_counted_in_the_journal(pico_model):
 
 
 def test_apply_works_in_memory():
-    opened = compress.plan.__globals__["open_model"](str(PICO))
+    opened = open_model(str(PICO))
     for block in opened.blocks:
         opened.weights.bring(block)
     model = compress.apply(opened.model, [compress.Wanda(pattern="2:4")], torch.arange(256).reshape(4, 64))

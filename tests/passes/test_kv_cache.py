@@ -346,15 +346,17 @@ def test_a_damaged_checkpoint_is_an_error(damage, message, damaged):
         compress.load(damaged)
 
 
-def test_another_scale_than_was_computed_is_found(damaged, recipe):
+def test_another_scale_than_was_computed_is_found(damaged, recipe, monkeypatch):
+    monkeypatch.setattr("compress.pipeline.checkpoint.Manifest.damaged", lambda self: [])
     stored(damaged, lambda tensors: tensors[f"{ATTENTION}.k_scale"].mul_(1.0001))
     with pytest.raises(VerificationError, match=f"the rounding of the KV cache of {ATTENTION} differs after"):
         compress.run(recipe(KVCache(scale="static"), save={"format": "dense", "verify": "own"}), damaged)
 
 
-def test_what_is_rounded_is_no_model_to_start_from(dense):
-    with pytest.raises(ModelError, match="has a quantized KV cache; start from the original model"):
-        compress.plan(compress.Recipe(model=str(dense), passes=[RTN(group_size=32)]))
+def test_what_is_rounded_is_a_model_to_start_from(dense):
+    assert len(compress.plan(compress.Recipe(model=str(dense), passes=[RTN(group_size=32)])).layers) == 21
+    with pytest.raises(TargetError, match="is given a rounded KV cache by earlier passes already"):
+        compress.plan(compress.Recipe(model=str(dense), passes=[KVCache()]))
 
 
 def test_a_scheme_of_others_that_is_not_known_is_an_error(served, tmp_path):

@@ -10,7 +10,9 @@ from transformers import LlamaForCausalLM
 
 import compress
 from compress.api.context import Run
+from compress.api.journal import Journal
 from compress.errors import CompressError, VerificationError
+from compress.formats.containers.files import file_sha256
 from compress.pipeline.checkpoint import WORK, open_folder
 from compress.pipeline.verify import verify
 from compress.recipe.schema import Save
@@ -100,11 +102,21 @@ def test_a_shard_that_was_cut_off(check, folder):
         check(folder)
 
 
-def test_a_finished_run_is_checked_again(asked, folder):
-    """The same command on a complete run computes nothing, and still finds the damage."""
-    change(folder, f"{LAYER}.weight_scale", lambda tensor: tensor * 2)
-    with pytest.raises(VerificationError, match="differ from the computed ones"):
-        compress.run(asked, folder)
+@pytest.mark.parametrize("damage", ["gone", "changed", "probe", "config", "index"])
+def test_what_is_damaged_of_a_finished_run_is_computed_again(asked, folder, damage):
+    files = {"probe": f"{WORK}/probe.safetensors", "config": "config.json", "index": "model.safetensors.index.json"}
+    wanted = {path.name: file_sha256(path) for path in folder.glob("*.safetensors")}
+    path = folder / files.get(damage, SHARD)
+    if damage == "changed":
+        change(folder, f"{LAYER}.weight_scale", lambda tensor: tensor * 2)
+    else:
+        path.unlink()
+    heard = []
+    result = compress.run(asked, folder, journal=Journal(listeners=[heard.append]))
+    assert {path.name: file_sha256(path) for path in folder.glob("*.safetensors")} == wanted
+    assert any(e.where == "resume" and path.name in e.message for e in result.journal.entries)
+    worked = [entry.message for entry in heard if entry.kind == "block"]
+    assert worked == (["model.layers.1"] if path.name == SHARD else [])
 
 
 def test_another_reading_of_the_weights_by_transformers(check, folder, monkeypatch):

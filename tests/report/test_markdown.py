@@ -163,5 +163,5 @@ def test_every_figure_of_the_report_comes_from_report_json(recipe, tiny_folder, 
 
 def test_both_files_are_written(report, tmp_path):
     write_report(Report.from_json(report), tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert json.loads((tmp_path / "report.json").read_text()) == report | {"masked": []}
     assert (tmp_path / "report.md").read_text() == markdown(Report.from_json(report))

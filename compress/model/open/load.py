@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, r
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
+from compress.model.saving import MASKED_KEY, guard_saving
 from compress.weights.layer import LayerScheme
 
 
@@ -28,7 +30,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
-    Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass.
+    Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass. Save such a
+    model with `compress.save`.
     dtype: of the computation; 'auto' is the dtype of the checkpoint.
 
     Raises ModelError for a folder without a model, an unknown quantization method, or missing or truncated tensors.
@@ -36,11 +39,56 @@ def load(
     folder, device = Path(folder), torch.device(device)
     if not folder.is_dir():
         raise ModelError(f"model: no folder {folder}")
-    config = opening.read_config(folder, str(folder), trust_remote_code)
-    quantization = getattr(config, "quantization_config", None)
-    format_, described = _format_of(quantization, folder)
-    if quantization is not None:
-        vars(config).pop("quantization_config")
+    found = describe(folder, str(folder), dtype, trust_remote_code)
+    model, schemes = found.model, found.schemes
+    if found.files is None:
+        if schemes:
+            raise ModelError(f"model: {folder} lacks tensors of its model; write it again")
+        model = opening.load_whole(type(model), folder, found.dtype, device)
+    else:
+        mapped = opening.Mapped(dict(found.stored), found.dtype, device)
+        if found.format is not None:
+            fill(model, "", mapped.read_raw(list(found.stored)), schemes, found.format, found.dtype)
+        opening.assign(model, opening.Mapped(found.files, found.dtype, device).read(found.dense_names()))
+        model.tie_weights()
+        opening.to_device(model, device)
+    scales = opening.Mapped(found.stored, found.dtype, device)
+    fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
+    model.eval().requires_grad_(False)
+    guard_saving(model)
+    return model, opening.read_tokenizer(folder, trust_remote_code)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the files of a checkpoint state, with its model without weights.
+
+    format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
+    values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
+    stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    format: Format | None
+    schemes: dict[str, LayerScheme]
+    caches: dict[str, CacheScheme]
+    masked: frozenset[str]
+    stored: dict[str, tuple[Path, str]]
+    files: dict[str, tuple[Path, str]] | None
+
+    def dense_names(self) -> list[str]:
+        """The names of the model's tensors that are stored as they are."""
+        packed = {f"{name}.weight" for name in self.schemes}  # some layouts store codes under this name
+        return [name for name in self.files or () if name not in packed]
+
+
+def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> Description:
+    """Read the description of a checkpoint, compressed or dense. source: its name in messages. Raises ModelError."""
+    config = opening.read_config(folder, source, trust_remote_code)
+    quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
+    format_, described = _format_of(quantization, source)
+    masked = masked_in(config)
     compute = opening.compute_dtype(config, dtype)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
@@ -48,34 +96,26 @@ def load(
     shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
     schemes = {} if format_ is None else _schemes(format_, described, shapes)
     files = opening.match(model, stored, present=set(schemes))
-    if files is None:
-        if schemes:
-            raise ModelError(f"model: {folder} lacks tensors of its model; write it again")
-        model = opening.load_whole(type(model), folder, compute, device)
-    else:
-        mapped = opening.Mapped({name: (path, key) for name, (path, key) in stored.items()}, compute, device)
-        if format_ is not None:
-            fill(model, "", mapped.read_raw(list(stored)), schemes, format_, compute)
-        packed = {f"{name}.weight" for name in schemes}  # some layouts store codes under this name
-        renamed = opening.Mapped(files, compute, device)
-        opening.assign(model, renamed.read([name for name in files if name not in packed]))
-        model.tie_weights()
-        opening.to_device(model, device)
-    caches = _cache_schemes(model, config, format_, described)
-    scales = opening.Mapped(stored, compute, device)
-    fill_caches(model, "", scales.read([name for name in stored if name.endswith(SCALES)]), caches)
-    model.eval().requires_grad_(False)
-    return model, opening.read_tokenizer(folder, trust_remote_code)
+    caches = _cache_schemes(model, record, format_, described)
+    return Description(model, compute, format_, schemes, caches, masked, stored, files)
 
 
-def _format_of(quantization: Any, folder: Path) -> tuple[Format | None, Mapping[str, Any]]:
+def masked_in(config: Any) -> frozenset[str]:
+    """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
+    found = vars(config).pop(MASKED_KEY, None)
+    return frozenset(found if isinstance(found, list) else ())
+
+
+def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[str, Any]]:
     if quantization is None:
         return None, {}
     described = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = described.get("quant_method")
     found = next((f for f in FORMATS.values() if f.quant_method is not None and f.quant_method == method), None)
     if found is None:
-        raise ModelError(f"model: {folder} is quantized by {method!r}, which compress.load does not read")
+        raise ModelError(
+            f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
+        )
     return found, described
 
 
@@ -90,10 +130,9 @@ def _schemes(
 
 
 def _cache_schemes(
-    model: nn.Module, config: Any, format_: Format | None, described: Mapping[str, Any]
+    model: nn.Module, record: Any, format_: Format | None, described: Mapping[str, Any]
 ) -> dict[str, CacheScheme]:
-    """The cache schemes by name of the attention. Raises ModelError."""
-    record = vars(config).pop(CONFIG_KEY, None)
+    """The cache schemes by name of the attention. record: the value of `CONFIG_KEY`. Raises ModelError."""
     try:
         everywhere = None if format_ is None else format_.cached(described)
         if everywhere is not None:

@@ -189,11 +189,10 @@ def open_model(
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
-    tokenizer = read_tokenizer(folder, trust_remote_code)
-    notes = open_experts(model)
-    files = match(model, stored)
-    common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
-    fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
+    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
+    common["tokenizer"] = read_tokenizer(folder, trust_remote_code)
+    notes, files = open_experts(model), match(model, stored)
+    fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
         open_experts(whole)
@@ -202,14 +201,18 @@ def open_model(
         )
         return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=notes, **common)
     blocks = find_blocks(model)
-    weights = Mapped(files, compute, device)
-    outside = [name for name in files if not any(name.startswith(block.name + ".") for block in blocks)]
-    tensors = weights.read(outside)
+    read_outside(model, blocks, weights := Mapped(files, compute, device))
+    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, **common)
+
+
+def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -> None:
+    """Read the tensors outside of the blocks. Raises ModelError."""
+    inside = tuple(f"{block.name}." for block in blocks)
+    tensors = weights.read([name for name in weights.files if not name.startswith(inside)])
     check_finite("", tensors)
     assign(model, tensors)
     model.tie_weights()
-    to_device(model, device)
-    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, **common)
+    to_device(model, weights.device)
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -370,10 +373,7 @@ def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Siz
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load the model with transformers, which converts stored layouts to those of the model."""
     try:
-        options: dict[str, Any] = {
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }  # both are reported below
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
         model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
@@ -386,7 +386,7 @@ def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch
     return model.eval().requires_grad_(False).to(device)
 
 
-def _fingerprint(folder: Path, paths: list[Path]) -> str:
+def fingerprint_of(folder: Path, paths: list[Path]) -> str:
     """A digest of config.json and of the size and samples of every weight file; the same on every machine."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in paths:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class Grid(ABC):
     scaling: Scaling = field(default=FloatScale(), kw_only=True)
     group_size: int | None = field(default=None, kw_only=True)
     averaged: bool = field(default=False, kw_only=True)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle a grid by its name: a copy of a layer has the same grid, not an equal one."""
+        if GRIDS.get(self.name) is self:
+            return grid_named, (self.name,)
+        return super().__reduce_ex__(protocol)
 
     @property
     @abstractmethod
@@ -234,3 +241,8 @@ _GRIDS = (
 )
 GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}
 """Every grid by its name in a recipe."""
+
+
+def grid_named(name: str) -> Grid:
+    """The grid of this name. Raises KeyError."""
+    return GRIDS[name]

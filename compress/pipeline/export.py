@@ -1,0 +1,183 @@
+"""save(model, folder): write a model in memory, compressed or not, as a checkpoint that `compress.load` reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.api.context import Run
+from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
+from compress.formats import FORMATS
+from compress.formats.base import CacheScheme
+from compress.formats.containers.files import reason_of
+from compress.formats.containers.safetensors import shard_name, write_shard
+from compress.model.kv_cache import cache_records, stated_scheme
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.load import load
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.save import (
+    block_tensors,
+    dense_linear_names,
+    outside_tensors,
+    store_as_planned,
+    stored_sparsity,
+    write_description,
+)  # fmt: skip
+from compress.model.structure.blocks import Block, find_blocks
+from compress.numerics.dtypes import DTYPES, dtype_name
+from compress.numerics.sparse.positions import SparsePolicy
+from compress.stream.install import take_in
+from compress.stream.reference import twin
+from compress.version import __version__
+from compress.weights.layer import LayerScheme
+
+
+def save(
+    model: PreTrainedModel,
+    folder: str | Path,
+    format: str = "native",  # noqa: A002  the word of the recipe
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dtype: str = "auto",
+    sparse: SparsePolicy = "auto",
+) -> Path:
+    """Write a model in memory to a folder, which `compress.load` reads; returns the folder. The model does not change.
+
+    format: as `save.format` of a recipe: 'native' stores all that passes make, 'compressed-tensors' is also read by
+    transformers, 'dense' stores dequantized weights, which any program reads. tokenizer: is saved too. dtype: of scales
+    and dense tensors; 'auto': that of the model's parameters. sparse: as `save.sparse` of a recipe.
+
+    The folder appears when all its files are complete and the compressed layers were read back bit for bit.
+
+    Raises UserError for an unknown format or dtype, OutputError for a folder with files, TargetError for a layer that
+    the format cannot store, SaveError if writing fails, VerificationError if a layer reads back differently.
+    """
+    _check(format, dtype, sparse)
+    first = next(model.parameters())
+    storage = first.dtype if dtype == "auto" else DTYPES[dtype]
+    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
+    _check_outside(opened)
+    run = Run(first.device, storage, format=FORMATS[format], sparse=sparse if FORMATS[format].sparse else "off")
+    with _new_folder(Path(folder)) as part:
+        written = _Written(part, opened, run)
+        for block in opened.blocks:
+            written.add(block)
+        written.close()
+        _verify(part, written.digests, dtype_name(first.dtype), first.device, Path(folder))
+    return Path(folder)
+
+
+def _check(format_: str, dtype: str, sparse: SparsePolicy) -> None:
+    if format_ not in FORMATS:
+        raise UserError(f"save: format {format_!r} is not known{did_you_mean(format_, FORMATS)}")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"save: dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+    if sparse == "always" and not FORMATS[format_].sparse:
+        raise UserError(f"save: sparse: 'always' is not possible: format {format_} stores the zeros; use native")
+
+
+def _check_outside(opened: OpenModel) -> None:
+    """Raise SaveError for a compressed linear outside of the blocks, and for weights that are not in memory."""
+    inside = set(opened.linear_names())
+    for name, layer in linears(opened.model).items():
+        if isinstance(layer, CompressedLinear) and name not in inside:
+            raise SaveError(
+                f"save: {name} is compressed, but it is outside of the blocks; no format of compress holds it"
+            )
+    if missing := [name for name, tensor in opened.model.state_dict().items() if tensor.is_meta]:
+        raise SaveError(f"save: {missing[0]} is on the meta device, without values; load the model first")
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; on success it becomes `folder`, on an error it is removed."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{folder}: exists already; name a new or empty folder")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".part", dir=folder.parent))
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); name another folder") from error
+    try:
+        yield part
+        if folder.exists():
+            folder.rmdir()
+        os.replace(part, folder)
+        folder.chmod(0o777 & ~_umask())  # a temporary folder is readable by its owner only
+    except OSError as error:
+        raise SaveError(f"{folder}: {reason_of(error)}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _umask() -> int:
+    found = os.umask(0)
+    os.umask(found)
+    return found
+
+
+@dataclass
+class _Written:
+    """The checkpoint so far: tensor names by file, and the schemes, digests and caches of layers by full name."""
+
+    folder: Path
+    opened: OpenModel
+    run: Run
+    shards: dict[str, list[str]] = field(default_factory=dict)
+    size_bytes: int = 0
+    schemes: dict[str, LayerScheme] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    caches: dict[str, CacheScheme] = field(default_factory=dict)
+    masked: list[str] = field(default_factory=list)
+
+    def add(self, block: Block) -> None:
+        """Write a block, in the form of the format; the block itself does not change."""
+        run, copied = self.run, Block(block.index, block.name, twin(block.module))
+        take_in(copied, run, self.opened.dtype)
+        for layer in linears(copied.module).values():
+            if isinstance(layer, CompressedLinear) and layer.scheme.folds:
+                layer.absorb_inputs(stored_sparsity(layer, run.storage, run.sparse) is not None)
+        store_as_planned(block.name, copied.module, run.storage, run.sparse)
+        for name, layer in linears(copied.module).items():
+            full = f"{block.name}.{name}"
+            if isinstance(layer, CompressedLinear) and not layer.scheme.plain:
+                layer.change_parts(lambda part: part.in_storage(run.storage))
+                self.schemes[full], self.digests[full] = layer.scheme, layer.sha256()
+            if isinstance(layer, CompressedLinear) and layer.mask_words is not None:  # no part stores it
+                self.masked.append(full)
+        records = cache_records(block.name, copied.module)
+        self.caches |= {name: CacheScheme.from_json(record["scheme"]) for name, record in records.items()}
+        self._write(block.index + 2, block_tensors(block.name, copied.module, run.format, run.storage))
+
+    def close(self) -> None:
+        """Write the tensors outside of the blocks, and all other files."""
+        opened, run = self.opened, self.run
+        self._write(1, outside_tensors(opened, run.storage))
+        stated = stated_scheme(opened.model, self.caches, run.format)
+        ignore = dense_linear_names(opened, set(self.schemes))
+        config = run.format.config(self.schemes, ignore, __version__, stated)
+        own = self.caches if stated is None else {}
+        write_description(opened, self.folder, self.shards, self.size_bytes, config, run.storage, own, self.masked)
+
+    def _write(self, number: int, tensors: dict[str, Any]) -> None:
+        name = shard_name(number, len(self.opened.blocks) + 1)
+        write_shard(self.folder / name, tensors)
+        self.shards[name] = list(tensors)
+        self.size_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _verify(part: Path, digests: dict[str, str], dtype: str, device: torch.device, folder: Path) -> None:
+    """Raise VerificationError unless all compressed layers read back bit for bit."""
+    model, _ = load(part, dtype, device)
+    for name, digest in digests.items():
+        layer = model.get_submodule(name)
+        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
+            raise VerificationError(f"{folder}: {name} differs after reloading")

@@ -1,0 +1,62 @@
+"""Open the models that a run compares with: its own model before the first pass, and teachers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import yaml
+from transformers import PreTrainedModel
+
+from compress.errors import ModelError
+from compress.model.open.opening import OpenModel
+from compress.model.open.packed import open_input
+from compress.model.open.vocabulary import check_teacher
+from compress.recipe.schema import Recipe
+
+RECIPE = "recipe.yaml"
+"""The recipe in the folder of a run."""
+
+
+def original_of(source: str) -> str:
+    """The model that a chain of runs started with, by the recipes in their folders; `source` if no run wrote it."""
+    seen: set[str] = set()
+    while source not in seen:
+        seen.add(source)
+        folder = Path(source).expanduser()
+        try:
+            written = (folder / "report.json").exists()  # by a run
+            recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8")) if written else None
+        except (OSError, ValueError, yaml.YAMLError):
+            break
+        model = recipe.get("model") if isinstance(recipe, dict) else None
+        source = model if isinstance(model, str) else source
+    return source
+
+
+def check_teachers(recipe: Recipe, opened: OpenModel) -> None:
+    """Check the teacher of every pass. Raises ModelError for one that cannot be opened or has another vocabulary."""
+    for step in recipe.passes:
+        teacher = step.requires.teacher
+        if isinstance(teacher, str):
+            check_teacher(teacher, opened, recipe.trust_remote_code)
+        elif teacher and (original := original_of(recipe.model)) != recipe.model:
+            try:
+                check_teacher(original, opened, recipe.trust_remote_code)
+            except ModelError as error:
+                raise ModelError(
+                    f"{step.key()}: the uncompressed model of {recipe.model} is {original} by its {RECIPE}, which "
+                    f"cannot be its teacher ({error}); name another one (teacher: ...)"
+                ) from error
+
+
+def open_teacher(
+    recipe: Recipe, opened: OpenModel, other: str | None = None
+) -> AbstractContextManager[PreTrainedModel]:
+    """Open a teacher by its source; None: the uncompressed model, also if the run starts with a compressed one."""
+    return open_source(original_of(recipe.model) if other is None else other, recipe, opened)
+
+
+def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
+    """Open a model as it is stored; only one block's weights are in memory while it runs."""
+    return open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget").streaming()

@@ -18,6 +18,7 @@ from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
 from compress.errors import NumericError, TargetError
+from compress.model.structure.select import ModuleNames
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.quant.rounding import GridOptions
@@ -148,6 +149,18 @@ class Quantizing(WeightGrid):
         base = {name: value for name, value in data.items() if name != "overrides"}
         cls.model_validate(base)  # the pass's own mistakes come first
         return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        found = super().on_model(names, where)
+        changed = []
+        for override in found.overrides:
+            targets = override.targets
+            targets = names.ignored(targets) if override.dense else names.targets(targets, f"{where} overrides")
+            if targets:
+                same = targets == override.targets
+                changed.append(override if same else override.model_copy(update={"targets": targets}))
+        new = tuple(changed)
+        return found if new == found.overrides else found.model_copy(update={"overrides": new})
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
         """The linears that no override skips."""

@@ -52,9 +52,11 @@ SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 
-IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
-LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
+IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, MXFP4PackQuantized(), NVFP4PackQuantized())
 """The first layout that suits a scheme stores it."""
+STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
+"""Layouts whose readers support one static scale of the inputs, the tensor `INPUT_SCALE`."""
 
 
 def layout_of(scheme: LayerScheme) -> Layout | None:
@@ -80,10 +82,10 @@ class CompressedTensors(Format):
         if layout is None:
             name = scheme.codes.grid.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
-        if scheme.rounding is not None and scheme.rounding.scale == "static" and not IN_BYTES.suits(scheme):
+        if scheme.rounding is not None and scheme.rounding.scale == "static" and layout not in STATIC_INPUTS:
             return (
-                "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
-                "use activation_scale: token, or format: native"
+                "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with fp8_e4m3 "
+                "weights; use activation_scale: token, or format: native"
             )
         return layout.refuses(scheme)
 

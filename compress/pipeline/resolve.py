@@ -25,6 +25,7 @@ from compress.model.open.opening import InMemory, OpenModel, open_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
 from compress.recipe.order import in_words, label
 from compress.recipe.schema import Recipe
@@ -49,6 +50,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
         where, needs = label(index, step), step.requires
+        step = step.on_model(ModuleNames.of(opened.model, opened.blocks), where)
         chosen = step.choose(names, where)
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)

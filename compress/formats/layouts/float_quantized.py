@@ -1,9 +1,11 @@
-"""`float-quantized`, the 8-bit float layout of compressed-tensors (W8A8 with inputs rounded per token, or W8A16).
+"""`float-quantized`, the 8-bit float layout of compressed-tensors (W8A8 with inputs rounded per token or by a static
+scale, or W8A16).
 
     <m>.weight         float8_e4m3fn [O, I]
     <m>.weight_scale   float [O, 1] per channel; [1] per tensor
+    <m>.input_scale    float [1]                 only with a static activation scale
 
-Inputs are rounded per token at run time, so they need no tensors. W ~ weight * scale.
+Inputs that are rounded per token at run time need no tensors. W ~ weight * scale.
 
 The reader (transformers 5.23 with compressed-tensors 0.20) multiplies in the dtype of the scale. The class that it
 registers under this name requires input arguments when the reader itself chooses a layout. A layout that the config

@@ -84,8 +84,8 @@ class CompressedTensors(Format):
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
         if scheme.rounding is not None and scheme.rounding.scale == "static" and layout not in STATIC_INPUTS:
             return (
-                "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with fp8_e4m3 "
-                "weights; use activation_scale: token, or format: native"
+                "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with "
+                "fp8_e4m3 weights; use activation_scale: token, or format: native"
             )
         return layout.refuses(scheme)
 

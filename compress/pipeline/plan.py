@@ -19,6 +19,7 @@ from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
+from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -69,8 +70,9 @@ def plan(recipe: Recipe) -> Plan:
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
-    """Plan a recipe for an open model."""
+    """Plan a recipe for an open model. Raises the errors of its texts that need no reading (`check_texts`)."""
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
     if form is opened:
         dense = planned.dense_bytes

@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, LayerFacts
 from compress.api.passes import ModelPass, Pass, Step
-from compress.data.ids import model_ids, needs_tokenizer
-from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
@@ -228,24 +226,3 @@ def teachers(
         return nullcontext(known.eval())
 
     return open_teacher
-
-
-def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
-    """The recipe's calibration token ids, [sequences, length].
-
-    Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
-    """
-    wanted = recipe.calibration
-    if wanted.source == "self":
-        with opened.streaming() as model:
-            count, length = wanted.sequences or 64, wanted.length or 512
-            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
-            return self_sampled(model, tokenizer, count, length, recipe.seed)
-    shape = wanted.sequences, wanted.length
-    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
-
-
-def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
-    """Token ids of an evaluation text, [windows, length]."""
-    wanted = recipe.eval
-    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 COPIES = 4  # of a weight in float32: the original, the result, and two intermediate ones
 
-ActivationScale = Literal["token", "static"]
+ActivationScale = Literal["token", "group", "static"]
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_options_that_have_no_blocks(options, message):
         ),
         (
             {"weights": "fp8_e4m3", "group_size": 32},
-            r"no layout with groups of one row; .*blocks \(block_rows of rtn\)",
+            r"no layout with groups; .*blocks \(block_rows of rtn\)",
         ),
         (
             {**GROUPED, "block_rows": 1},

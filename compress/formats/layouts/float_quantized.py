@@ -48,7 +48,7 @@ class FloatQuantized(Layout):
             return f"weights {codes.grid.name} have no reader; use {GRID.name}, or format: native"
         if isinstance(codes.group_size, int) and codes.rows == 1:
             return (
-                f"{GRID.name} has no layout with groups of one row; use group_size: channel or tensor, blocks "
+                f"{GRID.name} has no layout with groups; use group_size: channel or tensor, blocks "
                 "(block_rows of rtn), or format: native"
             )
         if rounding is not None and rounding.grid is not GRID:

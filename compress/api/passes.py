@@ -6,6 +6,7 @@ passes keep:
     every pass     facts            facts that are true of a layer after the pass
                    requires         the needs of the pass: data, a teacher, the uncompressed model, ... (`Requirements`)
                    choose           the linears that the pass works on
+                   on_model         the pass with its patterns in terms of the model's names
                    for_layer        the pass with the options of one layer
                    left_out         patterns of layers that the pass skips
                    check            the reason why the pass cannot work on a linear
@@ -45,7 +46,7 @@ from compress.model.linear import CompressedLinear, Weight
 from compress.model.objective import LMObjective
 from compress.model.structure.links import Group, Link
 from compress.model.structure.permutations import Permutation
-from compress.model.structure.select import chosen, select
+from compress.model.structure.select import ModuleNames, chosen, select
 from compress.numerics.sparse.positions import Sparsity
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.layer import LayerScheme
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 COPIES = 4  # of a weight in float32: the original, the result, and two intermediate ones
 
-ActivationScale = Literal["token", "static"]
+ActivationScale = Literal["token", "group", "static"]
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class Pass(BaseModel, ABC):
     makes: ClassVar[frozenset[Fact]] = frozenset()
 
     targets: tuple[str, ...] = Field(
-        default=("*",), min_length=1, description="linears to work on: globs, or regular expressions after 're:'"
+        default=("*",),
+        min_length=1,
+        description="linears to work on: globs, or regular expressions after 're:'; "
+        "leaf names (down_proj); class names (Linear)",
     )
     ignore: tuple[str, ...] = Field(
-        default=(), description="linears to skip: globs, or regular expressions after 're:'"
+        default=(), description="linears to skip, in the same forms; lm_head is never among them and may be listed"
     )
 
     _patterns = field_validator("targets", "ignore", mode="before")(patterns)
@@ -108,6 +112,14 @@ class Pass(BaseModel, ABC):
     def requires(self) -> Requirements:
         """The needs of the pass."""
         return Requirements(data=True)
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        """The pass with patterns that hold for one model: class names become patterns of full names.
+
+        where: the label of the pass. Raises TargetError for targets that passes cannot work on.
+        """
+        changed = {"targets": names.targets(self.targets, where), "ignore": names.ignored(self.ignore)}
+        return self if changed == {n: getattr(self, n) for n in changed} else self.model_copy(update=changed)
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
         """The linears that the pass works on, by full name. names: all linears. where: the label of the pass.

@@ -10,55 +10,151 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data.sources import OFFLINE, Part, texts
+from compress.data.dataset_rows import OFFLINE
+from compress.data.sources import check_source, read_texts, text_sha256
+from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
 from compress.model.objective import is_masked
 
 
+class TextUse(BaseModel):
+    """The use of a text in a run, for its report.
+
+    part: calibration or test. sequences, length: of the chosen ids. sha256: of the documents; of the ids, if they are
+    stored or sampled. documents: their number, None for stored or sampled ids. tokens: of all documents, before
+    sequences are chosen. forms, template, skipped: as `Texts`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str
+    part: str
+    sequences: int
+    length: int
+    sha256: str
+    documents: int | None = None
+    skipped: int = 0
+    tokens: int | None = None
+    forms: list[str] = []
+    template: str | None = None
+    packing: bool | None = None
+    max_tokens_per_document: int | None = None
+
+    @classmethod
+    def of_ids(cls, text: str, part: str, ids: Int[Tensor, "sequences length"]) -> TextUse:
+        """The use of stored or sampled ids."""
+        return cls(text=text, part=part, sequences=ids.shape[0], length=ids.shape[1], sha256=corpus_sha256(ids))
+
+
+Sample = tuple[Int[Tensor, "sequences length"], TextUse]
+"""Token ids, and the use of the text that they come from."""
+
+
 def token_ids(
-    source: str,
+    source: str | TextSource,
     part: Part,
     tokenizer: PreTrainedTokenizerBase | None,
     sequences: int | None,
     length: int | None,
     seed: int,
 ) -> Int[Tensor, "sequences length"]:
-    """Return int64 ids: `sequences` windows of `length` tokens that do not overlap.
+    """Return int64 ids: `sequences` windows of `length` tokens that do not overlap (`sample`)."""
+    return sample(source, part, tokenizer, sequences, length, seed)[0]
 
-    Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`). The
-    calibration part takes windows at random without replacement, the same ones for the same `seed`. The test part
-    takes the first ones in order. `sequences=None` takes every window in order; text always needs a `length`. A .npy
-    file holds ids ([n, m], integers): its first `sequences` rows and first `length` columns are taken, or all of them
-    for None; `part`, `tokenizer` and `seed` are ignored.
+
+def sample(
+    source: str | TextSource,
+    part: Part,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sequences: int | None,
+    length: int | None,
+    seed: int,
+) -> Sample:
+    """Return int64 ids, `sequences` of `length` tokens that do not overlap, and the use of the text.
+
+    Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
+    packing, each sequence is the start of one document. The calibration part takes sequences at random without
+    replacement, the same ones for the same `seed`. The test part takes the first ones in order. `sequences=None` takes
+    every sequence in order; text always needs a `length`. A .npy file holds ids ([n, m], integers): its first
+    `sequences` rows and first `length` columns are taken, or all of them for None; `part`, `tokenizer` and `seed` are
+    ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """
+    source = as_source(source)
     for name, count in (("sequences", sequences), ("length", length)):
         if count is not None and count < 1:
             raise CalibrationError(f"{part}: {name} is {count}; use 1 or more")
-    if Path(source).suffix == ".npy":
-        return _stored_ids(Path(source), sequences, length)
+    if source.stored:
+        ids = _stored_ids(Path(str(source.source)), sequences, length)
+        return ids, TextUse.of_ids(source.label, part, ids)
     if length is None:
-        raise CalibrationError(f"{part}: length is missing; {source} text needs one, such as length 2048")
+        raise CalibrationError(f"{part}: length is missing; {source.label} text needs one, such as length 2048")
     if tokenizer is None:
         raise CalibrationError(
-            f"{part}: {source} text needs a tokenizer, and the model has none; use ids in a .npy file"
+            f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
-    stream = token_stream(texts(source, part, tokenizer), tokenizer)
-    cut = windows(stream, length)
+    found = read_texts(source, part, tokenizer)
+    cut, tokens = _sequences(found.documents, tokenizer, source, length)
+    chosen = _chosen(cut, source, part, tokens, len(found.documents), sequences, length, seed)
+    use = TextUse(
+        text=source.label,
+        part=part,
+        sequences=len(chosen),
+        length=length,
+        sha256=text_sha256(found.documents),
+        documents=len(found.documents),
+        skipped=found.skipped,
+        tokens=tokens,
+        forms=list(found.forms),
+        template=found.template,
+        packing=source.packing,
+        max_tokens_per_document=source.max_tokens_per_document,
+    )
+    return chosen, use
+
+
+def _sequences(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: TextSource, length: int
+) -> tuple[Int[Tensor, "sequences length"], int]:
+    """All sequences of the documents, and the number of their tokens."""
+    limit = source.max_tokens_per_document
+    if source.packing and limit is None:
+        stream = token_stream(documents, tokenizer)
+        return windows(stream, length), len(stream)
+    encoded = [ids[:limit] for ids in encode(documents, tokenizer)]
+    if source.packing:
+        stream = join(encoded, tokenizer)
+        return windows(stream, length), len(stream)
+    rows = [ids[:length] for ids in encoded if len(ids) >= length]
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, length), sum(map(len, encoded))
+
+
+def _chosen(
+    cut: Int[Tensor, "all length"], source: TextSource, part: Part, tokens: int, documents: int, sequences: int | None,
+    length: int, seed: int,
+) -> Int[Tensor, "sequences length"]:  # fmt: skip
+    """Choose among all sequences. Raises CalibrationError when there are too few."""
+    name = source.label
+    if not source.packing and len(cut) < (sequences or 1):
+        raise CalibrationError(
+            f"{part}: {len(cut)} of the {documents} documents of {name} have {length} tokens or more, but sequences is "
+            f"{sequences}; use a shorter length, fewer sequences, packing: true, or more documents"
+        )
     if len(cut) == 0:
         raise CalibrationError(
-            f"{part}: {source} text has {len(stream)} tokens, fewer than one sequence of {length}; "
+            f"{part}: {name} text has {tokens} tokens, fewer than one sequence of {length}; "
             f"use a shorter length, or another source"
         )
     if sequences is None:
         return cut
     if len(cut) < sequences:
         raise CalibrationError(
-            f"{part}: {source} text has {len(cut)} sequences of {length} tokens, but sequences is {sequences}; "
+            f"{part}: {name} text has {len(cut)} sequences of {length} tokens, but sequences is {sequences}; "
             f"use sequences <= {len(cut)}, a shorter length, or another source"
         )
     if part == "test":
@@ -66,14 +162,33 @@ def token_ids(
     return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))[:sequences]]
 
 
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """Divide a number in proportion to weights, by the largest remainders; of equal ones, the first."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    order = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])
+    for i in order[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
 def token_stream(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " tokens"]:
     """Tokenize each document and join them with the end-of-text token, or directly if there is none."""
+    return join(encode(documents, tokenizer), tokenizer)
+
+
+def encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The token ids of each document, without special tokens."""
     if not documents:
-        return torch.empty(0, dtype=torch.int64)
+        return []
     # verbose=False: a document may be longer than the model's context; it is cut into windows
-    encoded = tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+    return tokenizer(list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+
+
+def join(encoded: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " tokens"]:
+    """Join the ids of documents with the end-of-text token, or directly if there is none."""
     between = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    joined = list(encoded[0])
+    joined = list(encoded[0]) if encoded else []
     for ids in encoded[1:]:
         joined += between
         joined += ids
@@ -91,10 +206,11 @@ def corpus_sha256(ids: Int[Tensor, "sequences length"]) -> str:
     return hashlib.sha256(ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def extent(source: str, sequences: int | None, length: int | None) -> tuple[int, int]:
+def extent(source: str | TextSource, sequences: int | None, length: int | None) -> tuple[int, int]:
     """(sequences, length) that `token_ids` will return; 0: unknown before the text is read. Raises CalibrationError."""
-    if Path(source).suffix == ".npy" and (sequences is None or length is None):
-        rows, columns = _stored(Path(source)).shape
+    source = as_source(source)
+    if source.stored and (sequences is None or length is None):
+        rows, columns = _stored(Path(str(source.source))).shape
         return rows if sequences is None else sequences, columns if length is None else length
     return sequences or 0, length or 0
 
@@ -118,16 +234,22 @@ def _stored(path: Path) -> np.ndarray:
     return stored
 
 
-def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
-    """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
-    stored = _stored(path)
-    rows, columns = stored.shape
+def _check_shape(path: Path, sequences: int | None, length: int | None) -> tuple[int, int]:
+    """The shape that is taken from a .npy file. Raises CalibrationError if the file is smaller."""
+    rows, columns = shape = _stored(path).shape
     asked = (rows if sequences is None else sequences, columns if length is None else length)
-    if stored.size == 0 or asked[0] > rows or asked[1] > columns:
+    if 0 in shape or asked[0] > rows or asked[1] > columns:
         raise CalibrationError(
             f"calibration: {path} holds {rows} sequences of {columns} tokens, but {asked[0]} sequences of {asked[1]} "
             f"are requested; use sequences <= {rows} and length <= {columns}, or another source"
         )
+    return asked
+
+
+def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Tensor, "sequences length"]:
+    """Read the first `sequences` rows and `length` columns of an integer .npy file; None takes all."""
+    stored = _stored(path)
+    asked = _check_shape(path, sequences, length)
     ids = torch.from_numpy(stored[: asked[0], : asked[1]].astype(np.int64))
     if int(ids.min()) < 0:
         row, column = (ids < 0).nonzero()[0].tolist()
@@ -140,13 +262,26 @@ def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Te
 def model_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    source: str,
+    source: str | TextSource,
     part: Part,
     count: int | None,
     length: int | None,
     seed: int = 0,
 ) -> Int[Tensor, "count length"]:
-    """Return the token ids of a text for a model; count and length None: all that a .npy file holds.
+    """Return the token ids of a text for a model (`model_sample`)."""
+    return model_sample(model, tokenizer, source, part, count, length, seed)[0]
+
+
+def model_sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: str | TextSource,
+    part: Part,
+    count: int | None,
+    length: int | None,
+    seed: int = 0,
+) -> Sample:
+    """Return the token ids of a text for a model, and its use; count and length None: all that a .npy file holds.
 
     For a masked language model, each window is placed between the special tokens that its tokenizer adds to a text;
     they count in `length`. The ids of a .npy file are not changed.
@@ -154,32 +289,62 @@ def model_ids(
     Raises CalibrationError: no such text, too little text, ids outside the vocabulary, sequences longer than the
     model's positions, or a model without a tokenizer.
     """
-    needed = None if source.endswith(".npy") else needs_tokenizer(tokenizer, part)
+    source = as_source(source)
+    check_text(model, tokenizer, source, part, count, length)
+    needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if needed is not None and length is not None and is_masked(type(model), model.config):
         before, after = special_tokens_around(needed)
-        if length <= len(before + after):
-            raise CalibrationError(
-                f"{part}: length {length} leaves no room between the special tokens; use a larger length"
-            )
-        ids = token_ids(source, part, needed, count, length - len(before + after), seed)
+        ids, use = sample(source, part, needed, count, length - len(before + after), seed)
         left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
         ids = torch.cat([left, ids, right], dim=1)
     else:
-        ids = token_ids(source, part, needed, count, length, seed)
+        ids, use = sample(source, part, needed, count, length, seed)
     size = model.get_input_embeddings().get_parameter("weight").shape[0]
     if int(ids.max()) >= size:
         raise CalibrationError(
-            f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
+            f"{part}: {source.label} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
             "use ids that were made with the model's own tokenizer"
         )
-    longest: Any = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
+    return ids, use
+
+
+def check_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: TextSource,
+    part: Part,
+    count: int | None,
+    length: int | None,
+) -> None:
+    """Check what can be known of a text before it is read; the model may be without weights.
+
+    Raises CalibrationError: an unknown source, a missing file, no tokenizer, stored ids of another shape, sequences
+    longer than the model's positions or too short for a loss.
+    """
+    check_source(source, part)
+    needed = None if source.stored else needs_tokenizer(tokenizer, part)
+    if source.stored:
+        _check_shape(Path(str(source.source)), count, length)
+    between = needed is not None and not source.sampled and is_masked(type(model), model.config)
+    if needed is not None and between and length is not None and length <= sum(map(len, special_tokens_around(needed))):
         raise CalibrationError(
-            f"{part}: length {ids.shape[1]} exceeds the model's {longest} positions; use length <= {longest}"
+            f"{part}: length {length} leaves no room between the special tokens; use a larger length"
         )
-    if ids.shape[1] < 2:
-        raise CalibrationError(f"{part}: {source} has one token per sequence, but a loss needs 2; use length >= 2")
-    return ids
+    limit, found = source.max_tokens_per_document, extent(source, count, length)[1]
+    if not source.packing and limit is not None and limit < found:
+        raise CalibrationError(
+            f"{part}: no document of {source.label} fills a sequence of {found} tokens, because "
+            f"max_tokens_per_document is {limit}; use a shorter length, or packing: true"
+        )
+    longest: Any = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and found > longest:
+        raise CalibrationError(
+            f"{part}: length {found} exceeds the model's {longest} positions; use length <= {longest}"
+        )
+    if found == 1:
+        raise CalibrationError(
+            f"{part}: {source.label} has one token per sequence, but a loss needs 2; use length >= 2"
+        )
 
 
 def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -8,20 +8,20 @@ The `embedded` source needs no network and no file: it is the language reference
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from compress.data.dataset_rows import OFFLINE, check_local, dataset_rows, told_of
+from compress.data.forms import RowReader
+from compress.data.text_source import HUB_DOCUMENTS, Part, TextSource, as_source
 from compress.errors import CalibrationError, did_you_mean
 
-Part = Literal["calibration", "test"]
-
-OFFLINE = "offline sources: embedded, self, or the path of a .txt, .jsonl or .npy file"
 TEST_RESIDUES = range(8)  # of 20; their topics hold 22 to 23% of the characters in CPython 3.10 to 3.13
-HUB_DOCUMENTS = 4096  # enough for 512 sequences of 2048 tokens of web text, and seconds to stream
 
 
 class HubSet(NamedTuple):
@@ -48,26 +48,93 @@ HUB_SETS = {
 }
 
 
-def texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
-    """Return the documents of `source`.
+@dataclass(frozen=True)
+class Texts:
+    """The documents of a source.
 
-    `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`), the path of a .txt file (one document), or the
-    path of a .jsonl file (one object per line, with `text` or `messages`). A file has no parts: both parts read the
-    whole file. Conversations are formatted by the tokenizer's chat template, or as `role: content` lines if it has
-    none. c4 and ultrachat return their first `HUB_DOCUMENTS` documents.
+    forms: of its rows, sorted; empty for a source without rows. template: the chat template of its conversations: the
+    name of a file, 'tokenizer', or 'role: content' for lines without a template; None if there are none. skipped: the
+    number of blank rows that are left out.
+    """
+
+    documents: list[str]
+    forms: tuple[str, ...] = ()
+    template: str | None = None
+    skipped: int = 0
+
+
+def texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    """Return the documents of `source` (`read_texts`)."""
+    return read_texts(source, part, tokenizer).documents
+
+
+def read_texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokenizerBase | None = None) -> Texts:
+    """Read the documents of `source`.
+
+    `source` is `embedded`, a hub set (`wikitext`, `c4`, `ultrachat`), a data set, the path of a .txt file (one
+    document), or the path of a .jsonl file (one object per line) or .json file (a list of objects), whose rows have one
+    of the forms of `forms.py`. A file has no parts: both parts read the whole file. Conversations are formatted by the
+    chat template, or as `role: content` lines if there is none. c4 and ultrachat return their first `HUB_DOCUMENTS`
+    documents. Blank rows of data sets are left out.
 
     Raises `CalibrationError` for an unknown source, a missing or malformed file, and an unreachable hub.
     """
-    if source == "embedded":
-        return embedded_text(part)
-    if source in HUB_SETS:
-        return _hub_texts(source, part, tokenizer)
-    path = Path(source)
+    source = as_source(source)
+    reader = RowReader(tokenizer, source.column, _template(source))
+    if source.dataset is not None:
+        rows = dataset_rows(source, part)
+        if not rows:
+            raise CalibrationError(f"{part}: {source.label} has no rows; use another split")
+        numbered = ((f"{source.label} row {number}", row) for number, row in enumerate(rows))
+        return _documents([item for item in numbered if not reader.is_blank(item[1])], reader, source, len(rows))
+    name = str(source.source)
+    if name == "embedded":
+        return Texts(embedded_text(part))
+    if name in HUB_SETS:
+        return _hub_texts(source, part, reader)
+    path = Path(name)
     if path.suffix == ".txt":
-        return [_read(path)]
-    if path.suffix == ".jsonl":
-        return [_document(row, where, tokenizer) for where, row in _json_lines(path)]
-    raise CalibrationError(_no_text(source))
+        return Texts([read_file(path)])
+    if path.suffix in (".jsonl", ".json"):
+        return _documents(_json_lines(path) if path.suffix == ".jsonl" else _json_list(path), reader, source)
+    raise CalibrationError(_no_text(name))
+
+
+def check_source(source: TextSource, part: Part) -> None:
+    """Raise CalibrationError for an unknown source and for missing files; this reads no text and asks no hub."""
+    _template(source)
+    if source.dataset is not None:
+        check_local(source, part)
+    elif Path(str(source.source)).suffix in (".txt", ".jsonl", ".json", ".npy"):
+        _check_file(Path(str(source.source)))
+    elif source.source not in ("embedded", "self", *HUB_SETS):
+        raise CalibrationError(_no_text(str(source.source)))
+
+
+def _template(source: TextSource) -> str | None:
+    """The chat template that replaces the tokenizer's, or None."""
+    if source.chat_template is None:
+        return None
+    path = Path(source.chat_template)
+    if not path.is_file():
+        raise CalibrationError(
+            f"{source.label}: chat_template: no file {path}; write the path of a Jinja template, or leave it out for "
+            "that of the tokenizer"
+        )
+    return read_file(path)
+
+
+def _documents(
+    rows: Iterable[tuple[str, Any]], reader: RowReader, source: TextSource, count: int | None = None
+) -> Texts:
+    """The documents of rows (place, row). count: the number of rows, with those that were left out."""
+    found = [reader.document(row, where) for where, row in rows]
+    templates = {document.template for document in found if document.form != "text"}
+    named = "tokenizer" if source.chat_template is None else source.chat_template
+    template = None if not templates else named if True in templates else "role: content"
+    documents = [document.text for document in found]
+    forms = tuple(sorted({document.form for document in found}))
+    return Texts(documents, forms, template, 0 if count is None else count - len(documents))
 
 
 def text_sha256(documents: Sequence[str]) -> str:
@@ -121,28 +188,18 @@ def _no_text(source: str) -> str:
     if Path(source).suffix == ".npy":
         return f"calibration: {source} holds ids, not text; use token_ids, or a .txt or .jsonl file"
     hint = did_you_mean(source, ["embedded", "self", *HUB_SETS])
-    return f"calibration: unknown source {source!r}{hint}; for a file write its path (.txt, .jsonl, .npy)"
+    kinds = "for a file write its path (.txt, .jsonl, .json, .npy), for a data set of the hub dataset: OWNER/NAME"
+    return f"calibration: unknown source {source!r}{hint}; {kinds}"
 
 
-def _hub_texts(source: str, part: Part, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+def _hub_texts(source: TextSource, part: Part, reader: RowReader) -> Texts:
     """Load one of `HUB_SETS`; every failure is raised as `CalibrationError`."""
-    try:  # imported here, because they take seconds and only the hub sources need them
-        from datasets.exceptions import DatasetsError
-        from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  its client's
-    except ImportError as error:
-        raise CalibrationError(
-            f"{part}: source {source} needs the package datasets ({error}); pip install datasets; {OFFLINE}"
-        ) from error
-    try:
-        rows = _hub_rows(source, part)
-    except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise CalibrationError(
-            f"{part}: source {source} ({HUB_SETS[source].path}) could not be loaded from the hub: {reason}; {OFFLINE}"
-        ) from error
-    if source == "wikitext":
-        return ["\n\n".join(row["text"] for row in rows)]  # the convention of GPTQ and of its successors
-    return [_document(row, f"{source} row {number}", tokenizer) for number, row in enumerate(rows)]
+    name = str(source.source)
+    with told_of(part, name, f"({HUB_SETS[name].path}) could not be loaded from the hub"):
+        rows = _hub_rows(name, part)
+    if name == "wikitext":
+        return Texts(["\n\n".join(row["text"] for row in rows)])  # the convention of GPTQ and of its successors
+    return _documents([(f"{name} row {number}", row) for number, row in enumerate(rows)], reader, source)
 
 
 def _hub_rows(source: str, part: Part) -> list[Any]:
@@ -158,8 +215,15 @@ def _hub_rows(source: str, part: Part) -> list[Any]:
     return list(rows.take(HUB_DOCUMENTS))
 
 
-def _read(path: Path) -> str:
-    """Read a UTF-8 file."""
+def _check_file(path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CalibrationError(f"calibration: cannot read {path}: {error.strerror}; {OFFLINE}") from error
+
+
+def read_file(path: Path) -> str:
+    """Read a UTF-8 file. Raises CalibrationError."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -170,7 +234,7 @@ def _read(path: Path) -> str:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (`file:line`, value) for each non-blank line of a .jsonl file."""
-    for number, line in enumerate(_read(path).split("\n"), start=1):
+    for number, line in enumerate(read_file(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -182,20 +246,16 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             ) from error
 
 
-def _document(row: Any, where: str, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text of one row with `text` or `messages`."""
-    if isinstance(row, dict) and isinstance(row.get("text"), str):
-        return row["text"]
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (`file[index]`, value) for each value of the list in a .json file."""
+    try:
+        values = json.loads(read_file(path))
+    except json.JSONDecodeError as error:
         raise CalibrationError(
-            f'{where}: no text; write {{"text": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}'
-        )
-    if tokenizer is not None and tokenizer.chat_template is not None:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def _is_message(message: Any) -> bool:
-    """Whether a value is a message with a role and a content."""
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            f"{path}:{error.lineno}: not JSON ({error.msg} at column {error.colno}); write a list of objects, or one "
+            "object per line in a .jsonl file"
+        ) from error
+    if not isinstance(values, list):
+        raise CalibrationError(f"{path}: not a list but {type(values).__name__}; write a list of objects")
+    for number, value in enumerate(values):
+        yield f"{path}[{number}]", value

@@ -13,11 +13,12 @@ from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.api.facts import Fact, Requirements
+from compress.api.facts import Fact, LayerFacts, Requirements
 from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
 from compress.errors import NumericError, TargetError
+from compress.model.structure.select import ModuleNames
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.quant.rounding import GridOptions
@@ -125,7 +126,8 @@ class Quantizing(WeightGrid):
     )
     activation_scale: ActivationScale = Field(
         default="token",
-        description="'token': one scale per token, computed at run time; 'static': one calibrated scale",
+        description="'token': one scale per token, computed at run time; 'group': one per token and group_size "
+        "columns, at run time; 'static': one calibrated scale",
     )
     overrides: tuple[Override, ...] = Field(
         default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none skips layers"
@@ -148,6 +150,18 @@ class Quantizing(WeightGrid):
         base = {name: value for name, value in data.items() if name != "overrides"}
         cls.model_validate(base)  # the pass's own mistakes come first
         return {**base, "overrides": read_overrides(cls, base, data["overrides"])}
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        found = super().on_model(names, where)
+        changed = []
+        for override in found.overrides:
+            targets = override.targets
+            targets = names.ignored(targets) if override.dense else names.targets(targets, f"{where} overrides")
+            if targets:
+                same = targets == override.targets
+                changed.append(override if same else override.model_copy(update={"targets": targets}))
+        new = tuple(changed)
+        return found if new == found.overrides else found.model_copy(update={"overrides": new})
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
         """The linears that no override skips."""
@@ -184,19 +198,37 @@ class Quantizing(WeightGrid):
         return self.ignore + tuple(pattern for step in self.overrides if step.dense for pattern in step.targets)
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
-        codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros)
+        codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros, self.scale_rows)
         found, rounding = before.with_parts(codes), self.rounding_scheme
         return found if rounding is None else found.with_transform(rounding)
 
     @property
     def rounding_scheme(self) -> RoundingScheme | None:
         """The scheme of the inputs' rounding; None: inputs are not rounded."""
-        return None if self.input_grid is None else RoundingScheme(self.input_grid, self.activation_scale)
+        if self.input_grid is None:
+            return None
+        return RoundingScheme(self.input_grid, self.activation_scale, group=self.input_group)
+
+    @property
+    def input_group(self) -> int | None:
+        """The columns of the inputs that share a scale of a token; None: all."""
+        return self.group_size if self.activation_scale == "group" and isinstance(self.group_size, int) else None
+
+    def check(self, layer: LayerFacts) -> str | None:
+        group, width = self.input_group, layer.shape[1]
+        if group is not None and width % group:
+            return f"groups of {group} columns do not divide its {width} inputs; use activation_scale: token"
+        return super().check(layer)
 
     @property
     def float_zeros(self) -> bool:
         """Whether zero points are floats."""
         return False
+
+    @property
+    def scale_rows(self) -> int:
+        """Consecutive rows that share their scales."""
+        return 1
 
     @property
     def indexed(self) -> bool:
@@ -214,16 +246,19 @@ class Quantizing(WeightGrid):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.activation_scale == "static" and self.input_grid is None:
-            raise ValueError("activation_scale: static needs rounded inputs; add activations: int8")
+        if self.activation_scale != "token" and self.input_grid is None:
+            grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
+            raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
+        if self.activation_scale == "group" and not isinstance(self.group_size, int):
+            raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
 
     def rounding(self, layer: Layer) -> InputRounding | None:
         """The rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
 
         Raises NumericError when the scale is static and no calibration token reached the layer.
         """
-        if self.input_grid is None or self.activation_scale == "token":
-            return None if self.input_grid is None else InputRounding.of(self.input_grid)
+        if self.input_grid is None or self.activation_scale != "static":
+            return None if self.input_grid is None else InputRounding.of(self.input_grid, group=self.input_group)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
         top = layer.inputs.absmax.max().reshape(1)
@@ -261,5 +296,5 @@ class QuantizingPass(Quantizing, LayerPass):
         options = self.grid_options(layer)
         return quantize(
             weight, options.grid, options.group_size, options.symmetric, options.search, layer.mask, options.dtype,
-            options.shared_absmax,
+            options.shared_absmax, self.scale_rows,
         )  # fmt: skip

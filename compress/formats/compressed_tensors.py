@@ -52,9 +52,11 @@ SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 
-IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
-LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
+IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, MXFP4PackQuantized(), NVFP4PackQuantized())
 """The first layout that suits a scheme stores it."""
+STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
+"""Layouts whose readers support one static scale of the inputs, the tensor `INPUT_SCALE`."""
 
 
 def layout_of(scheme: LayerScheme) -> Layout | None:
@@ -80,10 +82,18 @@ class CompressedTensors(Format):
         if layout is None:
             name = scheme.codes.grid.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
-        if scheme.rounding is not None and scheme.rounding.scale == "static" and not IN_BYTES.suits(scheme):
+        if scheme.rounding is not None and scheme.rounding.scale == "static" and layout not in STATIC_INPUTS:
             return (
-                "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
-                "use activation_scale: token, or format: native"
+                "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with "
+                "fp8_e4m3 weights; use activation_scale: token, or format: native"
+            )
+        blocks = scheme.codes.rows > 1
+        if blocks and layout is not IN_FLOAT8:
+            return "blocks of weights are stored only with fp8_e4m3; use block_rows: 1, or format: native"
+        if scheme.rounding is not None and scheme.rounding.scale == "group" and not blocks:
+            return (
+                "a scale of the inputs per group is stored only with blocks of fp8_e4m3 weights; add block_rows: "
+                "128, or use activation_scale: token, or format: native"
             )
         return layout.refuses(scheme)
 
@@ -232,11 +242,16 @@ def _schemes_of_group(
     if name not in layouts:
         known = ", ".join(layouts)
         raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
-    size = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"]
-    codes = CodesScheme(layouts[name].grid_of(weights), size, weights["symmetric"])
+    size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
+    if size == "block":
+        rows, size = weights["block_structure"]
+    codes = CodesScheme(layouts[name].grid_of(weights), size, weights["symmetric"], rows=rows)
     if inputs is None:
         return codes, ()
-    return codes, (RoundingScheme(INPUTS[inputs["type"]], "token" if inputs["dynamic"] else "static"),)
+    grid = INPUTS[inputs["type"]]
+    if inputs.get("strategy") == "group":
+        return codes, (RoundingScheme(grid, "group", group=inputs["group_size"]),)
+    return codes, (RoundingScheme(grid, "token" if inputs["dynamic"] else "static"),)
 
 
 def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compress.api.facts import Fact, Log, Requirements
 from compress.api.memory import ProblemSize
-from compress.api.passes import ActivationScale, BlockInputs, BlockPass
+from compress.api.passes import BlockInputs, BlockPass
 from compress.errors import NumericError
 from compress.formats.base import CacheScheme
 from compress.model.kv_cache import attentions_containing, round_cache, watching
@@ -53,7 +53,7 @@ class KVCache(BlockPass):
 
     keys: CacheGrid = Field(default="int8", description=f"grid of the keys: {', '.join(ALLOWED)}, or {UNROUNDED}")
     values: CacheGrid = Field(default="int8", description="grid of the values, from the same list")
-    scale: ActivationScale = Field(
+    scale: Literal["token", "static"] = Field(
         default="token",
         description="'token': one scale per token and head, computed at run time; 'static': one calibrated scale for "
         "the keys and one for the values of each attention module",

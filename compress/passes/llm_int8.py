@@ -52,8 +52,9 @@ class LLMInt8(QuantizingPass):
         super().model_post_init(context)
         if self.activations == "none":
             raise ValueError("activations: none rounds no inputs, so outliers have no effect; use rtn")
-        if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not possible: LLM.int8 has one scale per token; use rtn")
+        if self.activation_scale != "token":
+            kind = self.activation_scale
+            raise ValueError(f"activation_scale: {kind} is not possible: LLM.int8 has one scale per token; use rtn")
         if self.token_share and self.outliers == "runtime":
             raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
 

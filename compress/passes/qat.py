@@ -40,8 +40,8 @@ class QAT(Quantizing, TrainingPass):
         super().model_post_init(context)
         if self.train is not None and "weights" not in self.train:
             raise ValueError("train must include weights; to learn only scales and norms, use rtn, then distill")
-        if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not supported by this pass; use token")
+        if self.activation_scale != "token":
+            raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
         if self.grid.scaling.fused:
             raise ValueError(
                 f"weights {self.weights}: layers with the same input must share a factor of their scales, but this "

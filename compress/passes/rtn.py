@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
 from compress.api.observers import Nothing
@@ -17,6 +18,23 @@ class RTN(QuantizingPass):
     """Round each weight to the nearest value of the grid."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
+
+    block_rows: int = Field(
+        default=1, gt=0, description="rows that share their scales: 128 with group_size 128 gives blocks of 128 x 128"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.block_rows > 1 and not isinstance(self.group_size, int):
+            raise ValueError("block_rows needs a group_size in columns, such as group_size: 128")
+        if self.block_rows > 1 and self.grid.group_size is not None:
+            raise ValueError(
+                f"block_rows is not possible with weights {self.weights}, whose groups are fixed; use fp8_e4m3"
+            )
+
+    @property
+    def scale_rows(self) -> int:
+        return self.block_rows
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         return self.nearest(weight, layer)

@@ -54,8 +54,8 @@ class SignRound(Quantizing, BlockPass):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.activation_scale == "static":
-            raise ValueError("activation_scale: static is not supported by this pass; use token")
+        if self.activation_scale != "token":
+            raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
 
     @property
     def requires(self) -> Requirements:

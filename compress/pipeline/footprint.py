@@ -16,6 +16,7 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Sample
 from compress.api.passes import LayerPass, ModelPass, Step
 from compress.data.ids import extent
+from compress.data.text_source import TextSource
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
@@ -55,7 +56,7 @@ class Footprint:
 
     def __post_init__(self) -> None:
         calibration = self.recipe.calibration
-        sequences, self.length = extent(calibration.source, calibration.sequences, calibration.length)
+        sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
         batch = min(calibration.batch, sequences)
         if not any(step.requires.data for _, step, _ in self.steps):
             sequences = batch  # as `run` does
@@ -123,7 +124,7 @@ class Footprint:
         return length * self.vocabulary * self.itemsize
 
     @property
-    def texts(self) -> tuple[str, ...]:
+    def texts(self) -> tuple[TextSource | str, ...]:
         """Texts to evaluate on."""
         return self.recipe.eval.perplexity
 

@@ -29,6 +29,7 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )  # fmt: skip
+from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -85,8 +86,9 @@ def plan(recipe: Recipe) -> Plan:
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
-    """Plan a recipe for an open model."""
+    """Plan a recipe for an open model. Raises the errors of its texts that need no reading (`check_texts`)."""
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
     if form is opened:
         dense = planned.dense_bytes

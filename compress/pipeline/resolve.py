@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, LayerFacts
 from compress.api.passes import ModelPass, Pass, Step
-from compress.data.ids import model_ids, needs_tokenizer
-from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
@@ -26,6 +24,7 @@ from compress.model.open.packed import open_input
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
 from compress.recipe.order import in_words, label
 from compress.recipe.schema import Recipe
@@ -59,6 +58,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
         where, needs = label(index, step), step.requires
+        step = step.on_model(ModuleNames.of(opened.model, opened.blocks), where)
         chosen = step.choose(names, where)
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
@@ -248,24 +248,3 @@ def teachers(
         return nullcontext(known.eval())
 
     return open_teacher
-
-
-def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
-    """The recipe's calibration token ids, [sequences, length].
-
-    Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
-    """
-    wanted = recipe.calibration
-    if wanted.source == "self":
-        with opened.streaming() as model:
-            count, length = wanted.sequences or 64, wanted.length or 512
-            tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
-            return self_sampled(model, tokenizer, count, length, recipe.seed)
-    shape = wanted.sequences, wanted.length
-    return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
-
-
-def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
-    """Token ids of an evaluation text, [windows, length]."""
-    wanted = recipe.eval
-    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
 from compress.api.passes import Pass, Step
-from compress.data.ids import corpus_sha256
+from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
@@ -36,16 +36,9 @@ from compress.model.structure.blocks import find_blocks
 from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
-from compress.pipeline.resolve import (
-    calibration_ids,
-    eval_ids,
-    lm_objective_for,
-    resolve,
-    schemes_of,
-    storage_dtype,
-    teachers,
-)  # fmt: skip
+from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.sources import check_teachers, open_source, open_teacher
+from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe
@@ -144,6 +137,7 @@ class Job:
     """The inputs of a run, resolved before it starts.
 
     ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
+    uses: what was read for calibration and evaluation.
     """
 
     recipe: Recipe
@@ -154,6 +148,7 @@ class Job:
     ids: Tensor
     texts: dict[str, Tensor]
     manifest: Manifest
+    uses: tuple[TextUse, ...] = ()
 
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
@@ -170,9 +165,10 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
-    texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
+    evaluated = [eval_ids(recipe, text, opened) for text in recipe.eval.perplexity]
+    texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):
-        ids = calibration_ids(recipe, opened)
+        ids, uses = calibration_ids(recipe, opened)
     spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
     wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
     if isinstance(opened.weights, Packed):
@@ -187,7 +183,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         manifest.complete = False
     context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
-    return Job(recipe, opened, context, steps, planned, ids, texts, manifest)
+    uses += [use for _, use in evaluated]
+    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, tuple(uses))
 
 
 def compress(job: Job, first: bool = True, together: bool = False) -> None:
@@ -242,7 +239,7 @@ def finish(job: Job) -> Result:
         layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
-        reproduce=reproduction(recipe, opened, context, manifest.fingerprint, corpus_sha256(job.ids)),
+        reproduce=reproduction(recipe, opened, context, manifest.fingerprint, corpus_sha256(job.ids), job.uses),
     )
     write_report(report, folder)
     return Result(folder, report.to_json(), context.journal)

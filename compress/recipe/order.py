@@ -8,6 +8,7 @@ from compress.api.facts import Fact
 from compress.api.options import Place, place_text
 from compress.api.passes import Pass
 from compress.errors import RecipeError
+from compress.model.structure.select import HEAD
 
 
 def recipe_error(path: Place, message: str) -> RecipeError:
@@ -43,7 +44,7 @@ def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
 
 def _surely_meet(first: Pass, second: Pass) -> bool:
     """Whether two passes share a layer in every model: one targets all layers, or both have the same targets."""
-    everywhere = any("*" in step.targets and not step.left_out for step in (first, second))
+    everywhere = any("*" in step.targets and not set(step.left_out) - {HEAD} for step in (first, second))
     return everywhere or (first.targets, first.left_out) == (second.targets, second.left_out)
 
 

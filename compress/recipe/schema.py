@@ -23,11 +23,13 @@ from pydantic import (
 from compress.api.context import DEVICES
 from compress.api.options import Place, mistake
 from compress.api.passes import Pass
+from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
 from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.passes import PASSES
+from compress.recipe.calibration import Calibration, EvaluatedTexts
 from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.yaml import compose, nearest
 
@@ -36,19 +38,6 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Calibration(_Part):
-    """The source and shape of the calibration token ids."""
-
-    source: str = Field(
-        default="embedded", description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl or .npy file"
-    )
-    sequences: int | None = Field(
-        default=64, gt=0, description="number of sequences; null: all sequences of a .npy file"
-    )
-    length: int | None = Field(default=512, gt=1, description="tokens per sequence; null: those of a .npy file")
-    batch: int = Field(default=4, gt=0, description="sequences per forward pass")
 
 
 class Save(_Part):
@@ -87,9 +76,21 @@ class Save(_Part):
 class Evaluate(_Part):
     """The evaluation of the reloaded checkpoint and of the base model."""
 
-    perplexity: tuple[str, ...] = Field(default=("embedded",), description="text sources, as for calibration")
+    perplexity: EvaluatedTexts = Field(
+        default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
+    )
     windows: int | None = Field(default=16, gt=0, description="non-overlapping windows per text; null: all")
     length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
+
+    @field_validator("perplexity")
+    @classmethod
+    def _different(cls, texts: tuple[TextSource | str, ...]) -> tuple[TextSource | str, ...]:
+        labels = [as_source(text).label for text in texts]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice; remove one of them")
+        if "self" in labels:
+            raise ValueError("self is sampled from the model, which is no text to measure; use another source")
+        return texts
 
 
 class Recipe(_Part):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compress.api.context import Run
+from compress.data.ids import TextUse
 from compress.formats.containers.files import file_sha256
 from compress.model.open.opening import OpenModel
 from compress.numerics.dtypes import dtype_name
@@ -80,13 +81,15 @@ def build_report(
 
 
 def reproduction(
-    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str
-) -> Reproduction:
-    """All that the bytes of a run depend on. fingerprint: of the run, as in its manifest."""
+    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str,
+    texts: Sequence[TextUse] = (),
+) -> Reproduction:  # fmt: skip
+    """All that the bytes of a run depend on. fingerprint: of the run, as in its manifest. texts: what was read."""
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,
         calibration_sha256=calibration_sha256,
+        texts=list(texts),
         compute_dtype=dtype_name(opened.dtype),
         storage_dtype=dtype_name(run.storage),
         device=str(opened.device),

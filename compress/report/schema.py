@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self
 
+from compress.data.ids import TextUse
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import Record
 
@@ -121,12 +122,13 @@ class Journal(Record):
 class Reproduction(Record):
     """Inputs of the bytes: the resolved recipe, digests of run and calibration data, dtypes, machine, versions.
 
-    packages: version of each, None where it is not installed.
+    texts: those read for calibration and evaluation. packages: version of each, None where it is not installed.
     """
 
     recipe: dict[str, Any]
     fingerprint: str
     calibration_sha256: str
+    texts: list[TextUse] = []
     compute_dtype: str
     storage_dtype: str
     device: str

@@ -33,7 +33,8 @@ class CodesScheme(PartScheme):
     """Codes of a grid with a scale per group of columns.
 
     group_size: columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix. indexed: groups are not
-    contiguous, and a group index per column is stored. float_zeros: zero points are floats.
+    contiguous, and a group index per column is stored. float_zeros: zero points are floats. rows: consecutive rows
+    whose scales are equal (blocks of rows x group_size weights).
     """
 
     kind: ClassVar[str] = "codes"
@@ -44,11 +45,19 @@ class CodesScheme(PartScheme):
     symmetric: bool = True
     indexed: bool = False
     float_zeros: bool = False
+    rows: int = 1
 
     @classmethod
     def of(cls, codes: Codes) -> Self:
         """The scheme of codes."""
-        return cls(codes.grid, codes.group_size, codes.zero is None, codes.group_index is not None, codes.float_zeros)
+        return cls(
+            codes.grid,
+            codes.group_size,
+            codes.zero is None,
+            codes.group_index is not None,
+            codes.float_zeros,
+            codes.rows,
+        )
 
     @property
     def quantized(self) -> bool:
@@ -60,6 +69,8 @@ class CodesScheme(PartScheme):
 
     @property
     def text(self) -> str:
+        if self.rows > 1:
+            return f"{self.grid.name}, blocks {self.rows} x {self.group_size}"
         return f"{self.grid.name}, group {self.group_size}"
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
@@ -84,6 +95,11 @@ class CodesScheme(PartScheme):
         width = shape[1]
         if isinstance(self.group_size, int) and self.group_size > width:
             return f"group_size {self.group_size} is larger than its {width} inputs; use a smaller one, or channel"
+        if self.rows > 1 and isinstance(self.group_size, int) and width % self.group_size:
+            return (
+                f"blocks of {self.group_size} columns do not divide its {width} inputs; use a group_size that divides "
+                "them, or block_rows: 1"
+            )
         return None
 
     def value(self, storage: torch.dtype) -> Value:
@@ -161,7 +177,15 @@ class CodesPart(WeightPart):
         unsigned = unpack(self.words, self.grid.bits, self.shape[1])
         signed = store(unsigned.to(torch.int16) + self.grid.lowest_stored, self.grid)
         return Codes(
-            signed, scale, zero, self.grid, self.group_size, self.group_index, self.shared, self.scheme.float_zeros
+            signed,
+            scale,
+            zero,
+            self.grid,
+            self.group_size,
+            self.group_index,
+            self.shared,
+            self.scheme.float_zeros,
+            self.scheme.rows,
         )
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
@@ -226,7 +250,7 @@ class CodesPart(WeightPart):
 
     @property
     def free_scale(self) -> Float[Tensor, "out groups"] | None:
-        return self.scale if self.grid.scaling.free else None
+        return self.scale if self.grid.scaling.free and self.scheme.rows == 1 else None
 
     def with_scale(self, scale: Float[Tensor, "out groups"]) -> CodesPart:
         return self.changed(scale=scale)

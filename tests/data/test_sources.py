@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from compress.data import ids as ids_of
 from compress.data import self_sampling, sources
+from compress.data.text_source import Part
 from compress.errors import CalibrationError
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
@@ -43,7 +44,7 @@ def test_both_parts_have_text():
 
 
 def test_no_paragraph_of_the_test_part_is_in_the_calibration_part():
-    def paragraphs(part: sources.Part) -> set[str]:
+    def paragraphs(part: Part) -> set[str]:
         return {" ".join(p.split()) for text in sources.embedded_text(part) for p in text.split("\n\n")} - {""}
 
     assert len(paragraphs("test")) > 300
@@ -76,7 +77,7 @@ def test_calibration_draws_whole_windows_once(data, length, seed):
     cut = ids_of.windows(stream, length)
     sequences = data.draw(st.integers(1, len(cut)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids_of, "texts", lambda *_: [])
+        patch.setattr(ids_of, "read_texts", lambda *_: sources.Texts([]))
         patch.setattr(ids_of, "token_stream", lambda *_: stream)
         ids = ids_of.token_ids("embedded", "calibration", object(), sequences, length, seed)
     assert ids.shape == (sequences, length)
@@ -181,11 +182,11 @@ def test_json_lines(tmp_path, tokenizer):
     ("line", "message"),
     [
         ("{text: 1}", r"a.jsonl:3: not JSON \(.* at column 2\); write one object per line"),
-        ('{"txt": "a"}', "a.jsonl:3: no text; write"),
-        ('{"text": 1}', "a.jsonl:3: no text"),
-        ('"text"', "a.jsonl:3: no text"),
-        ('{"messages": []}', "a.jsonl:3: no text"),
-        ('{"messages": [{"role": "user"}]}', "a.jsonl:3: no text"),
+        ('{"txt": "a", "id": 1}', "a.jsonl:3: no text in the columns txt, id; write.*name the column of the text"),
+        ('{"text": 1}', "a.jsonl:3: no text in the columns text; write"),
+        ('"text"', "a.jsonl:3: no text, but str; write"),
+        ('{"messages": []}', "a.jsonl:3: messages: no text, but an empty list"),
+        ('{"messages": [{"role": "user"}]}', r"a.jsonl:3: messages\[0\]: no text; its keys are role; write"),
     ],
 )
 def test_bad_json_lines_are_named(tmp_path, line, message):

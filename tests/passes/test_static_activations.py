@@ -13,12 +13,14 @@ from compress.api.observers import InputAbsMax
 from compress.errors import NumericError
 
 STATIC = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}
+FLOAT8 = {**STATIC, "weights": "fp8_e4m3", "activations": "fp8_e4m3"}
+FLOAT8_TENSOR = {**FLOAT8, "group_size": "tensor"}
 LAYER = "model.layers.0.mlp.up_proj"
 
 
-@pytest.fixture(scope="module")
-def folder(recipe, tmp_path_factory):
-    result = compress.run(recipe(compress.RTN(**STATIC)), tmp_path_factory.mktemp("static") / "out")
+@pytest.fixture(scope="module", params=[STATIC, FLOAT8, FLOAT8_TENSOR], ids=["int8", "fp8", "fp8-tensor"])
+def folder(recipe, tmp_path_factory, request):
+    result = compress.run(recipe(compress.RTN(**request.param)), tmp_path_factory.mktemp("static") / "out")
     assert result.report["verified"]["own"] <= LOGITS and result.report["verified"]["transformers"] <= LOGITS
     return result.folder
 
@@ -40,18 +42,38 @@ def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
     pytest.importorskip("compressed_tensors")
     ours, theirs = compress.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)
     assert near(logits(theirs), logits(ours))
-    coarse = tmp_path / "coarse"
-    coarse.mkdir()
+    for factor in (20, 1 / 20):  # coarse steps; a range that most inputs exceed
+        changed = scaled(folder, tmp_path / f"{factor:.2f}", factor)
+        ours, theirs = compress.load(changed)[0], AutoModelForCausalLM.from_pretrained(changed)
+        assert near(logits(theirs), logits(ours))
+        assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
+
+
+def scaled(folder, copy, factor):
+    """A copy of a checkpoint in which the scale of one layer's inputs is multiplied by a factor."""
+    copy.mkdir()
     for path in folder.iterdir():
         if path.is_file():
-            (coarse / path.name).write_bytes(path.read_bytes())
-    for path in coarse.glob("*.safetensors"):
+            (copy / path.name).write_bytes(path.read_bytes())
+    for path in copy.glob("*.safetensors"):
         tensors = load_file(path)
-        scaled = {k: t * 20 if k == f"{LAYER}.input_scale" else t for k, t in tensors.items()}
-        save_file(scaled, path, metadata={"format": "pt"})
-    ours, theirs = compress.load(coarse)[0], AutoModelForCausalLM.from_pretrained(coarse)
-    assert near(logits(theirs), logits(ours))
-    assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
+        changed = {k: t * factor if k == f"{LAYER}.input_scale" else t for k, t in tensors.items()}
+        save_file(changed, path, metadata={"format": "pt"})
+    return copy
+
+
+def test_the_fp8_scale_is_the_largest_input_divided_by_448(pico_model, pico_ids):
+    """e4m3 ends at 448; the first layer's input is the output of its norm, whatever is quantized later."""
+    seen = []
+    hook = pico_model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(float(args[0].abs().max()))
+    )
+    with torch.no_grad():
+        pico_model(input_ids=pico_ids)
+    hook.remove()
+    compress.apply(pico_model, [compress.RTN(**FLOAT8)], pico_ids, batch=len(pico_ids))
+    scale = pico_model.model.layers[0].self_attn.q_proj.rounding.scale
+    assert scale.item() == pytest.approx(seen[0] / 448, rel=1e-6)
 
 
 def test_a_layer_that_no_token_reaches_has_no_scale(layer_of):

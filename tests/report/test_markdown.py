@@ -34,6 +34,13 @@ REPORT = {
         "recipe": {"model": "some/model"}, "fingerprint": "r1", "calibration_sha256": "c1", "compute_dtype": "float32",
         "storage_dtype": "bfloat16", "device": "cpu", "threads": 2, "python": "3.11", "platform": "p",
         "packages": {"torch": "2.0", "gguf": None},
+        "texts": [
+            {
+                "text": "chats", "part": "calibration", "sequences": 4, "length": 8, "sha256": "t0", "documents": 9,
+                "skipped": 2, "tokens": 99, "forms": ["messages"], "template": "tokenizer", "packing": True,
+                "max_tokens_per_document": None,
+            },
+        ],
     },
     "files": {"config.json": "h1"},
     "checkpoint_sha256": "s1",
@@ -159,6 +166,14 @@ def test_every_figure_of_the_report_comes_from_report_json(recipe, tiny_folder, 
         other = copy.deepcopy(stored)
         other["size"][change] *= 2
         assert markdown(Report.from_json(other)) != page, change
+
+
+def test_the_reproduction_says_what_was_read(report):
+    text = "chats, messages, 9 documents (2 blank rows skipped), 99 tokens, chat template: tokenizer, "
+    row = f"| calibration text | {text}4 sequences of 8 tokens, sha256 t0 |"
+    assert row in rendered("reproduction", report)
+    del report["reproduce"]["texts"]  # as earlier versions wrote it
+    assert "calibration text" not in rendered("reproduction", report)
 
 
 def test_both_files_are_written(report, tmp_path):

@@ -61,14 +61,15 @@ def sizes_that_work(width: int) -> str:
 
 
 def input_arguments(scheme: LayerScheme) -> dict[str, Any]:
-    """The `input_activations` part of a config group: a dynamic scale per token, or one static scale."""
+    """The `input_activations` part of a config group: a dynamic scale per token (and group), or one static scale."""
     rounding = scheme.rounding
     assert rounding is not None
     static = rounding.scale == "static"
     kind = "int" if isinstance(rounding.grid, IntGrid) else "float"
-    strategy = "tensor" if static else "token"
+    strategy = {"static": "tensor"}.get(rounding.scale, rounding.scale)
+    groups = {} if rounding.group is None else {"group_size": rounding.group}
     return {"num_bits": rounding.grid.bits, "type": kind, "symmetric": True, "strategy": strategy,
-            "dynamic": not static}  # fmt: skip
+            "dynamic": not static, **groups}  # fmt: skip
 
 
 class PackQuantized(Layout):

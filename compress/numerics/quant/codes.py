@@ -55,7 +55,8 @@ class Codes:
     zero: like scale, or None; whole numbers that codes can have, unless float_zeros says that it is any number, in
     which case zero itself may be no value of the grid. group_index: [in] int32 group of each column, only
     where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
-    whose scales need them (see `fit_shared`).
+    whose scales need them (see `fit_shared`). rows: consecutive rows whose scales are equal, so that rows x group_size
+    weights form a block; the last block may have fewer.
     """
 
     codes: Int[Tensor, "out in"]
@@ -66,6 +67,7 @@ class Codes:
     group_index: Int[Tensor, " in"] | None = None
     shared: Float[Tensor, " n"] | None = None
     float_zeros: bool = False
+    rows: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,6 +161,31 @@ def fit(
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
 
 
+def fit_blocks(
+    weight: Float[Tensor, "out in"],
+    grid: Grid,
+    group_size: int,
+    rows: int,
+    symmetric: bool,
+    search: ScaleSearch = "absmax",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """As `fit`, with one scale for each block of `rows` x `group_size` weights, repeated for each of its rows.
+
+    group_size divides the width; the last block may have fewer rows.
+    """
+    whole = len(weight) // rows * rows
+    found = []
+    for part, height in ((weight[:whole], rows), (weight[whole:], len(weight) - whole)):
+        if len(part):
+            blocks = part.reshape(len(part) // height, height, -1, group_size).transpose(1, 2)
+            size = height * group_size
+            scales = fit(blocks.reshape(len(blocks), -1), grid, size, symmetric, search, dtype)
+            found.append([None if each is None else each.repeat_interleave(height, dim=0) for each in scales])
+    scale, zero = ([part for part in parts if part is not None] for parts in zip(*found, strict=True))
+    return torch.cat(scale), torch.cat(zero) if zero else None
+
+
 def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, " groups"]:
     """How many weights there are in each group (of a row); the last may be short."""
     if group_size == "tensor":
@@ -227,20 +254,26 @@ def quantize(
     mask: Bool[Tensor, "out in"] | None = None,
     dtype: torch.dtype = torch.float32,
     shared_absmax: float | None = None,
+    rows: int = 1,
 ) -> Codes:
     """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero.
 
-    dtype: of scales that are stored as floats. shared_absmax: see `fit_shared`.
+    dtype: of scales that are stored as floats. shared_absmax: see `fit_shared`. rows: that share their scales; more
+    than one needs a group size that divides the width, and a grid whose scales have nothing in common.
     """
     if mask is not None:
         weight = weight * mask
     shared = fit_shared(weight, grid, group_size, shared_absmax)
-    scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared)
+    if rows > 1:
+        assert isinstance(group_size, int) and shared is None
+        scale, zero = fit_blocks(weight, grid, group_size, rows, symmetric, search, dtype)
+    else:
+        scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared)
     width = weight.shape[1]
     codes = grid.encode(
         weight, spread(scale, width, group_size), None if zero is None else spread(zero, width, group_size)
     )
-    return Codes(store(codes, grid), scale, zero, grid, group_size, shared=shared)
+    return Codes(store(codes, grid), scale, zero, grid, group_size, shared=shared, rows=rows)
 
 
 def store(codes: Tensor, grid: Grid) -> Tensor:

@@ -15,12 +15,17 @@ def round_inputs(
     scale: Float[Tensor, " 1"] | None = None,
     spared: Bool[Tensor, " in"] | None = None,
     symmetric: bool = True,
+    group: int | None = None,
 ) -> Float[Tensor, "*batch in"]:
     """Round inputs to the nearest values of a grid, in the dtype of x.
 
     scale: for all tokens; None: one per token, from its largest magnitude (ZeroQuant, Yao 2022, section 3.2), or, with
-    symmetric False, a scale and a zero point from its range. spared: columns that are left as they are.
+    symmetric False, a scale and a zero point from its range. spared: columns that are left as they are. group: columns
+    that share a scale of a token (it divides them); None: all.
     """
+    if group is not None:
+        assert spared is None, "outlier columns have no groups"
+        return round_inputs(x.unflatten(-1, (-1, group)), grid, scale, None, symmetric).flatten(-2)
     inside = x if spared is None else x.masked_fill(spared, 0)
     zero = None
     if scale is None:

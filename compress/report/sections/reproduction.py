@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import yaml
 
+from compress.data.ids import TextUse
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
@@ -21,6 +22,19 @@ class Reproduction(Section):
         return f"```yaml\n{recipe}```\n\n{table(('', ''), rows(report))}"
 
 
+def described(text: TextUse) -> str:
+    """A text in words: name, forms of its rows, sizes, chat template, digest."""
+    facts = [text.text, *text.forms]
+    if text.documents is not None:
+        facts.append(f"{text.documents} documents" + (f" ({text.skipped} blank rows skipped)" if text.skipped else ""))
+        facts.append(f"{text.tokens} tokens" + ("" if text.packing else ", one document per sequence"))
+    if text.max_tokens_per_document is not None:
+        facts.append(f"at most {text.max_tokens_per_document} tokens per document")
+    if text.template is not None:
+        facts.append(f"chat template: {text.template}")
+    return ", ".join([*facts, f"{text.sequences} sequences of {text.length} tokens", f"sha256 {text.sha256}"])
+
+
 def rows(report: Report) -> list[tuple[str, str]]:
     """Rows (name, digest or version)."""
     again = report.reproduce
@@ -29,6 +43,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("checkpoint sha256", report.checkpoint_sha256),
         ("model fingerprint", report.model.fingerprint),
         ("calibration sha256", again.calibration_sha256),
+        *((f"{text.part} text", described(text)) for text in again.texts),
         ("computed in, stored in", f"{again.compute_dtype}, {again.storage_dtype}"),
         ("device, threads", f"{again.device}, {again.threads}"),
         ("python, platform", f"{again.python}, {again.platform}"),

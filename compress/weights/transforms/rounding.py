@@ -20,23 +20,25 @@ from compress.weights.base import InputTransform, TensorSpec, TransformScheme, r
 class RoundingScheme(TransformScheme):
     """How inputs are rounded.
 
-    scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'static': one for
-    all tokens, stored. threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns:
-    whether a stored set of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
+    scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'group': one per
+    token and `group` columns, computed as well (arXiv 2412.19437, section 3.3.2); 'static': one for all tokens, stored.
+    threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns: whether a stored set
+    of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
     """
 
     kind: ClassVar[str] = "rounding"
     readers: ClassVar[Mapping[str, Any]] = {"grid": read_grid}
 
     grid: Grid
-    scale: Literal["token", "static"] = "token"
+    scale: Literal["token", "group", "static"] = "token"
     threshold: float | None = None
     columns: bool = False
     symmetric: bool = True
+    group: int | None = None
 
     @property
     def text(self) -> str:
-        return f"inputs {self.grid.name}"
+        return f"inputs {self.grid.name}" + ("" if self.group is None else f" per {self.group} columns")
 
     @property
     def outliers(self) -> bool:
@@ -69,10 +71,11 @@ class InputRounding(InputTransform):
     def of(
         cls, grid: Grid, scale: Float[Tensor, " 1"] | None = None, threshold: float | None = None,
         columns: Bool[Tensor, " in"] | None = None, symmetric: bool = True, shape: tuple[int, int] = (0, 0),
+        group: int | None = None,
     ) -> Self:  # fmt: skip
-        """Round to a grid. scale: static, or None for one per token. Other arguments as in the scheme."""
-        kind = "token" if scale is None else "static"
-        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric)
+        """Round to a grid. scale: static, or None for one per token (and group). Other arguments as in the scheme."""
+        kind = "static" if scale is not None else "token" if group is None else "group"
+        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group)
         return cls(scheme, shape, {"scale": scale, "columns": columns})
 
     @property
@@ -87,7 +90,7 @@ class InputRounding(InputTransform):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         spared = outlier_columns(x, self.threshold, self.columns)
-        return round_inputs(x, self.grid, self.scale, spared, self.scheme.symmetric)
+        return round_inputs(x, self.grid, self.scale, spared, self.scheme.symmetric, self.scheme.group)
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
         columns = None if self.columns is None else self.columns[order]

@@ -18,6 +18,11 @@ NAMES = [f"model.layers.{i}.{leaf}" for i in range(2) for leaf in ("mlp.up_proj"
         ("re:.*up", "model.up", True),
         ("re:up", "model.up", False),
         ("re:.*(up|down)", "model.down", True),
+        ("re:.*down_proj$", "model.mlp.down_proj", True),
+        ("down_proj", "model.mlp.down_proj", True),
+        ("down_proj", "down_proj", True),
+        ("down", "model.mlp.down_proj", False),
+        ("mlp.down_proj", "model.mlp.down_proj", False),
     ],
 )
 def test_a_pattern_matches_the_whole_name(pattern, name, expected):
@@ -42,7 +47,18 @@ def test_what_is_ignored_is_left_out():
             r"p\[0\]: targets pattern '\*\.mlp\.up_prj' matches no linear.*did you mean 'up_proj'\?",
         ),
         (["*"], ["*.zzz"], r"p\[0\]: ignore pattern '\*\.zzz' matches no linear.*known: down_proj, q_proj, up_proj"),
-        (["*", "re:up_proj"], [], r"targets pattern 're:up_proj' matches no linear inside the blocks"),
+        (
+            ["*", "re:up_proj"],
+            [],
+            r"'re:up_proj' matches no linear inside the blocks; a regular expression must match the whole name, "
+            r"as 're:\.\*up_proj\.\*' does",
+        ),
+        (["re:.*up_prj$"], [], r"'re:\.\*up_prj\$' matches no linear.*did you mean 'up_proj'\?"),
+        (["down_prj"], [], r"targets pattern 'down_prj' matches no linear.*did you mean 'down_proj'\?"),
+        (["mlp.down_proj"], [], r"matches no linear.*; write the full name, or '\*\.mlp\.down_proj'"),
+        (["mlp"], [], r"for all linears inside of these modules write '\*\.mlp\.\*'"),
+        (["*"], ["model.layers.0"], r"for all linears inside of these modules write 'model\.layers\.0\.\*'"),
+        (["re:.*attn"], [], r"for all linears inside of these modules write 're:\.\*attn\\\\\.\.\*'"),
         (["*.mlp.*"], ["*_proj"], r"p\[0\]: the targets and ignore patterns select none of the 6 linears"),
     ],
 )

@@ -1,0 +1,116 @@
+"""TextSource: the name of a text and how it becomes token ids, as recipes spell it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
+
+Part = Literal["calibration", "test"]
+
+HUB_DOCUMENTS = 4096  # enough for 512 sequences of 2048 tokens of web text, and seconds to stream
+SPLITS: dict[Part, str] = {"calibration": "train", "test": "test"}
+"""The split of a data set that a part reads by default."""
+
+CHATS = (".jsonl", ".json", "ultrachat")
+"""Endings of sources whose documents may be conversations."""
+
+
+class TextSource(BaseModel):
+    """A text: a built-in source, a local file, or a data set of the library `datasets`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kinds: ClassVar[tuple[str, ...]] = ("source", "dataset")
+    """The options that name a text; exactly one of them is given."""
+
+    source: str | None = Field(
+        default="embedded",
+        description="embedded, wikitext, c4, ultrachat, self, or a .txt, .jsonl, .json or .npy file",
+    )
+    dataset: str | None = Field(
+        default=None, description="instead of source: a data set by hub id, local folder, or .parquet, .csv, .json file"
+    )
+    config: str | None = Field(default=None, description="configuration of the data set")
+    split: str | None = Field(
+        default=None, description="split of the data set; null: train for calibration, test for evaluation"
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the hub")
+    column: str | None = Field(
+        default=None, description="column with the text or the messages; null: found by the names of the columns"
+    )
+    chat_template: str | None = Field(
+        default=None, description="file with the chat template (Jinja) of conversations; null: the tokenizer's own"
+    )
+    max_documents: int | None = Field(
+        default=HUB_DOCUMENTS, gt=0, description="rows of the data set that are read, from its start; null: all"
+    )
+    max_tokens_per_document: int | None = Field(
+        default=None, gt=0, description="tokens that are kept of each document, from its start; null: all"
+    )
+    packing: bool = Field(
+        default=True,
+        description="true: documents are joined and cut into sequences; false: one document per sequence, cut to its "
+        "length, and shorter documents are skipped",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_default_source(cls, values: Any) -> Any:
+        """Leave the default source out where another kind of text is given."""
+        other = isinstance(values, dict) and any(values.get(kind) is not None for kind in cls.kinds)
+        return {"source": None, **values} if other else values
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        given = [kind for kind in self.kinds if getattr(self, kind) is not None]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given together" if given else "no text is given"
+            raise ValueError(f"{found}; give one of {', '.join(self.kinds)}")
+        for name, reason in self._useless().items():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has no effect: {reason}; remove it")
+        return self
+
+    def _useless(self) -> dict[str, str]:
+        """Options without effect on this text, with the reason."""
+        if self.dataset is not None or self.source is None:
+            return {}
+        of_data_sets = f"it is an option of data sets, and the source is {self.source}"
+        found: dict[str, str] = dict.fromkeys(("config", "split", "revision", "max_documents"), of_data_sets)
+        if not self.source.endswith(CHATS):
+            found |= dict.fromkeys(("column", "chat_template"), f"{self.source} has no rows with columns")
+        elif self.source == CHATS[-1]:
+            found |= {"column": f"the columns of {self.source} are known"}
+        if self.stored or self.sampled:
+            found |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
+        return found
+
+    @property
+    def stored(self) -> bool:
+        """Whether the text is a .npy file of token ids."""
+        return self.source is not None and Path(self.source).suffix == ".npy"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the text is sampled from the model itself."""
+        return self.source == "self"
+
+    @property
+    def label(self) -> str:
+        """The name of the text in errors and reports."""
+        if self.source is not None:
+            return self.source
+        details = ", ".join(value for value in (self.config, self.split) if value is not None)
+        return f"{self.dataset} ({details})" if details else str(self.dataset)
+
+    def split_of(self, part: Part) -> str:
+        """The split of the data set that a part reads."""
+        return SPLITS[part] if self.split is None else self.split
+
+
+def as_source(source: str | TextSource) -> TextSource:
+    """The text of a name, or the text itself."""
+    return TextSource(source=source) if isinstance(source, str) else source

@@ -1,0 +1,58 @@
+"""The texts of a recipe on a model: checks before the run, calibration ids, evaluation ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compress.data.ids import Sample, TextUse, check_text, model_sample, needs_tokenizer
+from compress.data.self_sampling import self_sampled
+from compress.data.text_source import TextSource, as_source
+from compress.model.open.opening import OpenModel
+from compress.recipe.schema import Recipe
+
+
+def check_texts(recipe: Recipe, opened: OpenModel) -> None:
+    """Check all texts as far as possible without reading them or asking the hub; the model may be without weights.
+
+    Raises CalibrationError: a missing file, an unknown source, sequences longer than the model's positions, no
+    tokenizer.
+    """
+    known = opened.model, opened.tokenizer
+    for text, count in recipe.calibration.texts():
+        check_text(*known, text, "calibration", count, recipe.calibration.length)
+    for text in recipe.eval.perplexity:
+        check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
+
+
+def calibration_ids(recipe: Recipe, opened: OpenModel) -> tuple[Tensor, list[TextUse]]:
+    """The recipe's calibration token ids, [sequences, length], and the use of each of its texts.
+
+    The sequences of a mixture are shuffled, so that each batch holds sequences of several texts.
+
+    Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
+    """
+    samples = [_calibration_sample(recipe, text, count, opened) for text, count in recipe.calibration.texts()]
+    ids = torch.cat([ids for ids, _ in samples])
+    if len(samples) > 1:
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed))]
+    return ids, [use for _, use in samples]
+
+
+def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, opened: OpenModel) -> Sample:
+    length = recipe.calibration.length
+    if not text.sampled:
+        return model_sample(opened.model, opened.tokenizer, text, "calibration", count, length, recipe.seed)
+    check_text(opened.model, opened.tokenizer, text, "calibration", count, length)
+    with opened.streaming() as model:
+        tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
+        ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed)
+    return ids, TextUse.of_ids(text.label, "calibration", ids)
+
+
+def eval_ids(recipe: Recipe, text: str | TextSource, opened: OpenModel) -> Sample:
+    """Token ids of an evaluation text, [windows, length], and its use."""
+    wanted = recipe.eval
+    return model_sample(
+        opened.model, opened.tokenizer, text, "test", wanted.windows, wanted.length, recipe.seed
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""The texts of a recipe: one text, or a mixture with weights, for calibration; several texts for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from compress.api.options import OptionError, mistake
+from compress.data.ids import shares
+from compress.data.text_source import TextSource
+
+Text = TypeVar("Text", bound=TextSource)
+
+
+class WeightedText(TextSource):
+    """A text of a mixture."""
+
+    weight: float = Field(default=1.0, gt=0, description="share of the sequences, relative to the other weights")
+
+
+def _read(kind: type[Text], spelled: Any, index: int) -> Text:
+    """A text of a list, so that its mistakes have the place in the list."""
+    try:
+        return kind.model_validate({"source": spelled} if isinstance(spelled, str) else spelled)
+    except ValidationError as error:
+        place, message = mistake(error, kind)
+        raise OptionError((index, *place), message) from error
+
+
+def _mixture(value: Any) -> Any:
+    if value is None:
+        return value
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
+        raise ValueError("must be a list of texts, such as [{source: embedded, weight: 2}, {source: notes.jsonl}]")
+    return tuple(_read(WeightedText, item, i) for i, item in enumerate(value))
+
+
+def _evaluated(value: Any) -> Any:
+    """Texts of an evaluation; a name alone stays a name."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return value
+    return tuple(_read(TextSource, item, i) if isinstance(item, Mapping) else item for i, item in enumerate(value))
+
+
+Mixture = Annotated[tuple[WeightedText, ...] | None, BeforeValidator(_mixture)]
+EvaluatedTexts = Annotated[tuple[TextSource | str, ...], BeforeValidator(_evaluated)]
+
+
+class Calibration(TextSource):
+    """The source and shape of the calibration token ids."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("source", "dataset", "mixture")
+
+    mixture: Mixture = Field(
+        default=None, description="instead of source: several texts, each with a weight, {source: ..., weight: 2}"
+    )
+    sequences: int | None = Field(
+        default=64, gt=0, description="number of sequences; null: all sequences of a .npy file"
+    )
+    length: int | None = Field(default=512, gt=1, description="tokens per sequence; null: those of a .npy file")
+    batch: int = Field(default=4, gt=0, description="sequences per forward pass")
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.mixture is None:
+            return self
+        if self.sequences is None or self.length is None:
+            raise ValueError("a mixture needs sequences and length, of which each text gets its share")
+        if empty := [text.label for text, count in self.texts() if count == 0]:
+            raise ValueError(
+                f"sequences {self.sequences} leave none for {empty[0]}; use more sequences or a larger weight"
+            )
+        return self
+
+    def _useless(self) -> dict[str, str]:
+        if self.mixture is None:
+            return super()._useless()
+        own = set(TextSource.model_fields) - set(self.kinds)
+        return dict.fromkeys(sorted(own), "a mixture has this option in each of its texts")
+
+    def texts(self) -> list[tuple[TextSource, int | None]]:
+        """The texts, and the number of sequences of each; None: all sequences of a .npy file."""
+        if self.mixture is None:
+            return [(self, self.sequences)]
+        assert self.sequences is not None
+        return list(zip(self.mixture, shares([text.weight for text in self.mixture], self.sequences), strict=True))
+
+    def with_source(self, source: str) -> Calibration:
+        """The same shape with another text, in place of the source, the data set or the mixture."""
+        kept = {name: getattr(self, name) for name in ("sequences", "length", "batch")}
+        return Calibration(source=source, **kept)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.sources import OFFLINE, Part, texts
 from compress.errors import CalibrationError
-from compress.model.objective import is_masked
+from compress.model.objective import is_masked, text_config
 
 
 def token_ids(
@@ -172,8 +172,8 @@ def model_ids(
             f"{part}: {source} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
             "use ids that were made with the model's own tokenizer"
         )
-    longest: Any = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
+    longest: Any = getattr(text_config(model.config), "max_position_embeddings", None)
+    if longest is not None and 0 < longest < ids.shape[1]:  # some configurations say -1: no limit
         raise CalibrationError(
             f"{part}: length {ids.shape[1]} exceeds the model's {longest} positions; use length <= {longest}"
         )

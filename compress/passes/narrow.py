@@ -19,6 +19,7 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears
+from compress.model.objective import text_config
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
 from compress.model.reshape.residual import SAME, check_traded, cut_hidden_channels
@@ -102,7 +103,8 @@ class Narrow(ReshapingPass):
         """The widths inside of the blocks: heads, then feed-forward layers, in the order of execution."""
         found: dict[str, Width] = {}
         if self.heads is not None:
-            groups = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+            config = text_config(model.config)
+            groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             gone = round(self.heads * groups)
             if not 0 < gone < groups:
                 raise TargetError(

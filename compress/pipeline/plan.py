@@ -18,8 +18,11 @@ from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.needs import check_needs
+from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
 from compress.recipe.schema import Recipe
+from compress.stream.capture import ModelShell
 from compress.weights.layer import LayerScheme
 
 
@@ -62,15 +65,25 @@ def planned_scheme(
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights."""
+def plan(recipe: Recipe, out: str | Path | None = None) -> Plan:
+    """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
+
+    out: the output folder of the run, to check it too; nothing is written.
+    """
     device_of(recipe.device)
-    return plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
+    if out is not None:
+        check_folder(Path(out))
+    planned = plan_of(recipe, open_model(recipe.model, recipe.dtype, trust_remote_code=recipe.trust_remote_code))
+    if out is not None:
+        check_space(Path(out), planned.checkpoint_bytes)
+    return planned
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
-    """Plan a recipe for an open model."""
+    """Plan a recipe for an open model, after a forward pass of a few tokens without blocks (`ModelShell.check`)."""
+    ModelShell(opened).check()
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    check_needs(recipe, steps, opened)
     planned = plan_on(recipe, steps, form)
     if form is opened:
         dense = planned.dense_bytes

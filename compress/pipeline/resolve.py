@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, LayerFacts
-from compress.api.passes import ModelPass, Pass, Step
+from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.data.ids import model_ids, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears
-from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
+from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel, open_model
+from compress.model.open.supported import check_language_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
@@ -54,6 +56,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
             chosen = _in_attention(opened, names, chosen, where)
         _check_facts(step, names if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, where)
+        _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
@@ -147,6 +150,18 @@ def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) 
         )
 
 
+def _check_reference(step: Pass, names: Sequence[str], opened: OpenModel, where: str) -> None:
+    """Raise TargetError if a pass compares a layer's inputs with those of the uncompressed model in an expert."""
+    if not isinstance(step, LayerPass) or not step.requires.reference:
+        return
+    experts = tuple(f"{name}." for name in in_experts(opened.model))
+    if inside := [name for name in names if experts and name.startswith(experts)]:
+        raise TargetError(
+            f"{where}: {inside[0]} sees only the tokens routed to its expert, so its inputs cannot be compared with "
+            "those of the uncompressed model; leave experts out (ignore), or turn the comparison off in the pass"
+        )
+
+
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:
     """All linears of the attention modules with a KV cache that contain one of the chosen linears."""
     held = attentions_containing(opened.model, chosen)
@@ -214,10 +229,12 @@ def teachers(
         check_teacher(source, opened, trust_remote_code=False)
     known = copy.deepcopy(model) if teacher is None and True in sources else teacher
     if known is not None:
+        check_language_model(known, "teacher")
         check_kind("it", type(known), known.config, opened)
-    if known is not None and known.config.vocab_size != model.config.vocab_size:
-        sizes = f"it has a vocabulary of {known.config.vocab_size} tokens, the model of {model.config.vocab_size}"
-        raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
+        there, here = (text_config(each.config).vocab_size for each in (known, model))
+        if there != here:
+            sizes = f"it has a vocabulary of {there} tokens, the model of {here}"
+            raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
 
     def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
         if other is not None:

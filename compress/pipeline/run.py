@@ -26,13 +26,14 @@ from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
 from compress.formats.native import Native
-from compress.model.objective import objective_of
+from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.opening import InMemory, OpenModel, open_model
-from compress.model.open.vocabulary import check_teacher
+from compress.model.open.supported import check_language_model
 from compress.model.structure.blocks import find_blocks
-from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
+from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.resolve import calibration_ids, eval_ids, lm_objective_for, resolve, storage_dtype, teachers
 from compress.pipeline.verify import check_size, verify
@@ -41,6 +42,7 @@ from compress.recipe.schema import Recipe
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
+from compress.stream.capture import ModelShell
 from compress.version import __version__
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -98,17 +100,21 @@ def apply(
     missing mask token.
     """
     check_order(passes)
+    check_language_model(model)
     first, journal = next(model.parameters()), journal or Journal()
     for log in open_experts(model):
         journal.add("note", "model", log)
     opened = OpenModel(
         model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
     )
+    ModelShell(opened).check()
     context = Run(opened.device, first.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
+    ids = (
+        torch.arange(PROBE_TOKENS)[None] % text_config(model.config).vocab_size if calibration is None else calibration
+    )
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
@@ -136,19 +142,16 @@ class Job:
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
+    check_folder(out)
     opened = open_model(recipe.model, recipe.dtype, device_of(recipe.device), recipe.trust_remote_code)
     for log in opened.notes:
         journal.add("note", "model", log)
     format_ = FORMATS[recipe.save.format]
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
+    check_space(out, planned.checkpoint_bytes)
     steps, _ = resolve(recipe.passes, opened, format_)
-    for step in recipe.passes:
-        if isinstance(step.requires.teacher, str):
-            check_teacher(step.requires.teacher, opened, recipe.trust_remote_code)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval.perplexity:
-        objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
     texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
     with context.phase("calibration text"):
         ids = calibration_ids(recipe, opened)

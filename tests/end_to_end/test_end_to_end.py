@@ -97,7 +97,7 @@ def test_another_run_is_not_overwritten_silently(finished):
 
 def test_files_that_are_no_run_are_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match="no run of compress"):
+    with pytest.raises(OutputError, match="was not written by compress"):
         compress.run(chain_in_python(), tmp_path)
     assert (tmp_path / "thesis.txt").exists()
 

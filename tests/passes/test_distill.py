@@ -325,7 +325,7 @@ def test_losses_that_have_no_meaning_are_refused(options, message):
 def test_a_layer_map_beyond_the_blocks_is_an_error(pico_model, pico_ids):
     step = Distill(steps=1, top_k=None, hidden=1.0, layer_map=[[0, 3]])
     with pytest.raises(
-        ModelError, match=r"layer_map: there are no blocks \(0, 3\); the model has 3 blocks, its teacher 3"
+        ModelError, match=r"layer_map: \[0, 3\] does not exist; the model has blocks 0 to 2, the teacher 0 to 2"
     ):
         compress.apply(pico_model, [step], pico_ids)
 

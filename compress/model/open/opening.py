@@ -31,11 +31,17 @@ from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
 from compress.model.open.experts import open_experts, renamed
+from compress.model.open.supported import check_language_model, class_of
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+"""The exceptions of transformers for a config.json with missing or wrong entries."""
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model with images or sound among its inputs; they travel with the checkpoint, unchanged."""
 
 
 class Weights(Protocol):
@@ -106,7 +112,7 @@ class OpenModel:
     """An open model and the source of its weights.
 
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
-    fingerprint: a digest of configuration and weights.
+    fingerprint: a digest of configuration and weights. processor: the text of each of `PROCESSOR_FILES` that exists.
     """
 
     model: PreTrainedModel
@@ -118,6 +124,7 @@ class OpenModel:
     device: torch.device
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
+    processor: dict[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -189,10 +196,12 @@ def open_model(
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
+    check_language_model(model)
     tokenizer = read_tokenizer(folder, trust_remote_code)
     notes = open_experts(model)
     files = match(model, stored)
     common: dict[str, Any] = {"tokenizer": tokenizer, "source": source, "device": device, "dtype": compute}
+    common["processor"] = {n: (folder / n).read_text("utf-8") for n in PROCESSOR_FILES if (folder / n).exists()}
     fingerprint = _fingerprint(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
@@ -215,7 +224,14 @@ def open_model(
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
     with init_empty_weights(), no_init_weights():  # the latter skips random initialization: 5 ms per linear
-        model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
+        kind = class_of(config, trust_remote_code)
+        try:
+            model = kind._from_config(config, dtype=dtype)
+        except (*UNREADABLE, RuntimeError, ImportError) as error:
+            raise ModelError(
+                f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
+                f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
+            ) from error
     model.tie_weights()
     try:
         if (folder / "generation_config.json").exists():
@@ -258,23 +274,9 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
-
-
-def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """The transformers class that the configuration names, or a causal language model when it names none."""
-    for name in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    mapping = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
-    raise ModelError(
-        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
-        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
-    )
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
@@ -370,10 +372,7 @@ def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Siz
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load the model with transformers, which converts stored layouts to those of the model."""
     try:
-        options: dict[str, Any] = {
-            "output_loading_info": True,
-            "ignore_mismatched_sizes": True,
-        }  # both are reported below
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
         model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error

@@ -54,7 +54,7 @@ class TrainingPass(TrainingOptions, ModelPass):
         default=None,
         description="hub id, folder or .gguf file of a teacher with the same tokenizer; null: the uncompressed model",
     )
-    temperature: float = Field(default=1.0, gt=0, description="divisor of both models' logits")
+    temperature: float = Field(default=1.0, gt=0, description="softmax temperature of model and teacher")
     token_scale: float | None = Field(
         default=None,
         gt=0,

@@ -28,7 +28,7 @@ from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.dtypes import DTYPES
-from compress.recipe.order import in_words, label
+from compress.recipe.order import DISJOINT, in_words, label
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -117,10 +117,8 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
-                raise TargetError(
-                    f"{where}: {name} is {in_words(fact)} by {facts[name][fact]} already; "
-                    f"leave it out with ignore, or put {step.key()} first"
-                )
+                remedy = DISJOINT if fact in step.facts() else f"skip it with ignore, or put {step.key()} first"
+                raise TargetError(f"{where}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
     for name in names:
         grids = own_options(step, name).becomes(LayerScheme((1, 1))).grids if "masked" in facts[name] else ()
         if without := [grid.name for grid in grids if not grid.has_zero]:
@@ -140,13 +138,13 @@ def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) 
     """
     if step.requires.original and not swept & set(names):
         raise TargetError(
-            f"{where}: it reconstructs the outputs of blocks before the earlier passes of its sweep, but none of "
-            f"these passes works on its {len(names)} linears; put it right after the passes that compress them"
+            f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
+            f"its {len(names)} linears; put it directly after the passes that compress them"
         )
     if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
-            f"{where}: it needs the weight of {late[0]} before quantization, but no earlier pass of the same sweep "
-            "quantizes the layer; put it right after that pass, or leave the layer out (ignore)"
+            f"{where}: it needs the weight of {late[0]} before quantization, but no pass right before it quantizes the "
+            "layer; put it directly after the quantizing pass, or skip the layer with ignore"
         )
 
 
@@ -166,11 +164,11 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
     """All linears of the attention modules with a KV cache that contain one of the chosen linears."""
     held = attentions_containing(opened.model, chosen)
     if not held:
-        reason = f"none of its {len(chosen)} linears is in an attention module with a cache; widen its targets"
+        reason = f"none of its {len(chosen)} linears is in an attention module with a KV cache; widen its targets"
         if not attentions_containing(opened.model, names):
             kind = type(opened.model).__name__
-            reason = f"{kind} has no cache: an encoder sees the whole text at once; leave {where.split()[-1]} out"
-        raise TargetError(f"{where}: it rounds the keys and values of a KV cache; {reason}")
+            reason = f"{kind} has no KV cache, because it is an encoder; remove {where.split()[-1]}"
+        raise TargetError(f"{where}: {reason}")
     return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 
 

@@ -37,6 +37,7 @@ from compress.numerics.dtypes import DTYPES
 
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
+PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
 
@@ -314,7 +315,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
     else:
         paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ModelError(f"model: {folder} holds no .safetensors file (pickled weights are not read)")
+        raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
     return {name: place for path in paths for name, place in stored_in(path).items()}
 
 

@@ -28,7 +28,7 @@ from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.dtypes import DTYPES
-from compress.recipe.order import DISJOINT, in_words, label
+from compress.recipe.order import in_words, label
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -117,7 +117,8 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
-                remedy = DISJOINT if fact in step.facts() else f"skip it with ignore, or put {step.key()} first"
+                again = fact in step.facts()
+                remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
                 raise TargetError(f"{where}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
     for name in names:
         grids = own_options(step, name).becomes(LayerScheme((1, 1))).grids if "masked" in facts[name] else ()

@@ -49,6 +49,10 @@ class _Group(click.Group):
             sys.exit(error.exit_code)
         except OSError as error:
             _fail(str(error), 1, debug)
+        except Exception as error:
+            name = f"{type(error).__name__}: {error}".removesuffix(": ")
+            hint = "run the same command with --debug for the traceback, and report it as a bug with the recipe"
+            _fail(f"unexpected {name}; {hint}", 1, debug)
         sys.exit(code if isinstance(code, int) else 0)
 
 

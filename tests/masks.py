@@ -28,7 +28,7 @@ def most_of(mask, m):
 
 
 def kept_score(score, n, m):
-    """The sum of the n largest scores of each m columns, and of the columns behind the last whole group."""
+    """The sum of the n largest scores of each m columns, and of the columns after the last whole group."""
     width = score.shape[1] // m * m
     best = score[:, :width].reshape(score.shape[0], -1, m).topk(n, dim=2).values
     return best.sum(dtype=torch.float64) + score[:, width:].sum(dtype=torch.float64)

@@ -65,6 +65,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 ENVIRONMENT = {"compress.cli": "sets the defaults of libraries for the process that it owns"}
 BROAD = {
+    "compress.cli:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }

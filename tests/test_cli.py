@@ -163,10 +163,19 @@ def test_a_failure_is_one_line_and_its_exit_code(error, code, message, spell, mo
         assert "Traceback (most recent call last)" in shown.stderr and type(error).__name__ in shown.stderr
 
 
-def test_an_error_of_our_own_is_not_hidden(spell, monkeypatch):
-    path = spell()
-    monkeypatch.setattr("compress.pipeline.run.run", lambda *_: 1 / 0)
-    assert isinstance(call("run", path).exception, ZeroDivisionError)
+def test_a_bug_is_one_line_with_its_type_and_a_request_to_report_it(spell, monkeypatch, tmp_path):
+    def solve(*_):
+        raise ZeroDivisionError("division\n by zero")
+
+    path, out = spell(), tmp_path / "out"
+    monkeypatch.setattr(PASSES["rtn"], "solve", solve)
+    result = call("run", path, "--out", out)
+    line = result.stderr.splitlines()[-1]
+    assert (result.exit_code, result.stdout) == (1, "") and "Traceback" not in result.stderr
+    assert line.startswith("error: unexpected ZeroDivisionError: division by zero; ")
+    assert "--debug" in line and "report it as a bug" in line
+    shown = call("--debug", "run", path, "--out", out)
+    assert shown.exit_code == 1 and "Traceback (most recent call last)" in shown.stderr and "in solve" in shown.stderr
 
 
 @pytest.mark.parametrize(

@@ -72,5 +72,5 @@ def test_passes_are_composed_and_one_is_written(capsys):
     names = execute(NOTEBOOKS[1], {"MODEL": str(PICO), "SEQUENCES": 4, "LENGTH": 64, "WINDOWS": 2})
     shown = capsys.readouterr().out
     assert "packed as int4" in shown
-    assert "the model is quantized by passes[0] rtn already; put clip before it" in shown
+    assert "the layers are already quantized by passes[0] rtn; put clip before it" in shown
     assert names["Clip"]().sigmas == 3.0

@@ -373,6 +373,13 @@ class ModelPass(Pass):
         """
         return lm_objective
 
+    def check_teacher(self, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
+        """Raise ModelError if the pass cannot use this teacher; called before the run. where: the label of the pass.
+
+        The weights of both may be on the meta device. The vocabularies are equal.
+        """
+        return
+
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration of the model after the pass, for passes that require `new_shape`. where: its label.
 

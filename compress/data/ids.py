@@ -18,7 +18,7 @@ from compress.data.dataset_rows import OFFLINE
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
-from compress.model.objective import is_masked
+from compress.model.objective import is_masked, text_config
 
 
 class TextUse(BaseModel):
@@ -336,8 +336,8 @@ def check_text(
             f"{part}: no document of {source.label} fills a sequence of {found} tokens, because "
             f"max_tokens_per_document is {limit}; use a shorter length, or packing: true"
         )
-    longest: Any = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and found > longest:
+    longest: Any = getattr(text_config(model.config), "max_position_embeddings", None)
+    if longest is not None and 0 < longest < found:  # some configurations say -1: no limit
         raise CalibrationError(
             f"{part}: length {found} exceeds the model's {longest} positions; use length <= {longest}"
         )

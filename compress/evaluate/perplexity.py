@@ -19,7 +19,10 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record, Summary
 from compress.model.forward import total_loss
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.model.open.load import load
-from compress.model.open.opening import folder_of
+from compress.model.open.opening import InMemory, OpenModel, folder_of
+from compress.model.open.supported import check_language_model
+from compress.model.structure.blocks import find_blocks
+from compress.stream.capture import ModelShell
 
 LARGEST = 700  # nats; exp overflows a float64 above 709
 
@@ -133,6 +136,10 @@ def evaluate_texts(
     Raises ModelError, CalibrationError; all texts are read before the first one is measured.
     """
     model, tokenizer = load(Path(folder_of(source)), dtype)
+    check_language_model(model)
+    first = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", first.device, first.dtype)
+    ModelShell(opened).check()
     objective_of(model, tokenizer)  # an unknown mask token is an error before texts are read
     ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
     found = Perplexity().measure(model, EvaluationContext(Run(), texts=ids, tokenizer=tokenizer))

@@ -122,7 +122,7 @@ class Quantizing(WeightGrid):
         "covers that fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
     )
     activations: InputGrid = Field(
-        default="none", description="grid of the inputs, which are rounded when the model runs"
+        default="none", description="grid of the activations (inputs of linears), rounded at run time"
     )
     activation_scale: ActivationScale = Field(
         default="token",

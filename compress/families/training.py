@@ -10,17 +10,19 @@ from typing import Any
 
 from pydantic import Field
 from torch import nn
+from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.facts import Requirements
 from compress.api.passes import ModelPass
-from compress.errors import RecipeError
+from compress.errors import ModelError, RecipeError
 from compress.families.pruning import Pruning
 from compress.model.linear import CompressedLinear
-from compress.model.objective import MASKED_SHARE, LMObjective, MaskedTokens
+from compress.model.objective import MASKED_SHARE, LMObjective, MaskedTokens, text_config
+from compress.model.structure.blocks import find_blocks
 from compress.numerics.metrics import DivergenceName
 from compress.train.loop import TrainingContext, train
-from compress.train.objective import LanguageLoss
+from compress.train.objective import LanguageLoss, pairs_of_states
 from compress.train.options import TrainingOptions
 from compress.train.parametrization import Kind, Parametrization, masked
 from compress.train.student import KEPT, Student, trainable
@@ -52,7 +54,7 @@ class TrainingPass(TrainingOptions, ModelPass):
         default=None,
         description="hub id, folder or .gguf file of a teacher with the same tokenizer; null: the uncompressed model",
     )
-    temperature: float = Field(default=1.0, gt=0, description="divisor of both models' logits")
+    temperature: float = Field(default=1.0, gt=0, description="softmax temperature of model and teacher")
     token_scale: float | None = Field(
         default=None,
         gt=0,
@@ -124,6 +126,16 @@ class TrainingPass(TrainingOptions, ModelPass):
         if self.mask_probability is not None:
             raise RecipeError(f"{where}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
         return lm_objective
+
+    def check_teacher(self, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
+        if not self.hidden and not self.cosine:
+            return
+        widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
+        blocks = len(find_blocks(model)), len(find_blocks(teacher))
+        try:
+            pairs_of_states(widths, blocks, self.layer_map)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error}") from error
 
     def _lm_objective(self, run: Run) -> LMObjective:
         return self.adapt_objective(run.lm_objective, run.label or self.key())

@@ -156,6 +156,11 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """The argument that turns a model's cache off; empty for a model whose configuration has no `use_cache`."""
+    """The argument that turns a model's cache off; empty for a model whose text configuration has no `use_cache`."""
     config = getattr(model, "config", None)
-    return {"use_cache": False} if config is None or hasattr(config, "use_cache") else {}
+    return {"use_cache": False} if config is None or hasattr(text_config(config), "use_cache") else {}
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the language model; the configuration itself if it has no parts."""
+    return config.get_text_config() if isinstance(config, PretrainedConfig) else config

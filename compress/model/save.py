@@ -127,6 +127,8 @@ def write_description(
             generation.save_pretrained(folder)
         if opened.tokenizer is not None:
             opened.tokenizer.save_pretrained(folder)
+        for name, text in opened.processor.items():
+            (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{folder}: {reason_of(error)}") from error
     write_json(folder / "config.json", config)

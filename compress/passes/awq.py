@@ -30,7 +30,7 @@ Equalize = Callable[[Tensor], Tensor]
 
 
 class AWQ(WeightGrid, BlockPass):
-    """Prepare weights for a quantizing pass with the same weights, group_size and symmetric, which must follow.
+    """Scale weights so that quantization loses less; follow with rtn or gptq, same weights, group_size and symmetric.
 
     Scales: s_j = mean|X_j|^alpha multiplies the columns of the weights, and the module that writes their input is
     divided by it. This fold is proved in float32, and undone if it changes the block's output. alpha is chosen from 20
@@ -51,7 +51,8 @@ class AWQ(WeightGrid, BlockPass):
     clip: bool = Field(default=True, description="clip each group of weights if this reduces the error")
     unlinked: Literal["leave", "scale"] = Field(
         default="leave",
-        description="linears without a module to fold into: 'leave', or 'scale': divide inputs at run time",
+        description="linears whose scale no earlier module can absorb: 'leave': skip them; 'scale': divide their "
+        "inputs at run time",
     )
 
     def model_post_init(self, context: Any) -> None:
@@ -82,7 +83,7 @@ class AWQ(WeightGrid, BlockPass):
                     statistics.divide(scale)
             else:
                 where = ", ".join(link.readers)
-                message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
+                message = f"{where}: folding the scale into {link.source} changed the block's output, so it was undone"
                 log("fallback", message, relative_error=done.error)
         for group in inputs.groups:
             if not linked & set(group.linears):
@@ -95,7 +96,7 @@ class AWQ(WeightGrid, BlockPass):
         """Handle linears of one input tensor that no link leads to."""
         if self.unlinked == "leave":
             where = ", ".join(names)
-            log("note", f"{where}: no module that writes their input can take a scale, so none is searched")
+            log("note", f"{where}: no module before them can absorb a scale, so they are not scaled")
             return
         scale = self.scale_of(block, {statistics: names}, names, lambda scale: scale, log)
         if scale is not None:
@@ -115,7 +116,7 @@ class AWQ(WeightGrid, BlockPass):
         where = ", ".join(readers)
         tokens = sum(statistics.tokens for statistics in read)
         if tokens == 0:
-            log("fallback", f"{where}: no calibration token reached them, so their input is not scaled")
+            log("fallback", f"{where}: no calibration token reached them, so they are not scaled")
             return None
         weights = {statistics: [_weight(block, name) for name in names] for statistics, names in read.items()}
         inputs = torch.stack([statistics.mean * (statistics.tokens / tokens) for statistics in read]).sum(0)

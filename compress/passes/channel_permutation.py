@@ -27,7 +27,7 @@ WILD = "*?[:"
 
 
 class ChannelPermutation(BlockPass):
-    """Reorder the input channels of linears so that a later N:M pass keeps the largest score; prune nothing.
+    """Reorder input channels so that a later N:M pruning pass keeps more important weights; remove nothing.
 
     If linears of the block write the channels and may write them in any order (feed-forward channels, values inside of
     a head), their rows are permuted in the same way, which costs nothing at run time. Each such rewrite is proved in

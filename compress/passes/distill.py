@@ -10,7 +10,7 @@ from compress.families.training import TrainingPass
 
 
 class Distill(TrainingPass):
-    """Minimize the divergence from the uncompressed model on the calibration text, by a few steps of AdamW.
+    """Train on the outputs of a teacher for the calibration text; the teacher is the uncompressed model by default.
 
     Codes are fixed, and a factor of each scale is learned; pruned weights stay zero. With `train: [scales, norms]` this
     is the end-to-end stage of EfficientQAT (Chen 2024, arXiv 2407.11062, section 3.3), with a teacher instead of the

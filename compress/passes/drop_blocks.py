@@ -26,7 +26,7 @@ SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3
 
 
 class DropBlocks(ReshapingPass):
-    """Remove whole blocks, the least important first; the result is a stock model with fewer blocks.
+    """Remove whole transformer blocks, the least important first; the result is a stock model with fewer blocks.
 
     by influence: the influence of a block (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens,
     measured once. by loss: remove the block with the least increase of the loss, then repeat this in the smaller model;
@@ -78,7 +78,7 @@ class DropBlocks(ReshapingPass):
         if not error < SAME:
             raise ModelError(
                 f"{where}: the model of {len(kept)} blocks differs from the model that skips the others (relative "
-                f"error {error:.2g}): a block depends on its number in a way that no configuration describes"
+                f"error {error:.2g}): a block depends on its position; remove other blocks"
             )
         replace_in_place(model, new)
 

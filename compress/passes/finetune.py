@@ -18,7 +18,7 @@ from compress.train.parametrization import Kind, Parametrization
 
 
 class Finetune(TrainingPass):
-    """Train on the calibration text; pruned weights stay zero, and codes do not change.
+    """Train on the calibration text; pruned weights stay zero, and the codes of quantized weights stay fixed.
 
     With lora_rank the weights of dense layers are frozen, and a low-rank update of each is learned:
     W' = mask * (W + lora_alpha / lora_rank * B A). B [out, rank] starts at zero and A [rank, in] at random values. The

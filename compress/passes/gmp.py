@@ -14,7 +14,7 @@ from compress.train.parametrization import Parametrization, Shares, Shrinking
 
 
 class GMP(SparseTrainingPass):
-    """Train, and every few steps remove the smallest remaining weights, many at the start and few at the end.
+    """Train, and prune the smallest weights gradually: many in the first steps, few in the last.
 
     The sparsity follows equation 1 of the paper. Removed weights get no gradient and stay zero. The pattern sets which
     magnitudes are compared. With an N:M pattern the sparsity is the mean over all groups of M: a growing number of

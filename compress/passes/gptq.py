@@ -21,8 +21,9 @@ ALPHA = 1.0
 
 
 class GPTQ(QuantizingPass):
-    """Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column.
+    """Quantize the columns of a weight one after the other; the remaining columns compensate each rounding error.
 
+    Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column.
     act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
     scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 
@@ -35,11 +36,18 @@ class GPTQ(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     observes: ClassVar[type[Observer]] = Gram
 
-    act_order: Literal["none", "static", "group"] = Field(default="none", description="order of columns in the sweep")
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
+    act_order: Literal["none", "static", "group"] = Field(
+        default="none",
+        description="order of quantizing: 'none': left to right; 'static': columns with large inputs first; 'group': "
+        "the same, with groups formed in that order",
+    )
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
     error: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
-        description="'asymmetric': the target is the output of the uncompressed model, which runs alongside",
+        description="target of the layer's output: 'symmetric': of the original weight on the same inputs; "
+        "'asymmetric': of the uncompressed model, which runs too (GPTAQ)",
     )
     alpha: float = Field(
         default=ALPHA,

@@ -19,8 +19,9 @@ from compress.numerics.quant.grids import IntGrid
 
 
 class HQQ(QuantizingPass):
-    """Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1, by half-quadratic splitting.
+    """Quantize without calibration data: find scales and zero points by half-quadratic splitting.
 
+    Minimize ||W - Q(W)||_p^p over scale and zero point, p < 1, by half-quadratic splitting.
     W_e approximates the error W - Q(W). Each iteration has two half steps: a generalized soft threshold for W_e, and a
     least-squares zero point (and scale) for W - W_e. beta grows by the factor kappa per iteration. A group stops when
     its mean error no longer decreases. Each step rounds the zero point to its stored form (a whole number, or a float),

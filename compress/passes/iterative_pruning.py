@@ -19,7 +19,7 @@ from compress.train.student import Student
 
 
 class IterativePruning(SparseTrainingPass):
-    """Rounds of pruning and training: every round removes the same fraction of the smallest remaining weights.
+    """Prune and retrain in rounds; every round removes the same fraction of the smallest remaining weights.
 
     The training of a round (Renda 2020, section 2): `finetune` trains the remaining weights at a low constant rate.
     `lr_rewind` trains them with the learning rates of the schedule from `rewind_to` on. `weight_rewind` first resets

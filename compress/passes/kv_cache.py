@@ -34,7 +34,7 @@ CacheGrid = Annotated[str, BeforeValidator(_cache_grid)]
 
 
 class KVCache(BlockPass):
-    """Round keys and values to a grid before they enter the cache; all later passes run with the rounding.
+    """Quantize the KV cache: keys and values are rounded as they enter it, in all later passes too.
 
     The rounding stays in the model. Passes that calibrate or train later (gptq, qat, distill, ...) run through it, with
     a straight-through gradient; a teacher runs without it. Keys are rounded in their cached form, which includes rotary

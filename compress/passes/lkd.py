@@ -20,8 +20,9 @@ from compress.train.student import KEPT, trainable
 
 
 class LKD(TrainingOptions, BlockPass):
-    """Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW.
+    """Train each compressed block to reproduce the output of the original block; follow the passes that compress it.
 
+    Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW.
     The pass must follow the passes that compress the block, in the same sweep. The original block is the teacher
     (section 3.3 of the paper). Codes are fixed, and a factor of each scale is learned; pruned weights stay zero. With
     `train: norms` this is Norm Tweaking (Li 2023, arXiv 2309.02784). Norms are trained if their own names match the
@@ -65,9 +66,7 @@ class LKD(TrainingOptions, BlockPass):
         if learned < start:
             log("note", "error of the block's output", start=start, learned=learned, steps=steps)
         else:
-            log(
-                "fallback", "training did not reduce the error; the block stays unchanged", start=start, learned=learned
-            )
+            log("fallback", "training did not reduce the error; the block is not changed", start=start, learned=learned)
             block.load_state_dict(before, assign=True)
 
     def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log) -> int:

@@ -22,7 +22,7 @@ THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all o
 
 
 class LLMInt8(QuantizingPass):
-    """Round weights per row and inputs per token; input columns with outliers are not rounded.
+    """Quantize weights and activations to int8; input columns with outliers are not rounded.
 
     Weights of outlier columns are dequantized from their codes, so no weight is stored twice. outliers: 'runtime' finds
     the columns in all tokens of each call. 'calibrated' fixes the columns in which more than `token_share` of the

@@ -30,8 +30,9 @@ RANK = 16
 
 
 class LoRC(LayerPass):
-    """Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed.
+    """Add a low-rank correction of the rounding error to quantized layers; follow a quantizing pass.
 
+    Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed.
     error: 'weight' minimizes ||E - B A||^2 as in the paper (section 4). 'activation' minimizes ||(E - B A) X||^2 on
     the calibration inputs X, as EoRA and LQER do. The matrices are stored as floats, or as codes with a scale per row;
     with codes, A is rounded first and B is fitted to the rounded A. The pass must follow the quantizing pass in one

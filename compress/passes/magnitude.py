@@ -14,8 +14,9 @@ from compress.numerics.sparse.masks import Pattern
 
 
 class Magnitude(PruningPass):
-    """Zero the weights with the smallest |W_ij|.
+    """Remove the weights with the smallest magnitude; needs no calibration data.
 
+    Zero the weights with the smallest |W_ij|.
     They are compared in each layer ('layer'), in each row, in groups of M, or by blocks; with allocate: global, against
     one threshold for the whole model.
     """

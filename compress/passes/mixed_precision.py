@@ -22,7 +22,7 @@ THRESHOLD = 29.5
 
 
 class MixedPrecision(BlockPass):
-    """After a pass that rounds inputs: remove the rounding in the layers with the largest output error.
+    """Turn activation quantization off in the most sensitive layers; follow a pass that quantizes activations.
 
     The error of a layer is measured by the signal-to-noise ratio of its output, 20 log10(||W x|| / ||W (q(x) - x)||) in
     dB, on calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of

@@ -19,6 +19,7 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears
+from compress.model.objective import text_config
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
 from compress.model.reshape.residual import SAME, check_traded, cut_hidden_channels
@@ -42,7 +43,7 @@ Cuts = dict[str, dict[int, Int[Tensor, " kept"]]]
 
 
 class Narrow(ReshapingPass):
-    """Remove whole groups of attention heads, feed-forward channels and hidden channels, the least important first.
+    """Remove whole attention heads, feed-forward channels or hidden channels, the least important first.
 
     importance: activation is ||x_j|| ||W_:j|| of the columns that read a channel, as in Wanda-sp and in FLAP (An 2023,
     eq. 4) with norms instead of fluctuations; weight is the L2 norm of all weights of a channel. The importance is
@@ -86,7 +87,7 @@ class Narrow(ReshapingPass):
             edits |= width.edits
         config = changed(model.config, edits)
         if config is None or sketch(model, config) is None:
-            raise ModelError(f"{where}: no configuration has all these widths; narrow one thing at a time")
+            raise ModelError(f"{where}: no configuration has all these widths; use one pass per width")
         return config
 
     def apply(self, model: nn.Module, run: Run) -> None:
@@ -102,7 +103,8 @@ class Narrow(ReshapingPass):
         """The widths inside of the blocks: heads, then feed-forward layers, in the order of execution."""
         found: dict[str, Width] = {}
         if self.heads is not None:
-            groups = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+            config = text_config(model.config)
+            groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             gone = round(self.heads * groups)
             if not 0 < gone < groups:
                 raise TargetError(
@@ -153,7 +155,7 @@ class Narrow(ReshapingPass):
         assert config is not None
         new = cut_hidden_channels(model, config, held, width, kept, ids, where)
         share = float(score[kept].sum() / score.sum())
-        run.journal.add("note", where, "hidden channels left", kept=left, of=len(score), importance=round(share, 6))
+        run.journal.add("note", where, "kept hidden channels", kept=left, of=len(score), importance=round(share, 6))
         replace_in_place(model, new)
 
     def _hidden_scores(self, model: PreTrainedModel, run: Run, width: Width, where: str) -> Float[Tensor, " hidden"]:
@@ -206,7 +208,10 @@ def _checked(model: PreTrainedModel, width_edits: Mapping[Path, Any], cuts: Cuts
     config = changed(model.config, width_edits)
     built = None if config is None else sketch(model, config)
     if config is None or built is None or shapes(built) != shapes_of(_cut(tensors(model), cuts)):
-        raise ModelError("model: its configuration narrows other tensors than the coupled channels that were found")
+        raise ModelError(
+            "model: its configuration changes other tensors than the coupled channels that were found; "
+            "leave this width unchanged"
+        )
     return config
 
 
@@ -255,7 +260,10 @@ class _InnerNarrowing:
         new = build(model, config, _cut(tensors(model), self.cuts))
         error = relative_error(logits_of(new, run.calibration[:1]), logits_of(model, run.calibration[:1]))
         if not error < SAME:
-            raise ModelError(f"{where}: the narrow model differs from the one with zeroed channels ({error:.2g})")
+            raise ModelError(
+                f"{where}: the narrowed model differs from the one with zeroed channels (relative error {error:.2g}); "
+                "leave this width unchanged"
+            )
         replace_in_place(model, new)
 
     def _narrow_block(self, context: BlockContext, kind: str, width: Width) -> None:

@@ -25,8 +25,9 @@ HOURS = 2.0  # default of `limit`
 
 
 class OBQ(QuantizingPass):
-    """Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method.
+    """Quantize one weight after the other, compensated by all remaining weights of its row; slow, for small layers.
 
+    Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method.
     Scales are fixed before the sweep. Weights that updates have moved beyond the ends of the grid are rounded first
     (Frantar 2022b, section 5). The paper's order rounds the weight with the least cost next. So the weights with the
     largest cost come last, when no other weights can compensate them. If a few inputs are far larger than the others
@@ -37,7 +38,9 @@ class OBQ(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.11580"
     observes: ClassVar[type[Observer]] = Gram
 
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
     order: Literal["cheapest", "costliest"] = Field(
         default="cheapest",
         description="next weight of a row: the one with the least cost (as in the paper), or with the largest",

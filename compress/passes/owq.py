@@ -27,8 +27,9 @@ BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
 
 
 class OWQ(QuantizingPass):
-    """Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
+    """Keep the most sensitive input columns in 16 bits, and quantize the others with GPTQ.
 
+    Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
     The outlier columns are the last columns of the sweep, so they compensate the errors of all others, and no scale
     needs to cover them (sections 3.2 and 3.3 of the paper). Their codes decode to zero.
     """
@@ -48,7 +49,9 @@ class OWQ(QuantizingPass):
         description="order of the other columns in the sweep; 'static': columns with large inputs first",
     )
     scale: ScaleOption = Field(default="mse", description="scale search, as for gptq; 'mse' clips as in the paper")
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
 
     def columns_of(self, shape: tuple[int, int]) -> int:
         """The number of outlier columns of a layer (out, in) within the budget, at least one."""

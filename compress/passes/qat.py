@@ -23,7 +23,7 @@ from compress.weights.transforms.rounding import InputRounding
 
 
 class QAT(Quantizing, TrainingPass):
-    """Train dense weights through fake quantization on the calibration text, and store their codes at the end.
+    """Quantization-aware training: train weights through fake quantization, and store their codes at the end.
 
     The forward pass uses the dequantized weights of the targets and rounded inputs. The backward pass uses the
     straight-through estimator (LLM-QAT, Liu 2023, section 2.2). If `train` includes scales, scales and zero points are

@@ -14,8 +14,9 @@ from compress.numerics.sparse.scores import RIA_EXPONENT, ria
 
 
 class RIA(PruningPass):
-    """Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.
+    """Remove weights that are small relative to their row and column, weighted by the norm of their input.
 
+    Zero the weights with the smallest (|W_ij| / sum_i |W_ij| + |W_ij| / sum_j |W_ij|) * ||X_j||_2^a.
     The relative importance prevents the removal of whole channels with small weights.
     """
 

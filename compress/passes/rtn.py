@@ -15,7 +15,7 @@ from compress.numerics.quant.codes import Codes
 
 
 class RTN(QuantizingPass):
-    """Round each weight to the nearest value of the grid."""
+    """Round each weight to the nearest value of the grid; needs no calibration data."""
 
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
 

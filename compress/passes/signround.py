@@ -27,8 +27,9 @@ RATES = {"adam": 0.01, "sign": 0.005}  # of the shifts, with start: gptq; tuned 
 
 
 class SignRound(Quantizing, BlockPass):
-    """Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
+    """Learn the rounding of every weight by gradient descent, block by block.
 
+    Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
     The target is the uncompressed model's activations after the block (error: asymmetric), or the output of the
     unrounded block for the same inputs (symmetric). start: 'gptq' starts from the result of GPTQ, 'rtn' from the
     original weights as in the paper. optimizer: 'sign' is the signed gradient descent of the paper. If the error over
@@ -48,7 +49,9 @@ class SignRound(Quantizing, BlockPass):
     )
     scale_rate: float = Field(default=0.1, ge=0, description="rate of the scales, relative to learning_rate")
     error: ErrorName = Field(
-        default="asymmetric", description="'asymmetric': the target is the uncompressed model, which runs alongside"
+        default="asymmetric",
+        description="target of the block's output: 'asymmetric': of the uncompressed model, which runs too; "
+        "'symmetric': of the original block on the same inputs",
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of the batches")
 
@@ -82,7 +85,12 @@ class SignRound(Quantizing, BlockPass):
             after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         log("note", "error of the block's output", start=before, learned=after)
         if not after < before:
-            log("fallback", "learning did not reduce the error; the start is kept", start=before, learned=after)
+            log(
+                "fallback",
+                "learning did not reduce the error; the initial rounding is kept",
+                start=before,
+                learned=after,
+            )
             codes = {name: item.start for name, item in learned.items()}
         for name, item in codes.items():
             rounding = roundings[name]

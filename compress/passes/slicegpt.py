@@ -31,7 +31,7 @@ PROBE = 64  # tokens for the structure search
 
 
 class SliceGPT(ReshapingPass):
-    """Rotate the hidden states to their principal components, and reduce the hidden width to the first of them.
+    """Rotate the hidden states to their principal components, and cut the least important ones off the hidden width.
 
     Weights of norms are folded into the linears that read them. All weights that read or write hidden states are
     rotated, which preserves the function (theorem 1 of the paper; proved here in float32). Then the components with the
@@ -91,7 +91,7 @@ class SliceGPT(ReshapingPass):
         kept = torch.arange(left, device=energy.device)
         new = cut_hidden_channels(folded, config, turned, width, kept, ids[:1, :PROBE], where)
         figures = {"kept": left, "of": len(energy), "energy": round(float(energy[:left].sum() / energy.sum()), 6)}
-        run.journal.add("note", where, "principal components left", **figures, rotation_error=error)
+        run.journal.add("note", where, "kept principal components", **figures, rotation_error=error)
         replace_in_place(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
 
 

@@ -27,8 +27,9 @@ SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept
 
 
 class SmoothQuant(BlockPass):
-    """Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
+    """Move outliers from activations into weights, so that activations can be quantized; follow with a quantizing pass.
 
+    Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
     The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
     float32, and undone if it changes the block's output. Linears without a link are not smoothed, or, with
     unlinked: scale, divide their inputs at run time (format native stores such a scale).
@@ -47,7 +48,8 @@ class SmoothQuant(BlockPass):
 
     unlinked: Literal["leave", "scale"] = Field(
         default="leave",
-        description="linears without a module to fold into: 'leave', or 'scale': divide inputs at run time",
+        description="linears whose scale no earlier module can absorb: 'leave': skip them; 'scale': divide their "
+        "inputs at run time",
     )
 
     def memory(self, size: ProblemSize) -> int:
@@ -70,14 +72,14 @@ class SmoothQuant(BlockPass):
                     seen[group].divide(scale)
             else:
                 where = ", ".join(link.readers)
-                message = f"{where}: folding into {link.source} would change the block's output, so it was undone"
+                message = f"{where}: folding the scale into {link.source} changed the block's output, so it was undone"
                 log("fallback", message, relative_error=done.error)
 
     def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, log: Log) -> None:
         """Handle a group without a link."""
         if self.unlinked == "leave":
             where = ", ".join(group.linears)
-            log("note", f"{where}: no module that writes their input can take a scale, so they are not smoothed")
+            log("note", f"{where}: no module before them can absorb a scale, so they are not smoothed")
             return
         scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, log)
         if scale is not None:

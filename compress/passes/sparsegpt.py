@@ -30,8 +30,9 @@ GROUP_SIZE = 64  # as in the quantizing passes
 
 
 class SparseGPT(PruningPass):
-    """Minimize ||W X - Q X||^2 greedily over columns: remove the weights with the least w^2 / [U_jj]^2.
+    """Prune the columns of a weight one after the other; the remaining weights compensate the removed ones.
 
+    Minimize ||W X - Q X||^2 greedily over columns: remove the weights with the least w^2 / [U_jj]^2.
     Later columns compensate the error. With `weights`, the kept weights are rounded to that grid in the same sweep, so
     later columns compensate both errors (section 3.5); the scale of a group is fitted to its kept weights.
 
@@ -50,8 +51,12 @@ class SparseGPT(PruningPass):
     prune_block: int | None = Field(
         default=None, gt=0, description=f"columns whose zeros are chosen at once; default {PRUNE_BLOCK}; N:M: always M"
     )
-    act_order: Literal["none", "static"] = Field(default="none", description="order of columns in the sweep")
-    damping: float = Field(default=DAMPING, gt=0, le=1, description="added to the diagonal, relative to its mean")
+    act_order: Literal["none", "static"] = Field(
+        default="none", description="order of pruning: 'none': left to right; 'static': columns with large inputs first"
+    )
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
     weights: GridName | None = Field(
         default=None,
         description=f"grid of the kept weights, rounded in the same sweep: {', '.join(GRIDS)}; null: no rounding",

@@ -19,7 +19,7 @@ DECAY = 2e-4  # section 4 of the paper: the lambda_W of all its experiments
 
 
 class SRSTE(SparseTrainingPass):
-    """Use the N largest of each M weights in the forward pass, and train all weights with the gradient of these.
+    """Train with N:M sparsity: the forward pass uses the N largest of each M weights, and all weights are trained.
 
     Equation 9 of the paper: W_{t+1} = W_t - rate * (g(W~_t) + decay * (1 - mask_t) * W_t), with W~ = mask * W and g the
     gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable. AdamW uses
@@ -46,7 +46,9 @@ class SRSTE(SparseTrainingPass):
         layers = [m for n, m in model.named_modules() if isinstance(m, CompressedLinear) and self.takes(n)]
         stuck = sum(mask is not None and self._fits(mask) for mask in (layer.mask for layer in layers))
         if stuck and not self.regrow:
-            message = "an earlier mask fixes the mask of these layers; add regrow: true to let it change"
+            message = (
+                "these layers were pruned earlier, so their masks do not change; add regrow: true to let them change"
+            )
             run.journal.add("fallback", run.label or self.key(), message, layers=stuck)
         super().apply(model, run)
 

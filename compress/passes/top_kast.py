@@ -16,7 +16,7 @@ from compress.train.parametrization import Parametrization, Shares, magnitudes
 
 
 class TopKAST(SparseTrainingPass):
-    """Use only the largest weights (set A) in the forward pass; train these and the next largest ones (set B).
+    """Train at a constant sparsity: the forward pass uses the largest weights, and more weights than these are trained.
 
     Weights outside of B do not change. The exploration penalty is an L2 penalty with the coefficient `penalty`. Its
     factor is 1 in A, and 1/D in B without A, where D is the density of A; so a weight outside of A needs a larger

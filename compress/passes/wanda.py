@@ -13,7 +13,10 @@ from compress.numerics.sparse.scores import wanda
 
 
 class Wanda(PruningPass):
-    """Zero the weights with the smallest |W_ij| * ||X_j||_2, in each row ('row'), in the matrix, or N:M."""
+    """Remove the weights with the smallest product of magnitude and input norm.
+
+    Zero the weights with the smallest |W_ij| * ||X_j||_2, in each row ('row'), in the matrix, or N:M.
+    """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.11695"
     observes: ClassVar[type[Observer]] = InputNorm

@@ -32,13 +32,13 @@ from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, sto
 from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
 from compress.model.structure.blocks import Block
 from compress.pipeline.engine import Segment
+from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.stream.install import LayerResult
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
-WORK = ".compress"
 SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
 OWN_FILES = (
@@ -135,24 +135,21 @@ def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
     run and `overwrite` is false. Only files of a run are removed.
     """
     path = folder / WORK / "manifest.json"
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder}: is a file; name a folder")
+    check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         nothing = all(child.name == WORK for child in folder.iterdir())  # empty, or no block is finished
     except OSError as error:
-        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); name another folder") from error
+        raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
     found = _read(path, folder) if path.exists() else None
     if found is not None and found.fingerprint == wanted:
         return found
     if nothing and found is None:
         return Manifest(folder, wanted)
-    if not path.exists():
-        raise OutputError(f"{folder}: contains files that no run of compress wrote; name a new or empty folder")
     if not overwrite:
         raise OutputError(
             f"{folder}: contains another run (its recipe, model, calibration text or version differs); "
-            "name a new folder, or pass --overwrite to replace it"
+            "choose another --out, or pass --overwrite to replace it"
         )
     for pattern in OWN_FILES:
         for file in folder.glob(pattern):

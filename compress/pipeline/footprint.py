@@ -17,6 +17,7 @@ from compress.api.observers import Sample
 from compress.api.passes import LayerPass, ModelPass, Step
 from compress.data.ids import extent
 from compress.data.text_source import TextSource
+from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
@@ -62,9 +63,10 @@ class Footprint:
             sequences = batch  # as `run` does
         self.tokens, self.per_batch = sequences * self.length, batch * self.length
         self.itemsize = self.opened.dtype.itemsize
-        self.vocabulary: int = getattr(self.opened.config, "vocab_size", 0)
+        described = text_config(self.opened.config)
+        self.vocabulary: int = getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
-        self.hidden: int = getattr(self.opened.config, "hidden_size", self.widest)
+        self.hidden: int = getattr(described, "hidden_size", self.widest)
         self.states_bytes = self.tokens * self.hidden * self.itemsize
         self.outside = outside_state(self.opened)
 

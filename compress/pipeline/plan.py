@@ -20,6 +20,8 @@ from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.needs import check_needs
+from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -31,6 +33,7 @@ from compress.pipeline.resolve import (
 )  # fmt: skip
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
+from compress.stream.capture import ModelShell
 from compress.weights.layer import LayerScheme
 
 
@@ -78,16 +81,29 @@ def planned_scheme(
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
-def plan(recipe: Recipe) -> Plan:
-    """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights."""
+def plan(recipe: Recipe, out: str | Path | None = None) -> Plan:
+    """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
+
+    out: the output folder of the run, to check it too; nothing is written.
+    """
     device_of(recipe.device)
+    if out is not None:
+        check_folder(Path(out))
     remote = recipe.trust_remote_code
-    return plan_of(recipe, open_input(recipe.model, recipe.dtype, trust_remote_code=remote, masks=recipe.masks))
+    planned = plan_of(recipe, open_input(recipe.model, recipe.dtype, trust_remote_code=remote, masks=recipe.masks))
+    if out is not None:
+        check_space(Path(out), planned.checkpoint_bytes)
+    return planned
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
-    """Plan a recipe for an open model. Raises the errors of its texts that need no reading (`check_texts`)."""
+    """Plan a recipe for an open model, after a forward pass of a few tokens without blocks (`ModelShell.check`).
+
+    Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
+    """
+    ModelShell(opened).check()
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
     if form is opened:

@@ -13,14 +13,16 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, LayerFacts
-from compress.api.passes import ModelPass, Pass, Step
+from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears
-from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
+from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import open_input
+from compress.model.open.supported import check_language_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
@@ -64,6 +66,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
             chosen = _in_attention(opened, names, chosen, where)
         _check_facts(step, names if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, where)
+        _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
@@ -133,10 +136,9 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
     for fact in sorted(step.never_after):
         for name in names:
             if fact in facts[name]:
-                raise TargetError(
-                    f"{where}: {name} is {in_words(fact)} by {facts[name][fact]} already; "
-                    f"leave it out with ignore, or put {step.key()} first"
-                )
+                again = fact in step.facts()
+                remedy = "skip it with ignore" + ("" if again else f", or put {step.key()} first")
+                raise TargetError(f"{where}: {name} is already {in_words(fact)} by {facts[name][fact]}; {remedy}")
     for name in names:
         grids = own_options(step, name).becomes(LayerScheme((1, 1))).grids if "masked" in facts[name] else ()
         if without := [grid.name for grid in grids if not grid.has_zero]:
@@ -159,13 +161,25 @@ def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) 
     """
     if step.requires.original and not swept & set(names):
         raise TargetError(
-            f"{where}: it reconstructs the outputs of blocks before the earlier passes of its sweep, but none of "
-            f"these passes works on its {len(names)} linears; put it right after the passes that compress them"
+            f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
+            f"its {len(names)} linears; put it directly after the passes that compress them"
         )
     if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
-            f"{where}: it needs the weight of {late[0]} before quantization, but no earlier pass of the same sweep "
-            "quantizes the layer; put it right after that pass, or leave the layer out (ignore)"
+            f"{where}: it needs the weight of {late[0]} before quantization, but no pass right before it quantizes the "
+            "layer; put it directly after the quantizing pass, or skip the layer with ignore"
+        )
+
+
+def _check_reference(step: Pass, names: Sequence[str], opened: OpenModel, where: str) -> None:
+    """Raise TargetError if a pass compares a layer's inputs with those of the uncompressed model in an expert."""
+    if not isinstance(step, LayerPass) or not step.requires.reference:
+        return
+    experts = tuple(f"{name}." for name in in_experts(opened.model))
+    if inside := [name for name in names if experts and name.startswith(experts)]:
+        raise TargetError(
+            f"{where}: {inside[0]} sees only the tokens routed to its expert, so its inputs cannot be compared with "
+            "those of the uncompressed model; leave experts out (ignore), or turn the comparison off in the pass"
         )
 
 
@@ -173,11 +187,11 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
     """All linears of the attention modules with a KV cache that contain one of the chosen linears."""
     held = attentions_containing(opened.model, chosen)
     if not held:
-        reason = f"none of its {len(chosen)} linears is in an attention module with a cache; widen its targets"
+        reason = f"none of its {len(chosen)} linears is in an attention module with a KV cache; widen its targets"
         if not attentions_containing(opened.model, names):
             kind = type(opened.model).__name__
-            reason = f"{kind} has no cache: an encoder sees the whole text at once; leave {where.split()[-1]} out"
-        raise TargetError(f"{where}: it rounds the keys and values of a KV cache; {reason}")
+            reason = f"{kind} has no KV cache, because it is an encoder; remove {where.split()[-1]}"
+        raise TargetError(f"{where}: {reason}")
     return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 
 
@@ -236,10 +250,12 @@ def teachers(
         check_teacher(source, opened, trust_remote_code=False)
     known = copy.deepcopy(model) if teacher is None and True in sources else teacher
     if known is not None:
+        check_language_model(known, "teacher")
         check_kind("it", type(known), known.config, opened)
-    if known is not None and known.config.vocab_size != model.config.vocab_size:
-        sizes = f"it has a vocabulary of {known.config.vocab_size} tokens, the model of {model.config.vocab_size}"
-        raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
+        there, here = (text_config(each.config).vocab_size for each in (known, model))
+        if there != here:
+            sizes = f"it has a vocabulary of {there} tokens, the model of {here}"
+            raise ModelError(f"teacher: {sizes}; use a teacher with the model's vocabulary")
 
     def open_teacher(other: str | None) -> AbstractContextManager[nn.Module]:
         if other is not None:

@@ -26,18 +26,20 @@ from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
-from compress.model.objective import objective_of
+from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.masks import MaskPolicy
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import Packed, open_input, with_masks
+from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
-from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
+from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
-from compress.pipeline.sources import check_teachers, open_source, open_teacher
+from compress.pipeline.sources import open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
@@ -45,6 +47,7 @@ from compress.recipe.schema import Recipe
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
+from compress.stream.capture import ModelShell
 from compress.stream.install import take_in
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
@@ -110,6 +113,7 @@ def apply(
     check_order(passes, begun=True)
     if not any(isinstance(module, CompressedLinear) for module in model.modules()):
         check_order(passes)
+    check_language_model(model)
     guard_saving(model)
     first, journal = next(model.parameters()), journal or Journal()
     for log in open_experts(model):
@@ -117,13 +121,16 @@ def apply(
     opened = OpenModel(
         model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
     )
+    ModelShell(opened).check()
     for log in with_masks(opened, masks=masks).notes:
         journal.add("note", "model", log)
     context = Run(opened.device, first.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    ids = torch.arange(PROBE_TOKENS)[None] % model.config.vocab_size if calibration is None else calibration
+    ids = (
+        torch.arange(PROBE_TOKENS)[None] % text_config(model.config).vocab_size if calibration is None else calibration
+    )
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
@@ -153,6 +160,7 @@ class Job:
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
+    check_folder(out)
     device = device_of(recipe.device)
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
@@ -160,11 +168,9 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     format_ = FORMATS[recipe.save.format]
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
+    check_space(out, planned.checkpoint_bytes)
     steps, _ = resolve(recipe.passes, opened, format_)
-    check_teachers(recipe, opened)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval.perplexity:
-        objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
     evaluated = [eval_ids(recipe, text, opened) for text in recipe.eval.perplexity]
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):

@@ -8,10 +8,8 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedModel
 
-from compress.errors import ModelError
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import open_input
-from compress.model.open.vocabulary import check_teacher
 from compress.recipe.schema import Recipe
 
 RECIPE = "recipe.yaml"
@@ -32,22 +30,6 @@ def original_of(source: str) -> str:
         model = recipe.get("model") if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source
     return source
-
-
-def check_teachers(recipe: Recipe, opened: OpenModel) -> None:
-    """Check the teacher of every pass. Raises ModelError for one that cannot be opened or has another vocabulary."""
-    for step in recipe.passes:
-        teacher = step.requires.teacher
-        if isinstance(teacher, str):
-            check_teacher(teacher, opened, recipe.trust_remote_code)
-        elif teacher and (original := original_of(recipe.model)) != recipe.model:
-            try:
-                check_teacher(original, opened, recipe.trust_remote_code)
-            except ModelError as error:
-                raise ModelError(
-                    f"{step.key()}: the uncompressed model of {recipe.model} is {original} by its {RECIPE}, which "
-                    f"cannot be its teacher ({error}); name another one (teacher: ...)"
-                ) from error
 
 
 def open_teacher(

@@ -79,7 +79,9 @@ def verify(
     format_ = FORMATS[recipe.save.format]
     rounded = any(format_.reads_in(layer.scheme, dtype) != dtype for layer in _compressed_layers(model))
     if rounded:
-        run.journal.add("note", "verify", "transformers rounds these weights to bfloat16, so its logits differ")
+        run.journal.add(
+            "note", "verify", "transformers dequantizes these weights in bfloat16, so its logits differ slightly"
+        )
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
     _copy_cache_rounding(model, other, run)
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
@@ -124,7 +126,7 @@ def _copy_cache_rounding(model: nn.Module, other: nn.Module, run: Run) -> None:
     for name in left:
         copy_rounding(model.get_submodule(name), other.get_submodule(name))
     if left:
-        message = "transformers does not round these keys and values, so they were rounded for the comparison"
+        message = "transformers does not quantize this KV cache, so it was quantized for the comparison"
         run.journal.add("note", "verify", message, attentions=len(left))
 
 

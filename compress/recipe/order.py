@@ -10,6 +10,8 @@ from compress.api.passes import Pass
 from compress.errors import RecipeError
 from compress.model.structure.select import HEAD
 
+DISJOINT = "remove one of the two, or give them disjoint targets"
+
 
 def recipe_error(path: Place, message: str) -> RecipeError:
     """The error for a mistake at a place in the recipe's data."""
@@ -33,7 +35,11 @@ def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
         for before, earlier in made:
             for fact in sorted(step.never_after & earlier.facts()):
                 if _surely_meet(earlier, step):
-                    message = f"the model is {in_words(fact)} by {before} already; put {step.key()} before it"
+                    message = f"the layers are already {in_words(fact)} by {before}; put {step.key()} before it"
+                    if fact in step.facts():
+                        message = (
+                            f"the same layers would be {in_words(fact)} twice, by {before} and by this pass; {DISJOINT}"
+                        )
                     raise recipe_error(("passes", index, step.key()), message)
         for fact in sorted(step.after):
             if not begun and not any(fact in earlier.facts() for _, earlier in made):

@@ -25,7 +25,9 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
         mark = _start(node)
         places.setdefault(path, mark)
         if node in above:
-            raise RecipeError(f"{name}:{mark[0]}:{mark[1]}: an alias is inside its own anchor; write the value out")
+            raise RecipeError(
+                f"{name}:{mark[0]}:{mark[1]}: an alias refers to the value that contains it; write the value out"
+            )
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
                 walk(item, (*path, i), (*above, node))
@@ -36,9 +38,9 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
             for key, value in node.value:
                 line, column = _start(key)
                 if not isinstance(key, yaml.ScalarNode) or key.tag not in KEY_TAGS:
-                    raise RecipeError(f"{name}:{line}:{column}: a key must be text; put it in quotes")
+                    raise RecipeError(f"{name}:{line}:{column}: a key must be a string; put it in quotes")
                 if key.value in seen:
-                    raise RecipeError(f"{name}:{line}:{column}: the key {key.value!r} is there twice; remove one")
+                    raise RecipeError(f"{name}:{line}:{column}: duplicate key {key.value!r}; remove one")
                 seen.add(key.value)
                 place = (*path, key.value)
                 places[place] = line, column
@@ -47,11 +49,11 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
-            raise RecipeError(f"{name}: is empty")
+            raise RecipeError(f"{name}: the file is empty; a recipe needs the keys model and passes")
         walk(root, (), ())
         return yaml.safe_load(text), places
     except yaml.YAMLError as error:
-        raise RecipeError(f"{_where(error, text, name)}: this is not YAML: {_reason(error)}") from error
+        raise RecipeError(f"{_where(error, text, name)}: invalid YAML: {_reason(error)}") from error
 
 
 def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
@@ -60,7 +62,9 @@ def _check_scalar(node: yaml.ScalarNode, name: str) -> None:
         yaml.SafeLoader("").construct_object(node)
     except ValueError as error:
         line, column = _start(node)
-        raise RecipeError(f"{name}:{line}:{column}: {node.value!r} has no value ({error}); put it in quotes") from error
+        raise RecipeError(
+            f"{name}:{line}:{column}: {node.value!r} is not a valid value ({error}); put it in quotes"
+        ) from error
 
 
 def _where(error: yaml.YAMLError, text: str, name: str) -> str:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError, NumericError
 from compress.model.objective import without_cache
+from compress.model.open.experts import exercised
 from compress.model.open.opening import OpenModel, is_finite
+from compress.model.open.supported import SUPPORTED
 from compress.model.structure.blocks import Block, hidden_of
+
+CHECKED_TOKENS = 4
+UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""The exceptions of a model's forward pass that lacks an argument, such as an image."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class ModelShell:
             pass
         else:
             raise ModelError(
-                f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass; "
+                f"model: {len(seen)} of {len(self._opened.blocks)} blocks ran in a forward pass on token ids; "
                 "use a model that runs every block once"
             )
         return Captured(seen[0][0], [call for _, call in seen])
@@ -118,21 +126,47 @@ class ModelShell:
         def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
             return form(hidden if block.index == last else _split(block, args, kwargs)[0])
 
-        return self._run(ids, replay)
+        logits = getattr(self._run(ids, replay), "logits", None)
+        if logits is None or logits.shape[:-1] != ids.shape:
+            found = "no logits" if logits is None else f"logits of shape {list(logits.shape)} for ids {list(ids.shape)}"
+            raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
+        return logits
 
     def _learn_form(self, ids: Tensor) -> Callable[[Tensor], Any]:
         """Learn how a block's output holds the hidden states, from one real call of the first block."""
         first = self._opened.blocks[0]
         self._opened.weights.bring(first)
         plain = type(first.module).forward
+        return self._learn(ids, lambda args, kwargs: plain(first.module, *args, **kwargs))
+
+    def _learn_form_on_meta(self, ids: Tensor) -> Callable[[Tensor], Any]:
+        """Learn the same from a copy of the first block without weights."""
+        first = copy.deepcopy(self._opened.blocks[0].module).to("meta")
+        plain = type(first).forward
+
+        def without_weights(args: Any, kwargs: Any) -> Any:
+            args, kwargs = send_to_device(args, "meta"), send_to_device(kwargs, "meta")
+            with exercised(first):  # choosing tokens needs their values
+                output = plain(first, *args, **kwargs)
+            return output if isinstance(output, Tensor) else tuple(_zeros(part, self._opened.device) for part in output)
+
+        return self._learn(ids, without_weights)
+
+    def _learn(self, ids: Tensor, first_block: Callable[[Any, Any], Any]) -> Callable[[Tensor], Any]:
+        """Learn the form of a block's output from a function that runs the first block."""
 
         def learn(block: Block, *args: Any, **kwargs: Any) -> Any:
-            raise _Enough(plain(block.module, *args, **kwargs))
+            raise _Enough(first_block(args, kwargs))
 
         try:
             self._run(ids[:1, :4], learn)
         except _Enough as learned:
             output = learned.args[0]
+        else:
+            raise ModelError(
+                f"model: {type(self._opened.model).__name__} runs none of its {len(self._opened.blocks)} blocks on "
+                "token ids; use a model that runs every block once"
+            )
         if isinstance(output, (tuple, list)):
             rest = tuple(output[1:])
             self._form = lambda hidden: (hidden, *rest)
@@ -140,12 +174,41 @@ class ModelShell:
             self._form = lambda hidden: hidden
         return self._form
 
-    def _run(self, ids: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def _run(self, ids: Tensor, forward: Callable[..., Any]) -> Any:
         model = self._opened.model
         ids = ids.to(self._opened.device)
         with torch.no_grad(), _forwards(self._opened.blocks, forward):
-            output = model(input_ids=ids, **without_cache(model))
-        return output[0] if "logits" not in output else output["logits"]
+            return model(input_ids=ids, **without_cache(model))
+
+    def check(self) -> None:
+        """Run the model on a few token ids while its blocks return their input; weights of blocks are not read.
+
+        The first block's weights are read only if it cannot run without them.
+
+        Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other, and
+        returns logits for every token.
+        """
+        model = self._opened.model
+        size = model.get_input_embeddings().get_parameter("weight").shape[0]
+        ids = torch.arange(CHECKED_TOKENS)[None] % size
+        try:
+            if any(tensor.is_meta for tensor in self._opened.blocks[0].module.parameters()):
+                with suppress(*UNRUNNABLE):
+                    self._learn_form_on_meta(ids)
+            self.logits(ids, self.capture(ids).hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except UNRUNNABLE as error:
+            raise ModelError(
+                f"model: {type(model).__name__} does not run on token ids alone ({type(error).__name__}: {error}); "
+                f"{SUPPORTED}"
+            ) from error
+        finally:
+            self._form = None
+
+
+def _zeros(part: Any, device: torch.device) -> Any:
+    return torch.zeros_like(part, device=device) if isinstance(part, Tensor) else part
 
 
 def check_hidden(hidden: Tensor, block: Block) -> None:

@@ -58,7 +58,7 @@ def install(
         raise NumericError(f"{context.label} {full}: {str(error).removeprefix(full + ': ')}") from error
     parts = None if solution.weight is None else parts_of(solution.weight)
     if gone := sum(part.vanished(weight) for part in parts or ()):
-        message = "groups of weights became zero: the scales they need are too small to store"
+        message = "groups of weights became zero, because their scales are too small to store"
         context.logger(full)("fallback", message, groups=gone)
     before_mask, was_quantized = layer.mask, layer.quantized
     _put(context, layer, solution, parts, full)
@@ -82,7 +82,7 @@ def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zero
     removed = 0 if layer.mask is None else int((~layer.mask).sum())
     due = round(zeros.due * layer.shape[0] * layer.shape[1])
     if removed < due or (before is None and removed > due):
-        message = f"sparsity {zeros.asked:g} was asked, which is {due} weights, but {removed} are removed"
+        message = f"sparsity {zeros.asked:g} requires {due} removed weights, but {removed} were removed"
         raise VerificationError(f"{where}: {message}")
 
 

@@ -110,7 +110,7 @@ class LayerWork:
         tokens = seen.tokens
         few = tokens < wanted and any(members[0].startswith(name + ".") for name in self.experts)
         if tokens == 0:
-            message = "no calibration token reached this layer; it is solved without data"
+            message = "no calibration token reached this layer; it is compressed without calibration data"
             without_data(seen)
         elif few:
             message = "this expert saw few calibration tokens; use more or longer sequences"

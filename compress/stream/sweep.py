@@ -1,8 +1,8 @@
-"""The one block loop: several passes over each block in turn, one block's weights in memory.
+"""The sweep: apply several passes block by block, with the weights of one block in memory.
 
-For each block every pass gets one forward pass of all calibration inputs; the last one's outputs are the inputs of
-the next block. Layer passes run in lockstep, so that a layer is calibrated on the output of the already compressed
-layers before it in the same block.
+Each pass of a block gets one forward pass over all calibration inputs. The outputs of the compressed block are the
+inputs of the next block. Layer passes run in lockstep: each layer is calibrated on the output of the compressed layers
+before it in the same block.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from compress.stream.reference import twin
 from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import SurveyTask, run_surveys
 
-EXPERT_TOKENS = 128  # an expert that saw fewer is named in the journal: its statistics say little
+EXPERT_TOKENS = 128  # an expert with fewer is a fallback in the journal: its statistics are unreliable
 
 BlockDone = Callable[[Block, list[LayerResult]], None]
-"""Called with each finished block, its weights still present."""
+"""Called with each finished block while its weights are in memory."""
 
 Restore = Callable[[Block], bool]
-"""Put an already finished block's compressed weights in place; False when there are none."""
+"""Restore the compressed weights of a finished block; False if there are none."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class Sweep:
     """One sweep of layer and block passes over the blocks of a model.
 
     steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
-    empty when no pass needs data. probe: ids [1, length] that go along for proofs and for the final comparison.
-    expert_tokens: experts calibrated on fewer are fallbacks in the journal. decided: what surveys decided for layers,
-    by label and full name.
+    empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the final comparison.
+    expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
+    surveys, by label and full name of the layer.
     """
 
     opened: OpenModel
@@ -64,7 +64,7 @@ class Sweep:
         self.shell = ModelShell(self.opened)
 
     def __call__(self, done: BlockDone, restore: Restore) -> Tensor:
-        """Work on all blocks; returns the last block's output for the probe."""
+        """Process all blocks; returns the output of the last block for the probe."""
         with torch.no_grad():
             with self.run.phase("capture"):
                 compared = any(step.requires.reference for _, step, _ in self.steps)
@@ -105,13 +105,13 @@ class Sweep:
             )  # fmt: skip
 
     def _bring(self, block: Block) -> nn.Module:
-        """The block with its weights, as they would be stored."""
+        """Load the weights of a block, rounded to the storage dtype."""
         self.opened.weights.bring(block)
         round_to_storage(block.module, self.run)
         return block.module
 
     def _work(self, block: Block, state: SweepState) -> list[LayerResult]:
-        """Every pass on one block; leaves its outputs in the state."""
+        """Apply every pass to one block; its outputs become the hidden states of the sweep."""
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
         reference: ActivationStore | None = None  # the uncompressed model's activations after this block
@@ -124,7 +124,7 @@ class Sweep:
             with self.run.phase(label):
                 compares_itself = isinstance(step, LayerPass) and step.requires.reference
                 if state.reference is not None and reference is None and not compares_itself:
-                    reference = context.reference_outputs(block.module)  # before anything is changed
+                    reference = context.reference_outputs(block.module)  # before the block changes
                 if original is None and self._compares(block):
                     original = context.outputs(block.module, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
@@ -147,7 +147,7 @@ class Sweep:
         return results
 
     def _compares(self, block: Block) -> bool:
-        """Whether a pass compares the block with what it was."""
+        """Whether a pass compares the block with the original block."""
         mine = [s for _, s, names in self.steps if any(name.startswith(block.name + ".") for name in names)]
         return any(step.requires.original for step in mine)
 
@@ -164,9 +164,9 @@ class Sweep:
         return inputs.results
 
     def _absorb(self, block: Block) -> bool:
-        """Fold input transforms into the weights of dense layers; returns whether there were any.
+        """Fold input transforms into the weights of dense layers; returns whether a layer changed.
 
-        Where kept weights will be stored alone, a transform that moves zeros stays.
+        A transform that moves zeros is not folded into a layer whose kept weights are stored alone.
         """
         policy = self.run.sparse if self.run.format.sparse else "off"
         undone: dict[str, list[str]] = defaultdict(list)
@@ -186,7 +186,7 @@ class Sweep:
         return changed
 
     def _context(self, block: Block, state: SweepState, label: str, shown: bool = True) -> BlockContext:
-        """The block as the pass `label` finds it; shown to whoever watches the progress."""
+        """The context of a block for the pass `label`. shown: report the progress to the journal."""
         if shown:
             blocks = len(self.opened.blocks)
             self.run.journal.add("progress", label, block.name, block=block.index, blocks=blocks, step=label)

@@ -71,19 +71,8 @@ class LanguageLoss:
 
     def _of_states(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
         """The losses on hidden states; both sequences begin with the input of the first block."""
-        widths = found[0].shape[-1], wanted[0].shape[-1]
-        if widths[0] != widths[1]:
-            raise ModelError(
-                f"teacher: its hidden states have {widths[1]} channels, the model's {widths[0]}; leave out hidden and "
-                "cosine, or use a teacher of the model's width"
-            )
         blocks = len(found) - 1, len(wanted) - 1
-        pairs = evenly(*blocks) if self.layer_map is None else self.layer_map
-        beyond = [pair for pair in pairs if not all(0 <= i < n for i, n in zip(pair, blocks, strict=True))]
-        if beyond:
-            raise ModelError(
-                f"layer_map: there are no blocks {beyond[0]}; the model has {blocks[0]} blocks, its teacher {blocks[1]}"
-            )
+        pairs = pairs_of_states((found[0].shape[-1], wanted[0].shape[-1]), blocks, self.layer_map)
         loss = torch.zeros((), device=found[0].device)
         if self.hidden > 0:
             each = [relative(found[own + 1], wanted[other + 1]) for own, other in pairs]
@@ -92,6 +81,29 @@ class LanguageLoss:
             near = nn.functional.cosine_similarity(found[-1].float(), wanted[-1].float(), dim=-1)
             loss = loss + self.cosine * (1 - near).mean()
         return loss
+
+
+def pairs_of_states(
+    widths: tuple[int, int], blocks: tuple[int, int], layer_map: Sequence[tuple[int, int]] | None
+) -> Sequence[tuple[int, int]]:
+    """Pairs (block of the student, block of the teacher) whose hidden states are compared.
+
+    widths, blocks: hidden channels and number of blocks of (student, teacher). Raises ModelError, without a prefix, if
+    the hidden states cannot be compared.
+    """
+    if widths[0] != widths[1]:
+        raise ModelError(
+            f"teacher: its hidden states have {widths[1]} channels, the model's {widths[0]}; leave out hidden and "
+            "cosine, or use a teacher of the model's width"
+        )
+    pairs = evenly(*blocks) if layer_map is None else layer_map
+    beyond = [pair for pair in pairs if not all(0 <= i < n for i, n in zip(pair, blocks, strict=True))]
+    if beyond:
+        raise ModelError(
+            f"layer_map: {list(beyond[0])} does not exist; the model has blocks 0 to {blocks[0] - 1}, the teacher 0 to "
+            f"{blocks[1] - 1}"
+        )
+    return pairs
 
 
 def evenly(student: int, teacher: int) -> list[tuple[int, int]]:

@@ -45,7 +45,8 @@ class TrainingOptions(BaseModel):
         default=WEIGHT_RATE, gt=0, description="rate of weights and biases, relative to learning_rate"
     )
     optimizer: Literal["adamw", "lion"] = Field(
-        default="adamw", description="lion has half of adamw's state and needs a learning_rate 3 to 10 times smaller"
+        default="adamw",
+        description="adamw, or lion, whose state has half the size; lion needs a learning_rate 3 to 10 times smaller",
     )
     betas: tuple[Share, Share] | None = Field(
         default=None,
@@ -56,15 +57,15 @@ class TrainingOptions(BaseModel):
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="schedule of the rate after warmup"
     )
-    clip: float | None = Field(default=None, gt=0, description="maximum norm of the gradient of a step")
+    clip: float | None = Field(default=None, gt=0, description="maximum gradient norm; null: no clipping")
     seed: int = Field(default=0, ge=0, description="seed of the sequence order, the held-out sequences and the masks")
     hold_out: Share = Field(
         default=0.0,
-        description="fraction of the sequences that is held out of training; the best state on them is kept",
+        description="fraction of the sequences held out of training; the weights with the lowest loss on them are kept",
     )
     evaluate_every: int = Field(default=8, ge=1, description="steps between evaluations on the held-out sequences")
     patience: int | None = Field(
-        default=None, ge=1, description="stop after so many evaluations on the held-out sequences without improvement"
+        default=None, ge=1, description="stop after this number of evaluations without improvement; needs hold_out"
     )
     precision: Literal["no", "bf16"] = Field(
         default="no", description="'bf16': matrix products in bfloat16; parameters stay float32"

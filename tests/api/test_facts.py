@@ -42,7 +42,7 @@ def test_what_an_override_leaves_alone_is_left_for_the_next_pass(recipe, tmp_pat
 def test_passes_that_meet_are_told_the_layer_and_by_whom_before_weights_are_read(recipe, passes, layer):
     with pytest.raises(TargetError) as raised:
         compress.plan(recipe(*passes))
-    assert f"passes[1] {passes[1].key()}: {layer} is quantized by passes[0] rtn already" in str(raised.value)
+    assert f"passes[1] {passes[1].key()}: {layer} is already quantized by passes[0] rtn" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def test_passes_that_meet_are_told_the_layer_and_by_whom_before_weights_are_read
     ],
 )
 def test_passes_that_meet_in_every_model_are_told_without_one(text):
-    with pytest.raises(RecipeError, match=r"recipe:4:5: .*the model is quantized by passes\[0\] \w+ already"):
+    with pytest.raises(
+        RecipeError, match=r"recipe:4:5: .*already quantized by passes\[0\]|quantized twice, by passes\[0\]"
+    ):
         compress.Recipe.from_text(f"model: x\npasses:\n  {text}\n")
 
 
@@ -75,7 +77,7 @@ def test_passes_that_may_not_meet_are_left_to_the_model(text):
 def test_a_model_that_was_quantized_in_memory_is_known_to_be(pico_model, ids):
     compress.apply(pico_model, [mlp()])
     compress.apply(pico_model, [compress.RTN(targets="*.o_proj", group_size=32)])
-    with pytest.raises(TargetError, match="model.layers.0.mlp.gate_proj is quantized by earlier passes already"):
+    with pytest.raises(TargetError, match="model.layers.0.mlp.gate_proj is already quantized by earlier passes"):
         compress.apply(pico_model, [compress.Wanda(targets="*.mlp.*")], ids())
 
 

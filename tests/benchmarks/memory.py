@@ -1,4 +1,4 @@
-"""Memory of a run by the number of blocks, and beside what `compress plan` said of it.
+"""Memory of a run by the number of blocks, compared with the prediction of `compress plan`.
 
     python tests/benchmarks/memory.py [RECIPE.yaml...] [--blocks 4 16] [--hidden 1024]
     python tests/benchmarks/memory.py [NAME...] --planned [--blocks 4 8] [--hidden 512] [--sequences 16]
@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("recipes", nargs="*", metavar="RECIPE.yaml")
     parser.add_argument("--blocks", type=int, nargs=2, metavar=("FEW", "MANY"))
     parser.add_argument("--hidden", type=int)
-    parser.add_argument("--planned", action="store_true", help="beside what the plan says")
+    parser.add_argument("--planned", action="store_true", help="compare with the prediction of the plan")
     parser.add_argument("--sequences", type=int, default=16, help=f"with --planned: of {PLANNED_TOKENS} tokens")
     parser.add_argument(
         "--dtype", default="auto", help="with --planned: what the model, stored in float32, computes in"
@@ -124,7 +124,7 @@ def against_plans(arguments: argparse.Namespace) -> None:
 
 
 def beside_plan(folder: Path, name: str, dtype: str) -> dict[str, object]:
-    """The plan and the peak of one recipe, after a run on the small model beside the folder."""
+    """The plan and the peak of one recipe, after a run on the small model; files go next to the folder."""
     run_all(folder.parent / "small", name, dtype)
     gc.collect()
     start, peak = anonymous_mb(), Peak()
@@ -159,7 +159,7 @@ def run_all(folder: Path, name: str, dtype: str) -> int:
 def build(
     folder: Path, blocks: int, hidden: int, vocabulary: int = VOCAB, tokens: int = TOKENS, sequences: int = SEQUENCES
 ) -> None:
-    """A random Llama, with token ids for it beside it."""
+    """A random Llama, with token ids for it in the same folder."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig

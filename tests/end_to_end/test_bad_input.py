@@ -151,16 +151,18 @@ def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_foreign_files_are_never_touched(overwrite, tmp_path):
     (tmp_path / "model.safetensors").write_text("another's")
-    with pytest.raises(OutputError, match="contains files that no run of compress wrote; name a new or empty folder"):
+    with pytest.raises(
+        OutputError, match="is not empty and was not written by compress; choose another --out, or empty the"
+    ):
         open_folder(tmp_path, "a", overwrite)
     assert (tmp_path / "model.safetensors").read_text() == "another's"
 
 
 def test_folders_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="is a file; name a folder"):
+    with pytest.raises(OutputError, match="is a file; choose another --out"):
         open_folder(tmp_path / "file", "a", False)
-    with pytest.raises(OutputError, match="cannot be created or read .*; name another folder"):
+    with pytest.raises(OutputError, match="cannot be (created or )?read .*; choose another --out"):
         open_folder(tmp_path / "file" / "out", "a", False)
 
 

@@ -98,7 +98,7 @@ def test_another_run_is_not_overwritten_silently(finished):
 
 def test_files_that_are_no_run_are_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(OutputError, match="no run of compress"):
+    with pytest.raises(OutputError, match="was not written by compress"):
         compress.run(chain_in_python(), tmp_path)
     assert (tmp_path / "thesis.txt").exists()
 
@@ -182,7 +182,7 @@ def test_nvfp4_in_float32_is_compared_after_the_readers_rounding(tmp_path):
     result = compress.run(recipe, tmp_path)
     assert result.report["verified"]["own"] <= LOGITS
     assert result.report["verified"]["transformers"] > 0
-    assert any("rounds these weights to bfloat16" in entry.message for entry in result.journal.entries)
+    assert any("dequantizes these weights in bfloat16" in entry.message for entry in result.journal.entries)
 
 
 @pytest.mark.parametrize(("dtype", "skipped"), [("bfloat16", None), ("float32", "in bfloat16 only")])
@@ -226,7 +226,7 @@ def test_groups_that_became_zero_are_counted_in_the_journal(pico_model):
     compress.apply(pico_model, [compress.RTN(weights="nvfp4")], journal=journal)
     [entry] = [entry for entry in journal.entries if entry.kind == "fallback"]
     assert entry.where.endswith("rtn model.layers.1.mlp.up_proj")
-    assert entry.message == "groups of weights became zero: the scales they need are too small to store"
+    assert entry.message == "groups of weights became zero, because their scales are too small to store"
     assert entry.figures == {"groups": 8}
 
 

@@ -39,7 +39,7 @@ def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, 
 
 
 def test_temporaries_are_those_of_a_part(monkeypatch):
-    """Beside the dense weight, nothing that is made has more elements than a part and the kept weights of it."""
+    """Apart from the dense weight, no tensor has more elements than a part and its kept weights."""
     mask = regular_mask(512, 256, 2, 4)
     only = SparsePart.of(pruned(mask, "int3", 32, False), Kept.of(mask))
     monkeypatch.setattr(sparse, "PART", 1024)

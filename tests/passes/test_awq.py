@@ -238,7 +238,7 @@ def test_linears_that_nothing_is_linked_to_are_left_alone_and_noted(batches, not
     block = build(kind=TwoReaders)
     before = copy.deepcopy(block)
     AWQ(group_size=8, clip=False).solve_block(block, Inputs(block, batches, ["a", "b"]), notes)
-    assert notes == [("note", "a, b: no module that writes their input can take a scale, so none is searched", {})]
+    assert notes == [("note", "a, b: no module before them can absorb a scale, so they are not scaled", {})]
     assert all(torch.equal(t, before.state_dict()[n]) for n, t in block.state_dict().items())
 
 
@@ -266,7 +266,10 @@ def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes)
     AWQ(group_size=8, clip=False).solve_block(block, inputs, notes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
     kind, message, figures = notes[-1]
-    assert (kind, message) == ("fallback", "a, b: folding into norm would change the block's output, so it was undone")
+    assert (kind, message) == (
+        "fallback",
+        "a, b: folding the scale into norm changed the block's output, so it was undone",
+    )
     assert figures["relative_error"] > 0.01
 
 
@@ -275,7 +278,7 @@ def test_linears_that_no_token_reached_are_left_alone_and_noted(notes):
     before = copy.deepcopy(block)
     AWQ(group_size=8).solve_block(block, Inputs(block, [], ["a", "b"]), notes)
     assert notes == [
-        ("fallback", "a, b: no calibration token reached them, so their input is not scaled", {}),
+        ("fallback", "a, b: no calibration token reached them, so they are not scaled", {}),
         ("fallback", "a, b: no calibration token reached them, so they are not clipped", {}),
     ]
     assert all(torch.equal(t, before.state_dict()[n]) for n, t in block.state_dict().items())

@@ -236,7 +236,7 @@ def test_a_stopped_run_goes_on_with_orders_in_place(recipe, stop, tmp_path):
     assert "transforms" not in config.get(DOWN, {})
 
 
-# ---- beside other things that are done to inputs ----
+# ---- with other changes of inputs ----
 
 
 def random(*shape, seed=0):

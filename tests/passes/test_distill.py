@@ -256,15 +256,15 @@ def test_hidden_states_are_held_to_those_of_the_mapped_blocks(pico_model, teache
     def off(mine, theirs):
         return float(((found[mine] - wanted[theirs]).square().sum(-1) / wanted[theirs].square().sum(-1)).mean())
 
-    beside = OnlineTeacher(teacher, 1.0, "here")
+    online = OnlineTeacher(teacher, 1.0, "here")
     student.requires_grad_(False)
-    even = LanguageLoss(teacher=beside, ce_weight=0, hidden=2.0)(student, pico_ids[:1], [0])
-    soft = LanguageLoss(teacher=beside, ce_weight=0)(student, pico_ids[:1], [0])
+    even = LanguageLoss(teacher=online, ce_weight=0, hidden=2.0)(student, pico_ids[:1], [0])
+    soft = LanguageLoss(teacher=online, ce_weight=0)(student, pico_ids[:1], [0])
     assert float(even - soft) == pytest.approx(2 * sum(off(i, i) for i in (1, 2, 3)) / 3, rel=1e-3)
-    some = LanguageLoss(teacher=beside, ce_weight=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
+    some = LanguageLoss(teacher=online, ce_weight=0, hidden=1.0, layer_map=((0, 1),))(student, pico_ids[:1], [0])
     assert float(some - soft) == pytest.approx(off(1, 2), rel=1e-3)
     near = torch.nn.functional.cosine_similarity(found[-1], wanted[-1], dim=-1).mean()
-    cosine = LanguageLoss(teacher=beside, ce_weight=0, cosine=1.0)(student, pico_ids[:1], [0])
+    cosine = LanguageLoss(teacher=online, ce_weight=0, cosine=1.0)(student, pico_ids[:1], [0])
     assert float(cosine - soft) == pytest.approx(1 - float(near), rel=1e-2)
 
 
@@ -325,7 +325,7 @@ def test_losses_that_have_no_meaning_are_refused(options, message):
 def test_a_layer_map_beyond_the_blocks_is_an_error(pico_model, pico_ids):
     step = Distill(steps=1, top_k=None, hidden=1.0, layer_map=[[0, 3]])
     with pytest.raises(
-        ModelError, match=r"layer_map: there are no blocks \(0, 3\); the model has 3 blocks, its teacher 3"
+        ModelError, match=r"layer_map: \[0, 3\] does not exist; the model has blocks 0 to 2, the teacher 0 to 2"
     ):
         compress.apply(pico_model, [step], pico_ids)
 

@@ -62,7 +62,9 @@ def test_influence_by_hand(pico_model, pico_ids):
     wanted = 1 - (first * second).sum(1) / (first.norm(dim=1) * second.norm(dim=1))
     assert float(found[0]) == pytest.approx(float(wanted.mean()), rel=1e-4)
     assert abs(float(found[1])) < 1e-6 < float(found[2])
-    assert torch.allclose(influences(pico_model, blocks, ids, 2), found[[0, 2]], atol=1e-6)  # a silent one beside it
+    assert torch.allclose(
+        influences(pico_model, blocks, ids, 2), found[[0, 2]], atol=1e-6
+    )  # the other one changes nothing
 
 
 def test_hidden_states_are_those_of_the_model(pico_model, pico_ids):
@@ -74,7 +76,7 @@ def test_hidden_states_are_those_of_the_model(pico_model, pico_ids):
 
 
 def test_by_loss_is_greedy(pico_model, pico_ids):
-    """The first is the best of all single ones by transformers' own loss, the second the best beside it."""
+    """The first is the best of all single ones by transformers' own loss, the second the best in addition to it."""
     ids, blocks = pico_ids[:2, :32], find_blocks(pico_model)
 
     def loss(some):

@@ -345,7 +345,7 @@ def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
 
 
 def test_tokens_of_unit_length_count_alike(layer_of):
-    """A few tokens of small inputs in directions of their own, as attention sinks are behind a norm."""
+    """A few tokens of small inputs in directions of their own, as attention sinks have after a norm."""
     ratios = []
     for seed in range(4):
         rows, weight = correlated(seed=seed), random(16, WIDTH, seed=seed + 9)

@@ -144,7 +144,7 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     config = json.loads((tmp_path / "config.json").read_text())
     assert (CONFIG_KEY in config) == (not stated)
     assert bool((config.get("quantization_config") or {}).get("kv_cache_scheme")) == stated
-    record = [e for e in result.journal.entries if "does not round these keys and values" in e.message]
+    record = [e for e in result.journal.entries if "does not quantize this KV cache" in e.message]
     assert len(record) == (not stated and format_ != "native")
     model, _ = compress.load(tmp_path)
     assert set(rounded_caches(model).values()) == {KVCache(**options).cache}
@@ -245,18 +245,20 @@ def test_a_wrong_option_says_what_is_right(options, message):
 
 
 def test_what_is_rounded_already_is_told_before_the_work(pico_model, recipe):
-    with pytest.raises(RecipeError, match=r"the model is given a rounded KV cache by passes\[0\] kv_cache already"):
+    with pytest.raises(
+        RecipeError, match=r"the same layers would be given a rounded KV cache twice, by passes\[0\] kv_cache and"
+    ):
         recipe(KVCache(), RTN(), KVCache(keys="int4"))
-    with pytest.raises(RecipeError, match="the model is given a rounded KV cache by .*; put drop_blocks before it"):
+    with pytest.raises(
+        RecipeError, match="the layers are already given a rounded KV cache by .*; put drop_blocks before it"
+    ):
         recipe(KVCache(), DropBlocks(count=1))
     parts = [KVCache(targets="*.q_proj"), KVCache(targets="*.k_proj")]
-    message = (
-        r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is given a rounded KV cache by passes\[0\] kv_cache"
-    )
+    message = r"passes\[1\] kv_cache: model.layers.0.self_attn.q_proj is already given a rounded KV cache by passes\[0\] kv_cache"
     with pytest.raises(TargetError, match=message):
         compress.plan(recipe(*parts))
     compress.apply(pico_model, [KVCache()])
-    with pytest.raises(TargetError, match="is given a rounded KV cache by earlier passes already"):
+    with pytest.raises(TargetError, match="is already given a rounded KV cache by earlier passes; skip it with ignore"):
         compress.apply(pico_model, [KVCache()])
     compress.apply(pico_model, [Wanda(sparsity=0.5)], torch.arange(64)[None])
 
@@ -276,12 +278,14 @@ def test_a_static_scale_needs_a_text(pico_model):
 
 
 def test_an_encoder_has_no_cache(tiny):
-    with pytest.raises(TargetError, match=r"passes\[0\] kv_cache: .*; BertForMaskedLM has no cache: an encoder sees"):
+    with pytest.raises(
+        TargetError, match=r"passes\[0\] kv_cache: BertForMaskedLM has no KV cache, because it is an encoder"
+    ):
         compress.apply(tiny("bert"), [KVCache()])
 
 
 def test_targets_without_an_attention_are_an_error(pico_model):
-    with pytest.raises(TargetError, match="none of its 9 linears is in an attention module with a cache; widen"):
+    with pytest.raises(TargetError, match="none of its 9 linears is in an attention module with a KV cache; widen"):
         compress.apply(pico_model, [KVCache(targets="*.mlp.*")])
 
 

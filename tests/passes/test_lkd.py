@@ -128,7 +128,7 @@ def test_pruned_weights_stay_zero_and_the_others_learn(pico_model, ids):
 
 @pytest.mark.slow
 def test_the_two_targets_agree_in_the_first_block_alone(pico_model, ids):
-    """No error comes before it; behind it, the uncompressed model's activations are further away."""
+    """No error comes before it; after it, the activations of the uncompressed model differ more."""
     starts = []
     for error in ("symmetric", "asymmetric"):
         journal = Journal()
@@ -142,7 +142,7 @@ def test_where_nothing_is_gained_the_block_stays_as_it_was(pico_model, ids):
     journal = Journal()
     wild = LKD(train=["scales", "norms"], steps=1, learning_rate=0.9, warmup=0, hold_out=0)
     found, plain = tuned(pico_model, [RTN(**RTN3), wild], ids, journal), tuned(pico_model, [RTN(**RTN3)], ids)
-    fallbacks = record(journal, "training did not reduce the error; the block stays unchanged")
+    fallbacks = record(journal, "training did not reduce the error; the block is not changed")
     assert len(fallbacks) == 3 and all(f["start"] <= f["learned"] for f in fallbacks)
     assert all(torch.equal(t, plain.state_dict()[name]) for name, t in found.state_dict().items())
 
@@ -207,9 +207,9 @@ def test_a_run_killed_inside_of_a_block_ends_with_the_same_bytes(recipe, tmp_pat
 )
 def test_without_a_compressed_block_before_it_in_its_sweep_there_is_no_teacher(chain, pico_model, ids):
     where = (
-        rf"passes\[{len(chain) - 1}\] lkd: it reconstructs the outputs of blocks before the earlier passes of its sweep"
+        rf"passes\[{len(chain) - 1}\] lkd: it compares blocks before and after compression, but no pass right before it"
     )
-    with pytest.raises(TargetError, match=where + r".*put it right after the passes that compress them"):
+    with pytest.raises(TargetError, match=where + r".*put it directly after the passes that compress them"):
         compress.apply(pico_model, chain, ids)
 
 

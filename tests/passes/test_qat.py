@@ -174,7 +174,9 @@ def test_weights_without_a_zero_cannot_hold_what_is_pruned(pico_model, pico_ids)
 
 
 def test_quantized_layers_have_no_weights_to_train(pico_model, pico_ids):
-    with pytest.raises(RecipeError, match=r"the model is quantized by passes\[0\] rtn already; put qat before it"):
+    with pytest.raises(
+        RecipeError, match=r"the same layers would be quantized twice, by passes\[0\] rtn and by this pass"
+    ):
         worked(pico_model, [RTN(), QAT()], pico_ids)
 
 

@@ -46,7 +46,7 @@ def test_hidden_states_of_low_rank_lose_nothing(tiny, ids, tied):
     compress.apply(model, [SliceGPT(sparsity=0.25)], ids(), journal=journal)
     assert model.config.hidden_size == 24 and model.lm_head.weight.shape == (64, 24)
     assert near(logits(model, ids()), before)
-    (record,) = [e.figures for e in journal.entries if e.message == "principal components left"]
+    (record,) = [e.figures for e in journal.entries if e.message == "kept principal components"]
     assert (
         (record["kept"], record["of"]) == (24, 32) and record["energy"] > 1 - 1e-5 and record["rotation_error"] < 1e-5
     )

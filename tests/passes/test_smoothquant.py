@@ -110,7 +110,7 @@ def test_linears_that_no_link_reaches_are_left_alone_and_noted(batches, notes):
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     SmoothQuant().solve_block(block, Inputs(block, batches, ["a"]), notes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
-    assert notes == [("note", "a, b: no module that writes their input can take a scale, so they are not smoothed", {})]
+    assert notes == [("note", "a, b: no module before them can absorb a scale, so they are not smoothed", {})]
 
 
 def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes):
@@ -122,7 +122,7 @@ def test_a_fold_that_would_change_the_output_is_undone_and_noted(batches, notes)
     assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
     [(kind, message, figures)] = notes
     assert kind == "fallback"
-    assert message == "a, b: folding into norm would change the block's output, so it was undone"
+    assert message == "a, b: folding the scale into norm changed the block's output, so it was undone"
     assert figures["relative_error"] > 0.01
 
 

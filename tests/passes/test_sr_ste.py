@@ -91,8 +91,8 @@ def test_what_was_pruned_before_comes_back_only_if_it_may(pico_model, pico_ids, 
     after = pico_model.model.layers[1].mlp.down_proj
     assert bool((after.weight[~after.mask] == 0).all()) and most_of(after.mask, 4) == 2
     assert torch.equal(after.mask, before) != regrow
-    fallbacks = [(e.message, e.figures["layers"]) for e in journal.entries if "earlier mask" in e.message]
-    message = "an earlier mask fixes the mask of these layers; add regrow: true to let it change"
+    fallbacks = [(e.message, e.figures["layers"]) for e in journal.entries if "pruned earlier" in e.message]
+    message = "these layers were pruned earlier, so their masks do not change; add regrow: true to let them change"
     assert fallbacks == ([] if regrow else [(message, 1)])
 
 

@@ -63,14 +63,14 @@ def test_a_start_that_was_killed_before_its_first_block_is_no_obstacle(tmp_path)
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "out").write_text("")
-    with pytest.raises(OutputError, match="out: is a file; name a folder"):
+    with pytest.raises(OutputError, match="out: is a file; choose another --out"):
         open_folder(tmp_path / "out", "one", overwrite=True)
 
 
 def test_files_of_others_are_never_taken_for_a_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match="contains files that no run of compress wrote"):
+        with pytest.raises(OutputError, match="is not empty and was not written by compress"):
             open_folder(tmp_path, "one", overwrite)
     assert (tmp_path / "config.json").exists()
 

@@ -64,7 +64,9 @@ def test_a_pass_that_is_not_sequential_stops_no_batch(footprint):
 
 def test_the_uncompressed_model_runs_beside(footprint):
     more = footprint(GPTQ(error="asymmetric")).peak_bytes() - footprint(GPTQ()).peak_bytes()
-    assert more == 2 * STATES + STOPPED + GRAMS  # its activations before and behind the block, and inside; a 2nd matrix
+    assert (
+        more == 2 * STATES + STOPPED + GRAMS
+    )  # its activations before and after the block, and inside; a second matrix
 
 
 def test_beyond_its_limit_a_store_is_in_files(footprint):

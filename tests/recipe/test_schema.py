@@ -221,21 +221,29 @@ MISTAKES = {
     "order": (
         START + "wanda\n  - rtn: {}\n  - smoothquant",
         "5:5",
-        r"passes\[2\] smoothquant: the model is quantized by passes\[1\] rtn already; put smoothquant before it",
+        r"passes\[2\] smoothquant: the layers are already quantized by passes\[1\] rtn; put smoothquant before it",
     ),
-    "quantized twice": (START + "rtn\n  - gptq", "4:5", r"quantized by passes\[0\] rtn already; put gptq before it"),
-    "a key twice": (START + "rtn\nmodel: y", "4:1", "the key 'model' is there twice; remove one"),
-    "an option twice": (START + "rtn: {scale: mse, scale: mse}", "3:23", "the key 'scale' is there twice; remove one"),
-    "a number as key": (START + "rtn: {1: 2}", "3:11", "a key must be text"),
-    "a list as key": ("model: x\n? [a]\n: b", "2:3", "a key must be text"),
-    "no such alias": (START + "rtn: {targets: *a}", "3:20", "this is not YAML: found undefined alias 'a'"),
-    "an alias of itself": ("model: x\npasses: &a\n  - *a", "2:9", "an alias is inside its own anchor"),
-    "a date": ("model: 2020-13-01\npasses: [rtn]", "1:8", r"'2020-13-01' has no value \(.*month.*\); put it in quotes"),
-    "an object": ("model: !!python/name:os.system x", "1:8", "this is not YAML: could not determine a constructor"),
-    "a tab": ("model: x\npasses:\n\t- rtn", "3:1", "this is not YAML: found character"),
-    "a colon": ("model: a: b", "1:9", "this is not YAML: mapping values are not allowed here"),
-    "a character": ("model: x\npasses: [\x00]", "2:10", "this is not YAML: unacceptable character"),
-    "two documents": ("model: x\n---\nmodel: y", "2:1", "this is not YAML: but found another document"),
+    "quantized twice": (
+        START + "rtn\n  - gptq",
+        "4:5",
+        r"the same layers would be quantized twice, by passes\[0\] rtn and",
+    ),
+    "a key twice": (START + "rtn\nmodel: y", "4:1", "duplicate key 'model'; remove one"),
+    "an option twice": (START + "rtn: {scale: mse, scale: mse}", "3:23", "duplicate key 'scale'; remove one"),
+    "a number as key": (START + "rtn: {1: 2}", "3:11", "a key must be a string"),
+    "a list as key": ("model: x\n? [a]\n: b", "2:3", "a key must be a string"),
+    "no such alias": (START + "rtn: {targets: *a}", "3:20", "invalid YAML: found undefined alias 'a'"),
+    "an alias of itself": ("model: x\npasses: &a\n  - *a", "2:9", "an alias refers to the value that contains it"),
+    "a date": (
+        "model: 2020-13-01\npasses: [rtn]",
+        "1:8",
+        r"'2020-13-01' is not a valid value \(.*month.*\); put it in quotes",
+    ),
+    "an object": ("model: !!python/name:os.system x", "1:8", "invalid YAML: could not determine a constructor"),
+    "a tab": ("model: x\npasses:\n\t- rtn", "3:1", "invalid YAML: found character"),
+    "a colon": ("model: a: b", "1:9", "invalid YAML: mapping values are not allowed here"),
+    "a character": ("model: x\npasses: [\x00]", "2:10", "invalid YAML: unacceptable character"),
+    "two documents": ("model: x\n---\nmodel: y", "2:1", "invalid YAML: but found another document"),
     "a list": ("- rtn", "1:1", "a recipe must be a mapping with the keys model, passes"),
     "a word": ("rtn", "1:1", "a recipe must be a mapping with the keys model, passes"),
 }
@@ -254,7 +262,7 @@ def test_a_mistake_is_told_with_line_and_column(name):
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing but a remark\n"])
 def test_an_empty_file(text, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=r"a\.yaml: is empty"):
+    with pytest.raises(RecipeError, match=r"a\.yaml: the file is empty; a recipe needs the keys"):
         Recipe.from_yaml(tmp_path / "a.yaml")
 
 
@@ -276,9 +284,12 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         (
             {"passes": [RTN(), Wanda()]},
-            r"^passes\[1\] wanda: the model is quantized by passes\[0\] rtn already; put wanda",
+            r"^passes\[1\] wanda: the layers are already quantized by passes\[0\] rtn; put wanda",
         ),
-        ({"passes": [GPTQ(), RTN()]}, r"^passes\[1\] rtn: the model is quantized by passes\[0\] gptq already"),
+        (
+            {"passes": [GPTQ(), RTN()]},
+            r"^passes\[1\] rtn: the same layers would be quantized twice, by passes\[0\] gptq and by this pass",
+        ),
         ({"passes": []}, "^passes: must not be empty$"),
         ({"passes": RTN()}, "^passes: must be a list"),
         ({"passes": ["gtpq"]}, "did you mean 'gptq'"),
@@ -336,7 +347,7 @@ def test_what_a_pass_needs_before_it():
 
 def test_facts_depend_on_options():
     assert Recipe(model="x", passes=[Wanda(), RTN(), NeedsMask()])
-    with pytest.raises(RecipeError, match=r"the model is given quantized inputs by passes\[1\] rtn already"):
+    with pytest.raises(RecipeError, match=r"the layers are already given quantized inputs by passes\[1\] rtn"):
         Recipe(model="x", passes=[Wanda(), RTN(activations="int8"), NeedsMask()])
 
 

@@ -38,7 +38,7 @@ def test_lines_of_text_by_hand():
 
 
 def test_the_picture_has_every_point_at_its_place():
-    """120 pixels high below 36, 280 wide behind 60: the loss falls from the top, 8, to the bottom, 1."""
+    """120 pixels high below 36, 280 wide after the first 60: the loss falls from the top, 8, to the bottom, 1."""
     root = ElementTree.fromstring(picture({"a < b": CURVE, "two": CURVE[2:4]}))
     assert (root.get("width"), root.get("height")) == ("1080", "380")
     name = "{http://www.w3.org/2000/svg}"

@@ -176,7 +176,7 @@ def test_in_turn_every_batch_goes_as_far_as_its_last_stage():
     inputs = batches(2)
     in_turn(block, STAGES, forwards_of(block, inputs), arrive)
     assert [(stage, name) for stage, name, _ in events] == [(0, "a"), (1, "b"), (2, "d")] * 2
-    assert not ran, "what is behind the last stage was computed"
+    assert not ran, "something after the last stage was computed"
     for i, x in enumerate(inputs):
         h = block.a(x)
         for (_, _, rows), wanted in zip(events[3 * i : 3 * i + 3], (x, h, block.b(h) * block.c(h)), strict=True):

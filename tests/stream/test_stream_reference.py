@@ -1,4 +1,4 @@
-"""The uncompressed model beside the compressed one: a run that was stopped ends with the same bytes."""
+"""The uncompressed model runs with the compressed one: a run that was stopped ends with the same bytes."""
 
 import pytest
 import torch

@@ -145,7 +145,7 @@ def test_a_damaged_state_is_not_taken_up(tmp_path):
 
 
 def test_the_best_state_on_what_is_held_out_is_kept_and_training_stops_early():
-    """Far too large a rate: after some steps it only gets worse, and the best look is behind."""
+    """The rate is far too large: after some steps the loss only rises, and the best evaluation was earlier."""
     journal = Journal()
     settings = TrainingOptions(
         steps=60, batch=4, learning_rate=8.0, warmup=0, schedule="constant", hold_out=0.3, evaluate_every=1, patience=3

@@ -84,9 +84,9 @@ def test_a_teacher_that_was_asked_before_gives_the_loss_of_one_that_runs(pair, w
     kept = cached_teacher(
         lambda: nullcontext(teacher), text, options, tmp_path, torch.device("cpu"), "here", lambda *_: None
     )
-    beside = OnlineTeacher(teacher, 2.0, "here", PREDICTION)
+    online = OnlineTeacher(teacher, 2.0, "here", PREDICTION)
     losses = []
-    for known in (kept, beside):
+    for known in (kept, online):
         model = copy.deepcopy(student).requires_grad_(True)
         objective = LanguageLoss(ce_weight, temperature=2.0, teacher=known, token_scale=3.0, lm_objective=PREDICTION)
         loss = objective(model, text[ROWS], ROWS)

@@ -45,7 +45,7 @@ def test_sequences_held_out_are_trained_on_by_none(share, sequences, held):
 
 
 def test_rates_rise_to_the_highest_and_fall_towards_zero():
-    """k + 1 of 4 in warm-up, then (1 + cos) / 2 of the way to the step behind the last."""
+    """k + 1 of 4 in warm-up, then (1 + cos) / 2 of the way to the step after the last."""
     rates = TrainingOptions(warmup=4).rates(12).tolist()
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4:] == pytest.approx([(1 + math.cos(math.pi * (k - 3) / 9)) / 2 for k in range(4, 12)])

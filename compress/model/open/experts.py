@@ -162,7 +162,8 @@ def open_experts(model: nn.Module) -> list[str]:
         if held:
             model.set_submodule(name, _opened(module, held[0], named=held[0].up in names))
         else:
-            notes.append(f"{name}: its 3-D weights are not compressed: {proved[(*key, layouts[0].transposed)]}")
+            reason = proved[(*key, layouts[0].transposed)] if layouts else "they are not two matrices for each expert"
+            notes.append(f"{name}: its 3-D weights are not compressed: {reason}")
     return notes
 
 
@@ -170,8 +171,8 @@ def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layo
     """The possible layouts of a module with experts; None when the module does not look like one."""
     own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
     cubes = [name for name, p in own.items() if p.dim() == 3]
-    if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0]:
-        return None
+    if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0] or own[cubes[0]].shape[0] == 1:
+        return None  # one matrix each: position embeddings and the like
     up, down = cubes
     (_, a, b), (_, c, d) = own[up].shape, own[down].shape
     biases = {f"{name}_bias" for name in cubes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -31,11 +30,14 @@ from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
 from compress.model.open.experts import open_experts, renamed
+from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.supported import check_language_model, class_of
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES
 
-SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
-SAMPLES = 64
+PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+"""The exceptions of transformers for a config.json with missing or wrong entries."""
 
 
 class Weights(Protocol):
@@ -106,7 +108,7 @@ class OpenModel:
     """An open model and the source of its weights.
 
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
-    fingerprint: a digest of configuration and weights.
+    fingerprint: a digest of configuration and weights. processor: the text of each of `PROCESSOR_FILES` that exists.
     """
 
     model: PreTrainedModel
@@ -118,6 +120,7 @@ class OpenModel:
     device: torch.device
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
+    processor: dict[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -189,8 +192,9 @@ def open_model(
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
+    check_language_model(model)
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
-    common["tokenizer"] = read_tokenizer(folder, trust_remote_code)
+    common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
     notes, files = open_experts(model), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
@@ -218,7 +222,14 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
     with init_empty_weights(), no_init_weights():  # the latter skips random initialization: 5 ms per linear
-        model = class_of(config, trust_remote_code)._from_config(config, dtype=dtype)
+        kind = class_of(config, trust_remote_code)
+        try:
+            model = kind._from_config(config, dtype=dtype)
+        except (*UNREADABLE, RuntimeError, ImportError) as error:
+            raise ModelError(
+                f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
+                f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
+            ) from error
     model.tie_weights()
     try:
         if (folder / "generation_config.json").exists():
@@ -261,23 +272,9 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, *UNREADABLE) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
-
-
-def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """The transformers class that the configuration names, or a causal language model when it names none."""
-    for name in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    mapping = transformers.AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
-    raise ModelError(
-        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
-        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
-    )
 
 
 def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
@@ -315,7 +312,7 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
     else:
         paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise ModelError(f"model: {folder} holds no .safetensors file (pickled weights are not read)")
+        raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
     return {name: place for path in paths for name, place in stored_in(path).items()}
 
 
@@ -384,16 +381,3 @@ def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch
     if missing:
         raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")
     return model.eval().requires_grad_(False).to(device)
-
-
-def fingerprint_of(folder: Path, paths: list[Path]) -> str:
-    """A digest of config.json and of the size and samples of every weight file; the same on every machine."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with path.open("rb") as file:
-            for i in range(SAMPLES):
-                file.seek(i * size // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -20,9 +20,11 @@ from compress.formats.base import Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES
 from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
+from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.load import describe, fill, fill_caches, masked_in
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.supported import check_language_model
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.sparse.positions import Sparsity, sparsities
 from compress.weights.layer import LayerScheme
@@ -184,6 +186,7 @@ def _open_compressed(
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
     found = describe(folder, source, dtype, trust_remote_code)
     model = found.model.eval()
+    check_language_model(model)
     if found.files is None:
         raise ModelError(f"model: {source} lacks tensors of its model; write it again")
     blocks = find_blocks(model)
@@ -201,5 +204,5 @@ def _open_compressed(
     paths = sorted({path for path, _ in found.stored.values()})
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
-        opening.fingerprint_of(folder, paths), device, found.dtype,
+        fingerprint_of(folder, paths), device, found.dtype, processor=read_processor(folder),
     )  # fmt: skip

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError
-from compress.model.objective import is_masked
-from compress.model.open.opening import OpenModel, class_of, folder_of, read_config, read_tokenizer
+from compress.model.objective import is_masked, text_config
+from compress.model.open.opening import OpenModel, empty_model, folder_of, read_config, read_tokenizer
+from compress.model.open.supported import check_language_model
 
 
-def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> None:
+def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> PreTrainedModel:
     """Raise ModelError unless the model at `source` has the student's vocabulary and objective.
 
-    The error names the first difference. Only the configuration and the tokenizer of the teacher are read.
+    The error names the first difference. Only the configuration and the tokenizer of the teacher are read; it is
+    returned without weights.
     """
     folder = folder_of(source)
     config = read_config(folder, source, trust_remote_code)
-    check_kind(source, class_of(config, trust_remote_code), config, student)
-    teacher_size, student_size = (getattr(known, "vocab_size", None) for known in (config, student.config))
+    teacher = empty_model(folder, config, student.dtype, trust_remote_code)
+    check_language_model(teacher, f"teacher: {source}")
+    check_kind(source, type(teacher), config, student)
+    teacher_size, student_size = (getattr(text_config(known), "vocab_size", None) for known in (config, student.config))
     if teacher_size != student_size:
         raise ModelError(
             f"teacher: {source} has a vocabulary of {teacher_size} tokens, the model of {student_size}; "
@@ -31,6 +35,7 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> N
             f"teacher: {source} and the model have different tokenizers: {difference}; "
             "use a teacher with the model's vocabulary"
         )
+    return teacher
 
 
 def check_kind(source: str, kind: type, config: PretrainedConfig, student: OpenModel) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.model.linear import CompressedLinear, linears
+from compress.model.objective import text_config
 from compress.model.reshape.reconfigure import Path, Shapes, changed, entries, shapes, sketch
 from compress.model.structure.blocks import find_blocks
 
@@ -59,15 +60,22 @@ def _inside(model: PreTrainedModel, axes: Axes) -> bool:
 
 def _key(model: PreTrainedModel, common: str) -> Path:
     """The model's own key for a name that all transformers configurations share (`attribute_map`)."""
-    return (model.config.attribute_map.get(common, common),)
+    config = text_config(model.config)
+    return (*_prefix(model), config.attribute_map.get(common, common))
+
+
+def _prefix(model: PreTrainedModel) -> Path:
+    """The place of the language model's configuration in that of the whole model."""
+    text = text_config(model.config)
+    return tuple(key for key, value in vars(model.config).items() if value is text and text is not model.config)
 
 
 def _head_size(model: PreTrainedModel) -> dict[Path, Any]:
     """The head size as an edit, for configurations that derive it from other entries."""
-    heads = getattr(model.config, "num_attention_heads", 0)
-    width = getattr(model.config, "hidden_size", 0)
-    missing = getattr(model.config, "head_dim", None) is None and heads and width % heads == 0
-    return {("head_dim",): width // heads} if missing else {}
+    config = text_config(model.config)
+    heads, width = getattr(config, "num_attention_heads", 0), getattr(config, "hidden_size", 0)
+    missing = getattr(config, "head_dim", None) is None and heads and width % heads == 0
+    return {(*_prefix(model), "head_dim"): width // heads} if missing else {}
 
 
 def _first(model: PreTrainedModel, tries: Iterator[Mapping[Path, Any]], fits: Callable[[Axes], bool]) -> Width | None:
@@ -88,7 +96,7 @@ def ffn_widths(model: PreTrainedModel, narrower: Callable[[int], int]) -> list[W
 
     Raises ModelError when the configuration has no such entry.
     """
-    hidden = getattr(model.config, "hidden_size", None)
+    hidden = getattr(text_config(model.config), "hidden_size", None)
     blocks = find_blocks(model)
     sizes = {CompressedLinear.of(m).shape[1] for block in blocks for m in linears(block.module).values()}
     known, found = entries(model.config), []
@@ -119,7 +127,7 @@ def head_width(model: PreTrainedModel, groups: int, left: int) -> Width:
     Raises ModelError when no configuration has fewer heads of the same size.
     """
     heads = _key(model, "num_attention_heads")
-    count, added = getattr(model.config, "num_attention_heads", 0), _head_size(model)
+    count, added = getattr(text_config(model.config), "num_attention_heads", 0), _head_size(model)
     numbers = [p for p, v in entries(model.config).items() if type(v) is int and v == groups and p != heads]
     tries = [{heads: count * left // groups, path: left} for path in numbers]
     if count == groups:
@@ -144,6 +152,11 @@ def hidden_width(model: PreTrainedModel, narrower: Callable[[int], int]) -> Widt
 
     Raises ModelError when no configuration has a smaller hidden width and all other sizes unchanged.
     """
+    if text_config(model.config) is not model.config:
+        raise ModelError(
+            f"model: {type(model).__name__} has further parts, such as a vision model, that write into its hidden "
+            "states, so their width cannot change; leave the hidden width unchanged"
+        )
     path = _key(model, "hidden_size")
     size, heads = model.config.hidden_size, getattr(model.config, "num_attention_heads", 1)
     small, added = narrower(size), _head_size(model)

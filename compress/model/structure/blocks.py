@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 
@@ -22,13 +23,19 @@ class Block:
 def find_blocks(model: nn.Module) -> list[Block]:
     """Find the blocks of a model, in order.
 
-    They are the entries of the ModuleList that holds the most parameters and is not inside another one. Capturing the
+    They are the entries of the ModuleList that holds the most parameters and is not inside another one. In a model with
+    several parts, such as a vision and a language model, only the part with the token embeddings counts. Capturing the
     inputs of the blocks checks later that each block feeds the next.
 
     Raises ModelError when the model has no ModuleList with entries.
     """
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     outer = {name: module for name, module in lists.items() if not any(name.startswith(other + ".") for other in lists)}
+    for part in _parts_with_embeddings(model):
+        inside = {name: module for name, module in outer.items() if name.startswith(part)}
+        if inside:
+            outer = inside
+            break
     if not outer:
         raise ModelError(
             f"model: {type(model).__name__} has no list of blocks (no torch.nn.ModuleList with entries); "
@@ -36,6 +43,17 @@ def find_blocks(model: nn.Module) -> list[Block]:
         )
     name, found = max(outer.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
     return [Block(i, f"{name}.{i}", block) for i, block in enumerate(found)]
+
+
+def _parts_with_embeddings(model: nn.Module) -> list[str]:
+    """The prefixes of the transformers models inside a model that contain its token embeddings, innermost first."""
+    try:
+        embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:  # no token embeddings
+        return []
+    place = next((name for name, module in model.named_modules() if module is embeddings), "")
+    parts = [name + "." for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
+    return sorted((part for part in parts if place.startswith(part)), key=len, reverse=True)
 
 
 def hidden_of(output: Any) -> Tensor:

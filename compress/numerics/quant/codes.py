@@ -1,8 +1,9 @@
-"""Codes: the one integer form of a quantized weight, from which every layout is written.
+"""Codes: the integer form of a quantized weight, from which every layout is written.
 
-A weight [out, in] is shared out into groups of columns, each with its own scale (and zero point) per row:
-`group_size` columns ('channel': all of them; 'tensor': all of them, and all rows share one scale). A width that
-the group size does not divide ends with one short group. With `group_index` the groups need not be contiguous.
+The columns of a weight [out, in] are divided into groups. Each group has one scale (and zero point) per row.
+`group_size` is the number of columns of a group: 'channel' makes one group of all columns, and 'tensor' also shares its
+scale among all rows. If the group size does not divide the width, the last group is short. With `group_index`, the
+columns of a group need not be contiguous.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ GroupSize = int | Literal["channel", "tensor"]
 
 MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
 MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
-MSE_SHRINK = 0.60  # the largest share of the range that is cut off
-CHUNK = 1 << 22  # weights that a search of scales works on at once; bounds its memory to some 16 MiB per temporary
+MSE_SHRINK = 0.60  # the largest fraction of the range that is cut off
+CHUNK = 1 << 22  # weights per step of a scale search; limits each temporary tensor to about 16 MiB
 
 
 class Percentile(BaseModel):
     """A range that leaves out the outermost weights of a group.
 
-    percentile: the share of magnitudes (of values at each end, where there are zero points) that it covers.
+    percentile: the fraction of magnitudes that the range covers; with zero points, of the values at each end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,11 +40,11 @@ class Percentile(BaseModel):
 
 
 ScaleSearch = Literal["absmax", "absmean", "mse"] | Percentile
-"""How the range that a scale covers is found."""
+"""How to find the range that a scale covers."""
 
 
 def groups_in(width: int, group_size: GroupSize) -> int:
-    """How many groups a row of `width` columns has."""
+    """The number of groups in a row of `width` columns."""
     return math.ceil(width / group_size) if isinstance(group_size, int) else 1
 
 
@@ -52,11 +53,10 @@ class Codes:
     """A quantized weight.
 
     codes: [out, in], int8 for integer grids, uint8 otherwise. scale: [out, groups] ([1, 1] per tensor).
-    zero: like scale, or None; whole numbers that codes can have, unless float_zeros says that it is any number, in
-    which case zero itself may be no value of the grid. group_index: [in] int32 group of each column, only
-    where groups are not contiguous. shared: [n] float32 numbers that the stored scales have in common, only for grids
-    whose scales need them (see `fit_shared`). rows: consecutive rows whose scales are equal, so that rows x group_size
-    weights form a block; the last block may have fewer.
+    zero: like scale, or None; values of a code, or any numbers if float_zeros is set (then 0 may be no value of the
+    dequantized weight). group_index: [in] int32, the group of each column; None if groups are contiguous. shared: [n]
+    float32 numbers that all stored scales share, only for grids that need them (see `fit_shared`). rows: consecutive
+    rows with equal scales, so that rows x group_size weights form a block; the last block may have fewer.
     """
 
     codes: Int[Tensor, "out in"]
@@ -75,7 +75,7 @@ class Codes:
         return self.codes.shape[0], self.codes.shape[1]
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
-        """The weight that the codes stand for: (code - zero) * scale, in `dtype`."""
+        """The dequantized weight: (code - zero) * scale, in `dtype`."""
         width, wide = self.codes.shape[1], self.grid.computes_in(dtype)
         scale = spread(self.scale.to(wide), width, self.group_size, self.group_index)
         zero = None if self.zero is None else spread(self.zero.to(wide), width, self.group_size, self.group_index)
@@ -88,7 +88,7 @@ def spread(
     group_size: GroupSize,
     group_index: Int[Tensor, " in"] | None = None,
 ) -> Float[Tensor, "out in"]:
-    """Values per group, repeated for every column of the group (or left to broadcast where there is one group)."""
+    """Repeat a value per group for every column of the group; a single group is returned as it is, and broadcasts."""
     if group_index is not None:
         return per_group[:, group_index.long()]
     if per_group.shape[1] == 1 or not isinstance(group_size, int):
@@ -97,7 +97,7 @@ def spread(
 
 
 def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, "rows groups size"]:
-    """The weight cut into its groups; a short last group is filled up with zeros, which change no range or error."""
+    """Split a weight into its groups; a short last group is padded with zeros, which change no range and no error."""
     rows, width = weight.shape
     if group_size == "tensor":
         return weight.reshape(1, 1, -1)
@@ -111,10 +111,10 @@ def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Ten
 def fit_shared(
     weight: Float[Tensor, "out in"], grid: Grid, group_size: GroupSize, shared_absmax: float | None = None
 ) -> Float[Tensor, " n"] | None:
-    """The numbers that all stored scales of a weight share, computed before any scale is fitted; None for most grids.
+    """Compute the numbers that all stored scales of a weight share, before the scales; None for most grids.
 
-    shared_absmax: the largest magnitude among all weights that must share the numbers (`Layer.shared_absmax`); None:
-    the weight is alone.
+    shared_absmax: the largest magnitude of all weights that share these numbers (`Layer.shared_absmax`); None: of this
+    weight alone.
     """
     if not grid.scaling.shared_count(1):
         return None
@@ -131,12 +131,12 @@ def fit(
     dtype: torch.dtype = torch.float32,
     shared: Float[Tensor, " n"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero per group, [out, groups], the scale as it will be stored: floats rounded to `dtype`.
+    """Compute scale and zero per group, [out, groups]; the scale in its stored form: floats are rounded to `dtype`.
 
-    search 'absmax' covers the whole range. 'mse' shrinks the range of each group to where the rounding error
-    sum |w - Q(w)|^2.4 is smallest (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost
-    weights. 'absmean' makes the scale the mean magnitude (Ma 2024, arXiv 2402.17764, equation 3). shared: the
-    result of `fit_shared` for the whole weight, of which `weight` may be one group (`Scaling.part`).
+    search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest rounding
+    error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost weights.
+    'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3). shared: the result of
+    `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`).
     """
     parts = grouped(weight, group_size)
 
@@ -152,7 +152,7 @@ def fit(
     if search == "absmax":
         return scales(low, high)
     if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
-        # what fills up the last group would be an error
+        # without a zero in the grid, the padding of the last group would count as an error
         last, _ = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
         if short == weight.shape[1]:
             return last, None
@@ -187,7 +187,7 @@ def fit_blocks(
 
 
 def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tensor, " groups"]:
-    """How many weights there are in each group (of a row); the last may be short."""
+    """The number of weights in each group of a row; the last group may be short."""
     if group_size == "tensor":
         return torch.full((1,), weight.numel(), dtype=weight.dtype, device=weight.device)
     return grouped(torch.ones_like(weight[:1]), group_size).sum(-1)[0]
@@ -196,7 +196,7 @@ def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tens
 def _least_error(
     parts: Float[Tensor, "rows groups size"], grid: Grid, scales: Callable[[float], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
-    """The best of `scales(share of the range)` for each group."""
+    """For each group the best scale of `scales(fraction of the range)`."""
     scale, zero = scales(1.0)
     best = torch.full_like(scale, math.inf)
     for step in range(MSE_STEPS + 1):
@@ -211,7 +211,7 @@ def _least_error(
 
 
 def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Sum of |w - Q(w)|^MSE_NORM over each group, a chunk of rows (or of one long group) at a time."""
+    """The sum of |w - Q(w)|^MSE_NORM over each group, computed in chunks of rows (or of one long group)."""
     rows = max(1, CHUNK // parts[0].numel())
     columns = max(1, CHUNK // parts.shape[1]) if rows == 1 else parts.shape[2]
     found = torch.zeros_like(scale)
@@ -225,13 +225,13 @@ def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) 
 
 
 def _percentiles(weight: Tensor, group_size: GroupSize, symmetric: bool, percentile: float) -> tuple[Tensor, Tensor]:
-    """(low, high), [out, groups]: the limits that hold `share` of a group's magnitudes (or of its values, at each end).
+    """(low, high), [out, groups]: the range of `percentile` of a group's magnitudes (of its values at each end).
 
-    The weight of rank ceil(share * size) itself, not a mean of neighbours.
+    Each limit is the weight of rank ceil(percentile * size), without interpolation.
     """
     width = weight.shape[1]
     whole = width // group_size * group_size if isinstance(group_size, int) else width
-    if 0 < whole < width:  # the short last group has ranks of its own
+    if 0 < whole < width:  # ranks in the short last group are computed separately
         found = [
             _percentiles(part, group_size, symmetric, percentile) for part in (weight[:, :whole], weight[:, whole:])
         ]
@@ -256,10 +256,10 @@ def quantize(
     shared_absmax: float | None = None,
     rows: int = 1,
 ) -> Codes:
-    """Round every weight to the nearest value of the grid. mask: True where a weight is kept; others become zero.
+    """Round every weight to the nearest value of the grid. mask: True for kept weights; the others become zero.
 
-    dtype: of scales that are stored as floats. shared_absmax: see `fit_shared`. rows: that share their scales; more
-    than one needs a group size that divides the width, and a grid whose scales have nothing in common.
+    dtype: the dtype of scales that are stored as floats. shared_absmax: see `fit_shared`. rows: rows that share their
+    scales; more than one needs a group size that divides the width, and a grid whose scales share no numbers.
     """
     if mask is not None:
         weight = weight * mask
@@ -277,12 +277,12 @@ def quantize(
 
 
 def store(codes: Tensor, grid: Grid) -> Tensor:
-    """Codes in the integer dtype that `Codes` holds: int8 for integer grids, uint8 (index, bit pattern) otherwise."""
+    """Cast codes to the dtype of `Codes.codes`: int8 for integer grids, uint8 (index, bit pattern) otherwise."""
     return codes.to(torch.int8 if isinstance(grid, IntGrid) else torch.uint8)
 
 
 def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
-    """How many groups of a weight became all zero because no scale as small as they need can be stored."""
+    """The number of groups that became all zero because the scale they need is too small to store."""
     pair = [weight, codes.dense()]
     if codes.group_index is not None:
         order = codes.group_index.argsort(stable=True)

@@ -1,6 +1,6 @@
-"""Pruned weights as their kept values alone, and where these stand: N:M indexes or a bitmask; exact both ways.
+"""Store only the kept weights of a pruned matrix, with their positions as N:M indexes or a bitmask; lossless.
 
-A mask is a fact of its own, not the pattern of zeros: a kept weight may be zero, and then it is stored like any other.
+The mask is stored, not the pattern of zeros: a kept weight may be zero, and is stored like any other kept weight.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from compress.numerics.quant.bits import pack, packed_width, unpack
 
-PART = 1 << 20  # weights that are looked at together; bounds temporaries to some 16 MiB
-LARGEST_M = 256  # an index inside a group is a code of at most 8 bits
+PART = 1 << 20  # weights per step; limits temporary tensors to about 16 MiB
+LARGEST_M = 256  # an index inside a group has at most 8 bits
 
 Value = torch.dtype | int
-"""What one kept weight is: a float of a dtype, or a code of so many bits."""
+"""The type of a kept weight: a float dtype, or the number of bits of a code."""
 
 SparsePolicy = Literal["auto", "always", "off"]
-"""When kept weights are stored alone: where that is no larger, for every mask, or never."""
+"""When to store kept weights alone: if that is not larger (auto), for every mask (always), or never (off)."""
 
 
 @dataclass(frozen=True)
 class Sparsity:
     """How the positions of kept weights are stored: as N:M indexes, or as a bitmask (n_of_m: None).
 
-    kept: how many weights of the matrix are kept.
+    kept: the number of kept weights of the matrix.
     """
 
     kept: int
@@ -38,7 +38,7 @@ class Sparsity:
 
     @classmethod
     def regular(cls, shape: tuple[int, int], n: int, m: int) -> Sparsity:
-        """N of every M columns of [out, in]; columns after the last whole group are all kept."""
+        """N of every M columns of [out, in]; all columns after the last whole group are kept."""
         rows, width = shape
         return cls(rows * (width // m * n + width % m), (n, m))
 
@@ -54,14 +54,14 @@ class Sparsity:
         return "bitmask" if self.n_of_m is None else "{}:{}".format(*self.n_of_m)
 
     def words(self, width: int) -> int:
-        """int32 words per row that the positions take."""
+        """The number of int32 words per row for the positions."""
         if self.n_of_m is None:
             return packed_width(width, 1)
         n, m = self.n_of_m
         return packed_width(width // m * n, index_bits(m))
 
     def values(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of the kept weights: [out, kept per row] for N:M, where all rows are alike, otherwise [kept]."""
+        """The shape of the kept weights: [out, kept per row] for N:M, which keeps equally many per row, else [kept]."""
         return (self.kept,) if self.n_of_m is None else (shape[0], self.kept // shape[0])
 
     def size_bytes(self, shape: tuple[int, int], value: Value) -> int:
@@ -70,12 +70,12 @@ class Sparsity:
         return shape[0] * self.words(shape[1]) * 4 + math.prod(rows) * _line_bytes(count, value)
 
     def pays(self, shape: tuple[int, int], value: Value) -> bool:
-        """Whether that is no more than the whole matrix takes."""
+        """Whether this is not larger than the whole matrix."""
         return self.size_bytes(shape, value) <= shape[0] * _line_bytes(shape[1], value)
 
 
 def index_bits(m: int) -> int:
-    """ceil(log2 M): the bits of an index inside a group."""
+    """The number of bits of an index inside a group, ceil(log2 M)."""
     return (m - 1).bit_length()
 
 
@@ -84,15 +84,15 @@ def _line_bytes(count: int, value: Value) -> int:
 
 
 def choose(found: Iterable[Sparsity], shape: tuple[int, int], value: Value, policy: SparsePolicy) -> Sparsity | None:
-    """How kept weights alone are stored: in the fewest bytes, the first of equals; None where the matrix is stored."""
+    """The smallest way to store kept weights alone, the first of equals; None to store the whole matrix."""
     best = min(found, key=lambda sparsity: sparsity.size_bytes(shape, value))
     return best if policy == "always" or (policy == "auto" and best.pays(shape, value)) else None
 
 
 def sparsities(mask: Bool[Tensor, "out in"]) -> list[Sparsity]:
-    """All ways to store a mask exactly that may be the smallest, N:M first."""
+    """The candidates for the smallest lossless way to store a mask, N:M first."""
     width, bitmask = mask.shape[1], Sparsity(int(mask.sum()))
-    counts = mask[0].cumsum(0).tolist()  # N shows in the first group
+    counts = mask[0].cumsum(0).tolist()  # N is read from the first group
     ratios = [(counts[m - 1], m) for m in range(2, min(LARGEST_M, width) + 1)]
     tried = [Sparsity(bitmask.kept, (n, m)) for n, m in ratios if 0 < n < m]
     fewer = [sparsity for sparsity in tried if sparsity.words(width) <= bitmask.words(width)]
@@ -114,10 +114,11 @@ def _rows(width: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """Which weights of a matrix of `shape` (out, in) are kept.
+    """The positions of the kept weights in a matrix of `shape` (out, in).
 
-    words: int32 [out, words]; a bitmask has one bit per column (1: kept); N:M has, for every kept weight of every whole
-    group of M columns, its column in the group in ceil(log2 M) bits, ascending. Bit streams as in `numerics.bits`.
+    words: int32 [out, words], bit streams as in `numerics.quant.bits`. A bitmask has one bit per column (1: kept). N:M
+    has, for every kept weight of every whole group of M columns, its column in the group in ceil(log2 M) bits,
+    ascending.
     """
 
     words: Int[Tensor, "out words"]
@@ -126,7 +127,7 @@ class Kept:
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "out in"], n_of_m: tuple[int, int] | None = None) -> Kept:
-        """Pack a mask, exactly; N:M only where `is_regular`."""
+        """Pack a mask without loss; N:M only if `is_regular`."""
         shape = mask.shape[0], mask.shape[1]
         sparsity = Sparsity(int(mask.sum()), n_of_m)
         if n_of_m is None:
@@ -138,12 +139,12 @@ class Kept:
 
     @classmethod
     def empty(cls, sparsity: Sparsity, shape: tuple[int, int]) -> Kept:
-        """Positions without values, for counting bytes."""
+        """Positions on the meta device, to count bytes."""
         words = torch.empty(shape[0], sparsity.words(shape[1]), dtype=torch.int32, device="meta")
         return cls(words, sparsity, shape)
 
     def mask(self, rows: slice = slice(None)) -> Bool[Tensor, "rows in"]:
-        """True where a weight is kept."""
+        """The mask of some rows: True for kept weights."""
         words, width = self.words[rows], self.shape[1]
         if self.sparsity.n_of_m is None:
             return unpack(words, 1, width).bool()
@@ -155,14 +156,14 @@ class Kept:
         return torch.cat([found.scatter_(2, columns, True).flatten(1), tail], dim=1)
 
     def parts(self) -> Iterator[tuple[slice, Bool[Tensor, "rows in"], slice]]:
-        """(rows, their mask, where their kept weights stand among all in the order of rows, then columns)."""
+        """Yield (rows, their mask, the slice of their kept weights among all kept weights, in row-major order)."""
         first, step = 0, _rows(self.shape[1])
         for top in range(0, self.shape[0], step):
             rows = slice(top, min(top + step, self.shape[0]))
             mask = self.mask(rows)
-            behind = first + int(mask.sum())
-            yield rows, mask, slice(first, behind)
-            first = behind
+            end = first + int(mask.sum())
+            yield rows, mask, slice(first, end)
+            first = end
 
     def gather(self, matrix: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "*values"]:
         """The kept entries of a matrix, in the shape of `Sparsity.values`."""
@@ -171,14 +172,14 @@ class Kept:
         )
 
     def expand(self, values: Shaped[Tensor, "*values"], into: Shaped[Tensor, "out in"]) -> Shaped[Tensor, "out in"]:
-        """The inverse of gather: put kept entries in their places; the others stay as they are."""
+        """The inverse of gather: write the kept entries into a matrix, in place; the other entries do not change."""
         values = values.flatten()
         for rows, mask, where in self.parts():
             into[rows].masked_scatter_(mask, values[where].to(into.dtype))
         return into
 
     def check(self, name: str) -> None:
-        """Raise ValueError when the tensor `name` cannot be the positions of so many weights."""
+        """Raise ValueError if the words cannot be the positions of this number of weights. name: of the tensor."""
         count, width = 0, self.shape[1]
         for top in range(0, self.shape[0], _rows(width)):
             words = self.words[top : top + _rows(width)]
@@ -194,7 +195,7 @@ class Kept:
 
 
 def _indexes(mask: Bool[Tensor, "rows in"], n: int, m: int) -> Int[Tensor, "rows words"]:
-    """The columns that are kept in each whole group, packed."""
+    """The kept columns of each whole group, packed."""
     groups = mask.shape[1] // m
     columns = mask[:, : groups * m].reshape(-1, m).nonzero()[:, 1]
     return pack(columns.reshape(-1, groups * n), index_bits(m))

@@ -233,7 +233,10 @@ DAMAGES = {
         lambda f: edit(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
         r"is already quantized; start from the dense model \(compress\.load reads it\)",
     ),
-    "pickled": (pickled, r"holds no \.safetensors file \(pickled weights are not read\)"),
+    "pickled": (
+        pickled,
+        r"holds no \.safetensors file; pickled weights are not supported; convert them once: from_pretrained",
+    ),
     "truncated": (truncate, r"model\.safetensors is truncated or not a safetensors file"),
     "missing shard": (missing_shard, r"model-00002-of-00002\.safetensors is missing, but the index lists it"),
     "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "is not an index of weights"),

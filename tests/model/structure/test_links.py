@@ -75,7 +75,7 @@ LINEAR_LINKS = {
     "qwen2": {ATTENTION: GROUPED, MLP: HIDDEN},
     "qwen3": {ATTENTION: GROUPED, MLP: HIDDEN},
     "gemma2": {ATTENTION: GROUPED, MLP: HIDDEN},
-    # Behind a GELU nothing is linear.
+    # After a GELU nothing is linear.
     "gpt2": {("attn.c_attn", ("attn.c_proj",)): list(range(64, 96))},
     "opt": {("self_attn.v_proj", ("self_attn.out_proj",)): ONE_TO_ONE, ("fc1", ("fc2",)): HIDDEN},
     "opt-post-norm": {("self_attn.v_proj", ("self_attn.out_proj",)): ONE_TO_ONE, ("fc1", ("fc2",)): HIDDEN},

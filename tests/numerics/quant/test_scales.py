@@ -89,7 +89,7 @@ def test_the_scales_of_mxfp4_are_those_of_compressed_tensors(low, high):
 def test_the_global_scale_of_nvfp4_by_hand():
     kind = Float8Scale()
     assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, None).tolist() == [896]
-    assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, 6.0).tolist() == [448]  # a layer beside it is larger
+    assert kind.fit_shared(torch.tensor([[1.0, 3.0]]), SPAN, 6.0).tolist() == [448]  # another layer is larger
     assert kind.fit_shared(torch.tensor([[0.0]]), SPAN, None).tolist() == [1]
     shared = torch.tensor([896.0])
     found = kind.round(torch.tensor([[3.0, 1.0, 0.0, 1e-7]]), SPAN, F32, shared)

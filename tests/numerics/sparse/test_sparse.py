@@ -232,7 +232,7 @@ def test_positions_that_cannot_be_are_named():
     fewer[2, 0] = 0
     with pytest.raises(ValueError, match=r"weight_kept marks \d\d weights as kept, but there are 80"):
         replace(bits, words=fewer).check("weight_kept")
-    behind = bits.words.clone()
-    behind[0, 1] |= 1 << 20  # column 52 of 40
+    beyond = bits.words.clone()
+    beyond[0, 1] |= 1 << 20  # column 52 of 40
     with pytest.raises(ValueError, match="weight_kept marks columns after the last of 40"):
-        replace(bits, words=behind).check("weight_kept")
+        replace(bits, words=beyond).check("weight_kept")

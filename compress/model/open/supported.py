@@ -1,0 +1,51 @@
+"""Check, without weights, that a model is a language model: token ids in, logits for tokens out."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.errors import ModelError
+
+SUPPORTED = "supported are models that predict the next token, and encoders that predict masked tokens"
+
+
+def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """The transformers class that the configuration names, or a causal language model when it names none."""
+    for name in getattr(config, "architectures", None) or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise ModelError(
+        f"model: transformers {transformers.__version__} knows no class for model type {config.model_type!r}"
+        + ("" if trust_remote_code else "; set trust_remote_code: true to run the model's own code")
+    )
+
+
+def check_language_model(model: PreTrainedModel, where: str = "model") -> None:
+    """Raise ModelError unless a model takes token ids, is no encoder-decoder, and has a head that predicts tokens.
+
+    Only the class, the configuration and the modules are read. where: the beginning of the message.
+    """
+    reason = _unsupported(model)
+    if reason is not None:
+        raise ModelError(f"{where}: {type(model).__name__} {reason}")
+
+
+def _unsupported(model: PreTrainedModel) -> str | None:
+    """Why a model is not supported, and a remedy; None if it is."""
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        return f"does not take token ids (input_ids); {SUPPORTED}"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"is an encoder-decoder model, which is not supported yet; {SUPPORTED}"
+    if model.get_output_embeddings() is None:
+        return (
+            "has no language-model head; use a checkpoint that was saved with one "
+            "(architectures in its config.json: ...ForCausalLM, ...ForMaskedLM or ...ForConditionalGeneration)"
+        )
+    return None

@@ -96,9 +96,9 @@ class Pass(BaseModel, ABC):
 
     @classmethod
     def key(cls) -> str:
-        """The name in a recipe: the file name of the module, or the lower-case class name outside of `passes`."""
-        package, _, file = cls.__module__.rpartition(".")
-        return file if package.endswith(".passes") else cls.__name__.lower()
+        """The name in a recipe: the module's file name if the class is called like it, or the lower-case class name."""
+        file, title = cls.__module__.rpartition(".")[2], cls.__name__.lower()
+        return file if file.replace("_", "") == title else title
 
     def facts(self) -> frozenset[Fact]:
         """The facts that are true of the layers after the pass, given its options."""

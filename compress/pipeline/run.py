@@ -31,9 +31,10 @@ from compress.model.open.experts import open_experts
 from compress.model.open.opening import InMemory, OpenModel, open_model
 from compress.model.open.vocabulary import check_teacher
 from compress.model.structure.blocks import find_blocks
-from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
+from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
+from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import calibration_ids, eval_ids, lm_objective_for, resolve, storage_dtype, teachers
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
@@ -41,7 +42,6 @@ from compress.recipe.schema import Recipe
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
-from compress.version import __version__
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
@@ -122,6 +122,7 @@ class Job:
     """The inputs of a run, resolved before it starts.
 
     ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
+    stated: the files that state the recipe, by name.
     """
 
     recipe: Recipe
@@ -132,10 +133,12 @@ class Job:
     ids: Tensor
     texts: dict[str, Tensor]
     manifest: Manifest
+    stated: dict[str, str]
 
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
+    stated = written(recipe)
     opened = open_model(recipe.model, recipe.dtype, device_of(recipe.device), recipe.trust_remote_code)
     for log in opened.notes:
         journal.add("note", "model", log)
@@ -152,12 +155,13 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
     with context.phase("calibration text"):
         ids = calibration_ids(recipe, opened)
-    spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
-    wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
-    manifest = open_folder(out, wanted, overwrite)
+    wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
+    for key in (key for key, digest in code.items() if digest == UNKNOWN):
+        journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
+    manifest = open_folder(out, wanted, overwrite, code)
     context.calibration, context.open_teacher = ids, partial(_open_source, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
-    return Job(recipe, opened, context, steps, planned, ids, texts, manifest)
+    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated)
 
 
 def compress(job: Job, first: bool = True, together: bool = False) -> None:
@@ -168,7 +172,7 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.recipe.to_yaml(), first, together)
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
@@ -211,7 +215,7 @@ def finish(job: Job) -> Result:
         layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
-        reproduce=reproduction(recipe, opened, context, manifest.fingerprint, corpus_sha256(job.ids)),
+        reproduce=reproduction(recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids)),
     )
     write_report(report, folder)
     return Result(folder, report.to_json(), context.journal)

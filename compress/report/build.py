@@ -78,12 +78,13 @@ def build_report(
 
 
 def reproduction(
-    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str
+    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, code: Mapping[str, str], calibration_sha256: str
 ) -> Reproduction:
-    """All that the bytes of a run depend on. fingerprint: of the run, as in its manifest."""
+    """All that the bytes of a run depend on. fingerprint, code: of the run, as in its manifest."""
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,
+        code=dict(code),
         calibration_sha256=calibration_sha256,
         compute_dtype=dtype_name(opened.dtype),
         storage_dtype=dtype_name(run.storage),

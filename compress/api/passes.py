@@ -13,6 +13,7 @@ passes keep:
                    sparsities       the storage schemes of the masks that the pass makes
                    cache            the rounding of keys and values
                    zeros            the sparsity that the pass must reach in a layer
+                   mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
     LayerPass      observer         the statistics of inputs that several layers share
                    watches          further statistics of the inputs of one layer
@@ -74,8 +75,9 @@ class Pass(BaseModel, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
     paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
-    that must be false before the pass. makes: facts that are true after the pass. targets, ignore: globs or 're:'
-    patterns of full module names; a pattern that matches nothing is an error.
+    that must be false before the pass. makes: facts that are true after the pass. prepares: the fact that a later pass
+    must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. targets, ignore:
+    globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -84,6 +86,7 @@ class Pass(BaseModel, ABC):
     after: ClassVar[frozenset[Fact]] = frozenset()
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()
+    prepares: ClassVar[Fact | None] = None
 
     targets: tuple[str, ...] = Field(
         default=("*",), min_length=1, description="linears to work on: globs, or regular expressions after 're:'"
@@ -124,6 +127,10 @@ class Pass(BaseModel, ABC):
         """The reason why the pass cannot work on a linear, or None. Callers use the pass returned by `for_layer`."""
         after = self.becomes(LayerScheme(layer.shape))
         return next((reason for part in after.parts if (reason := part.refuses(layer.shape)) is not None), None)
+
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        """The reason why this pass did not prepare a layer for the later pass that makes `prepares` true, or None."""
+        return None
 
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros | None:
         """The sparsity due in a layer of this shape, at the pass's sparsity or a given one; None: it does not prune."""

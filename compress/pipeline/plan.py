@@ -18,6 +18,7 @@ from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
@@ -72,6 +73,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     """Plan a recipe for an open model."""
     steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
     planned = plan_on(recipe, steps, form)
+    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
     if form is opened:
         dense = planned.dense_bytes
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.dtypes import DTYPES
-from compress.recipe.order import in_words, label
+from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -41,8 +41,9 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
 
     first: the index of the first of these passes in the recipe.
 
-    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, a layer or
-    the format does not support a group size, or the model cannot have a shape.
+    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, no later
+    pass does what a layer was prepared for, a layer or the format does not support a group size, or the model cannot
+    have a shape.
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), _schemes(opened)
     steps: list[Step] = []
@@ -63,6 +64,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         else:
             for name in chosen:
                 facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
+    _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
 
 
@@ -145,6 +147,22 @@ def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) 
             f"{where}: it needs the weight of {late[0]} before quantization, but no earlier pass of the same sweep "
             "quantizes the layer; put it right after that pass, or leave the layer out (ignore)"
         )
+
+
+def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise TargetError if no later pass does what a preparation prepared a layer for."""
+    for index, (where, step, names) in enumerate(steps):
+        rest = steps[index + 1 :]
+        if step.prepares is None or any(later.requires.new_shape for _, later, _ in rest):  # layers change their names
+            continue
+        for name in names:
+            own = [(there, own_options(later, name)) for there, later, chosen in rest if name in chosen]
+            found = next(((there, later) for there, later in own if step.prepares in later.facts()), None)
+            if found is None:
+                raise TargetError(f"{where}: {name}: {unprepared(step.prepares)}, or leave the layer out with ignore")
+            there, later = found
+            if reason := own_options(step, name).mismatch(LayerFacts(name, shapes[name]), later):
+                raise TargetError(f"{where}: {name}: {there} does not do what it is prepared for: {reason}")
 
 
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:

@@ -89,14 +89,14 @@ def _execute(path: Path, text: str, name: str) -> ModuleType:
     module.__file__ = str(path)
     sys.modules[name] = module  # pydantic looks annotations up there
     try:
-        _executed(lambda: loader.exec_module(module), f"{path}: its code raises")
+        executed(lambda: loader.exec_module(module), f"{path}: its code raises")
     except RecipeError:
         del sys.modules[name]
         raise
     return module
 
 
-def _executed(work: Callable[[], T], where: str) -> T:
+def executed(work: Callable[[], T], where: str) -> T:
     """The result of code of other authors, whose errors become a RecipeError."""
     try:
         return work()
@@ -175,7 +175,7 @@ def _load_installed(key: str, points: Sequence[EntryPoint]) -> type[Pass]:
         raise RecipeError(f"{where}: {key} is a pass of compress already; write {values[0]} instead, or uninstall it")
     if len(values) > 1:
         raise RecipeError(f"{where}: it is {' and '.join(values)}; write one of these instead, or uninstall one")
-    step = _concrete(_executed(points[0].load, f"{where}: loading {values[0]} raises"), where)
+    step = _concrete(executed(points[0].load, f"{where}: loading {values[0]} raises"), where)
     if step.key() != key:
         raise RecipeError(f"{where}: the key of {values[0]} is {step.key()}; give the entry point this name")
     return step
@@ -194,7 +194,7 @@ def _import(key: str) -> type[Pass]:
     message = (
         f"{key!r}: the module must be importable (a file can be named in plugins instead), but importing it raises"
     )
-    module = _executed(lambda: importlib.import_module(name), message)
+    module = executed(lambda: importlib.import_module(name), message)
     if not hasattr(module, path):
         known = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Pass)]
         raise RecipeError(f"{key!r}: the module has no class {path!r}{did_you_mean(path, known)}")

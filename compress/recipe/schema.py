@@ -59,7 +59,8 @@ class Save(_Part):
     )
     verify: Literal["full", "own"] = Field(
         default="full",
-        description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
+        description="'own': reload with compress.load; 'full': also with transformers, an error if it cannot read the "
+        "checkpoint (format native is for compress.load alone)",
     )
     sparse: SparsePolicy = Field(
         default="auto",

@@ -65,6 +65,11 @@ class LayerScheme:
         return only if isinstance(only, CodesScheme) else None
 
     @property
+    def all_codes(self) -> tuple[CodesScheme, ...]:
+        """The parts that are codes, beside which other parts may stand."""
+        return tuple(part for part in self.parts if isinstance(part, CodesScheme))
+
+    @property
     def rounding(self) -> RoundingScheme | None:
         """The rounding of inputs, or None."""
         return next((t for t in self.transforms if isinstance(t, RoundingScheme)), None)

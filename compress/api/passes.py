@@ -13,6 +13,7 @@ passes keep:
                    sparsities       the storage schemes of the masks that the pass makes
                    cache            the rounding of keys and values
                    zeros            the sparsity that the pass must reach in a layer
+                   unmet            the reason why the pass finds nothing to work on in its layers
                    mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
     LayerPass      observer         the statistics of inputs that several layers share
@@ -142,6 +143,13 @@ class Pass(BaseModel, ABC):
         size: of a linear for a layer pass, of a block for a block pass, of the model for a model pass.
         """
         return 0
+
+    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
+        """The reason why the pass finds nothing to work on in the layers that it meets together, or None.
+
+        layers: their schemes before the pass. stored: the same in the form that the format, by its name, stores.
+        """
+        return None
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         """The storage scheme of a layer after this pass, as far as known before the run. before: its scheme now."""

@@ -18,6 +18,7 @@ from compress.model.open.opening import OpenModel, open_model, read_config
 from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.footprint import Footprint
+from compress.pipeline.notes import pruning_notes, storage_notes
 from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import layer_shapes, own_options, resolve, storage_dtype, update_targets, with_config
 from compress.recipe.schema import Recipe
@@ -40,7 +41,8 @@ class Plan:
     """The plan of all layers.
 
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
-    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files.
+    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. notes: those of
+    the opened model, then what is stored otherwise than the recipe seems to say, and pruning that saves no bytes.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -109,7 +111,21 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         for _, step, names in steps
         if step.cache is not None
     )
-    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
+    notes = form.notes + _notes(steps, layers, format_, storage)
+    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))
+
+
+def _notes(steps: Sequence[Step], layers: Sequence[LayerPlan], format_: Format, storage: torch.dtype) -> list[str]:
+    """The notes about the stored bytes of layers."""
+    found = [(layer.name, layer.scheme, layer.size_bytes) for layer in layers]
+    of = {layer.name: layer for layer in layers}
+    chosen = [(where, step, set(names)) for where, step, names in steps]
+
+    def with_zeros(name: str) -> int:
+        mine = [(where, step) for where, step, names in chosen if name in names]
+        return format_.size_bytes(planned_scheme(mine, name, of[name].shape, storage, "off"), storage)
+
+    return storage_notes(steps, found, format_, storage) + pruning_notes(steps, found, format_, with_zeros)
 
 
 def final_plan(

@@ -56,6 +56,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         _check_facts(step, names if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
+        _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
@@ -147,6 +148,25 @@ def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) 
             f"{where}: it needs the weight of {late[0]} before quantization, but no earlier pass of the same sweep "
             "quantizes the layer; put it right after that pass, or leave the layer out (ignore)"
         )
+
+
+def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[str]]:
+    """The linears that a pass meets together: all for a pass over the whole model, or those of each block."""
+    if isinstance(step, ModelPass):
+        return [list(names)]
+    parts = [[name for name in names if name.startswith(f"{block.name}.")] for block in opened.blocks]
+    return [part for part in parts if part]
+
+
+def _check_unmet(
+    step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, where: str
+) -> None:  # fmt: skip
+    """Raise TargetError if a pass finds nothing to work on. schemes: of the layers before the pass."""
+    for names in parts:
+        before = [schemes[name] for name in names]
+        reason = step.unmet(before, [format_.adapt(s) or LayerScheme(s.shape) for s in before], format_.name)
+        if reason is not None:
+            raise TargetError(f"{where}: {names[0]}: {reason}")
 
 
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:

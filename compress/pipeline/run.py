@@ -145,6 +145,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     format_ = FORMATS[recipe.save.format]
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
+    for log in planned.notes[len(opened.notes) :]:
+        journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
     for step in recipe.passes:
         if isinstance(step.requires.teacher, str):

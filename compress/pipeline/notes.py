@@ -12,7 +12,7 @@ from compress.api.passes import Step
 from compress.formats.base import Format
 from compress.weights.layer import LayerScheme
 
-NOTABLE = 1.05  # ratio of stored to nominal bits per weight that is told
+NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
 WIDE = 32  # groups in a row without padding: whole words for codes of every width
 
 Layers = Sequence[tuple[str, LayerScheme, int]]
@@ -21,15 +21,20 @@ Layers = Sequence[tuple[str, LayerScheme, int]]
 
 def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storage: torch.dtype) -> list[str]:
     """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
     for name, scheme, size in layers:
-        nominal, stored = nominal_bits(scheme, storage), 8 * size / prod(scheme.shape)
-        if nominal is None or format_.adapt(scheme) is None or stored <= NOTABLE * nominal:
+        nominal = nominal_bits(scheme, storage)
+        if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
             continue
         where = next((w for w, step, names in reversed(steps) if name in names and "quantized" in step.facts()), "")
-        note = f"{stored:.2f} bits per weight are stored instead of {nominal:.2f}: {_reason(scheme, format_)}"
-        found[where, note] = found.get((where, note), 0) + 1
-    return [f"{where}: in {count} layers {note}" for (where, note), count in found.items()]
+        key = where, f"{nominal:.2f}", _reason(scheme, format_)
+        found.setdefault(key, []).append((size, prod(scheme.shape)))
+    notes = []
+    for (where, nominal, reason), sizes in found.items():
+        bits = 8 * sum(size for size, _ in sizes) / sum(count for _, count in sizes)
+        told = f"{bits:.2f} bits per weight are stored instead of {nominal}"
+        notes.append(f"{where}: in {len(sizes)} layers {told}: {reason}")
+    return notes
 
 
 def nominal_bits(scheme: LayerScheme, storage: torch.dtype) -> float | None:
@@ -60,7 +65,7 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
     notes = []
     for where, step, names in steps:
         chosen = set(names)
-        pruned = [(name, size) for name, scheme, size in layers if name in chosen and (step.sparsities(scheme.shape))]
+        pruned = [(name, size) for name, scheme, size in layers if name in chosen and step.sparsities(scheme.shape)]
         if pruned and sum(size for _, size in pruned) >= sum(dense(name) for name, _ in pruned):
             reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
             if format_.sparse:

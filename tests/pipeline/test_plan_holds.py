@@ -24,7 +24,11 @@ CHAINS = {
     "outliers": [OWQ(weights="int3", group_size=16)],
     "low rank": [RTN(group_size=16), LoRC(rank=2)],
     "pruned": [Magnitude(pattern="2:4")],
-    "permuted": [ChannelPermutation(score="magnitude", escapes=0, unlinked="skip"), Magnitude(pattern="2:4"), RTN(group_size=16)],
+    "permuted": [
+        ChannelPermutation(score="magnitude", escapes=0, unlinked="skip"),
+        Magnitude(pattern="2:4"),
+        RTN(group_size=16),
+    ],
     "cache": [KVCache(), RTN(group_size=16)],
     "scales": [RTN(group_size=16), Distill(train=["scales"], **FEW)],
     "scales and norms": [RTN(group_size=16), Distill(train=["scales", "norms"], **FEW)],

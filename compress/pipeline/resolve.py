@@ -166,7 +166,7 @@ def _check_unmet(
         before = [schemes[name] for name in names]
         reason = step.unmet(before, [format_.adapt(s) or LayerScheme(s.shape) for s in before], format_.name)
         if reason is not None:
-            raise TargetError(f"{where}: {names[0]}: {reason}")
+            raise TargetError(f"{where}: {reason}")
 
 
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:

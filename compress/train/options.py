@@ -97,9 +97,9 @@ class TrainingOptions(BaseModel):
                     f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
                     f"or train: [{rest}, weights]"
                 )
-            return f"train: scales needs layers packed with scales stored as floats; write train: [{rest}]"
+            return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{rest}]"
         if "weights" in asked and stored and all(scheme.quantized for scheme in stored):
-            return f"train: weights needs a dense layer, but all are quantized; write train: [{rest}, scales]"
+            return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
         return None
 
     def rate_of(self, kind: Kind) -> float:

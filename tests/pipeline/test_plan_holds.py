@@ -62,9 +62,9 @@ def test_what_is_planned_runs_and_what_is_refused_is_refused_at_once(format_, ch
         ("dense", "scales", r"passes\[1\] distill: .*save.format dense stores no scales; use .*compressed-tensors.*, "
          r"or train: \[norms, weights\]"),
         ("dense", "scales of blocks", r"passes\[1\] lkd: .*save.format dense stores no scales"),
-        ("native", "scales that are no floats", r"train: scales needs layers packed with scales stored as floats"),
-        ("native", "weights", r"train: weights needs a dense layer, but all are quantized; write train: \[norms, scales"),
-        ("native", "scales of dense layers", r"train: scales needs layers packed with scales"),
+        ("native", "scales that are no floats", r"train: scales matches no parameter: no layer is packed with float scales"),
+        ("native", "weights", r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales"),
+        ("native", "scales of dense layers", r"train: scales matches no parameter"),
         ("native", "learned, no floats", r"train: scales needs scales that are floats, which mxfp4 has not"),
         ("compressed-tensors", "float zeros", r"passes\[0\] hqq: .*zero points of format compressed-tensors are integers"),
         ("compressed-tensors", "low rank", r"passes\[1\] lorc: .*holds only codes"),

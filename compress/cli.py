@@ -150,11 +150,12 @@ def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype
 
 
 @main.command()
-def passes() -> None:
+@click.option("--plugin", multiple=True, help="Python file with a pass; it is executed.")
+def passes(plugin: tuple[str, ...]) -> None:
     """List the passes with their options."""
-    from compress.passes import PASSES
+    from compress.recipe.plugins import available
 
-    for key, step in PASSES.items():
+    for key, step in available(plugin).items():
         click.echo(f"{key}: {(step.__doc__ or '').strip().splitlines()[0]}\n    {step.paper}")
         for name, option in step.model_fields.items():
             click.echo(f"    {name} = {option.default!r}: {option.description}")

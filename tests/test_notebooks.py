@@ -74,3 +74,4 @@ def test_passes_are_composed_and_one_is_written(capsys):
     assert "packed as int4" in shown
     assert "the layers are already quantized by passes[0] rtn; put clip before it" in shown
     assert names["Clip"]().sigmas == 3.0
+    assert "['Clip', 'RTN'] keeps the contract" in shown

@@ -14,6 +14,8 @@ passes keep:
                    sparsities       the storage schemes of the masks that the pass makes
                    cache            the rounding of keys and values
                    zeros            the sparsity that the pass must reach in a layer
+                   unmet            the reason why the pass finds nothing to work on in its layers
+                   mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
     LayerPass      observer         the statistics of inputs that several layers share
                    watches          further statistics of the inputs of one layer
@@ -75,8 +77,9 @@ class Pass(BaseModel, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
     paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
-    that must be false before the pass. makes: facts that are true after the pass. targets, ignore: globs or 're:'
-    patterns of full module names; a pattern that matches nothing is an error.
+    that must be false before the pass. makes: facts that are true after the pass. prepares: the fact that a later pass
+    must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. targets, ignore:
+    globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,6 +88,7 @@ class Pass(BaseModel, ABC):
     after: ClassVar[frozenset[Fact]] = frozenset()
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()
+    prepares: ClassVar[Fact | None] = None
 
     targets: tuple[str, ...] = Field(
         default=("*",),
@@ -100,9 +104,9 @@ class Pass(BaseModel, ABC):
 
     @classmethod
     def key(cls) -> str:
-        """The name in a recipe: the file name of the module, or the lower-case class name outside of `passes`."""
-        package, _, file = cls.__module__.rpartition(".")
-        return file if package.endswith(".passes") else cls.__name__.lower()
+        """The name in a recipe: the module's file name if the class is called like it, or the lower-case class name."""
+        file, title = cls.__module__.rpartition(".")[2], cls.__name__.lower()
+        return file if file.replace("_", "") == title else title
 
     def facts(self) -> frozenset[Fact]:
         """The facts that are true of the layers after the pass, given its options."""
@@ -137,6 +141,10 @@ class Pass(BaseModel, ABC):
         after = self.becomes(LayerScheme(layer.shape))
         return next((reason for part in after.parts if (reason := part.refuses(layer.shape)) is not None), None)
 
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        """The reason why this pass did not prepare a layer for the later pass that makes `prepares` true, or None."""
+        return None
+
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros | None:
         """The sparsity due in a layer of this shape, at the pass's sparsity or a given one; None: it does not prune."""
         return None
@@ -147,6 +155,13 @@ class Pass(BaseModel, ABC):
         size: of a linear for a layer pass, of a block for a block pass, of the model for a model pass.
         """
         return 0
+
+    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
+        """The reason why the pass finds nothing to work on in the layers that it meets together, or None.
+
+        layers: their schemes before the pass. stored: the same in the form that the format, by its name, stores.
+        """
+        return None
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         """The storage scheme of a layer after this pass, as far as known before the run. before: its scheme now."""

@@ -105,9 +105,21 @@ class WeightGrid(Pass):
         """The grid of the weights."""
         return GRIDS[self.weights]
 
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        """For passes that prepare weights for this grid: why the later pass rounds a layer to another one, or None."""
+        wanted = self.weights, self.group_size, self.symmetric
+        codes = later.becomes(LayerScheme(layer.shape)).all_codes
+        found = [(one.grid.name, one.group_size, one.symmetric) for one in codes]
+        return None if found == [wanted] else f"it needs {_spelled(wanted)}; write the same options in both passes"
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         check_grid(self.weights, self.group_size, self.symmetric)
+
+
+def _spelled(grid: tuple[str, GroupSize, bool]) -> str:
+    name, group_size, symmetric = grid
+    return f"weights: {name}, group_size: {group_size}, symmetric: {str(symmetric).lower()}"
 
 
 class Quantizing(WeightGrid):

@@ -91,12 +91,13 @@ class Format(ABC):
     """A way to store compressed layers.
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
-    have no such config. sparse: whether kept weights can be stored alone.
+    have no such config. sparse: whether kept weights can be stored alone. stock: whether other programs read it.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
+    stock: bool = True
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
@@ -142,7 +143,7 @@ class Format(ABC):
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""
-        return f"format {self.name} is read by compress.load only"
+        return None
 
     def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
         """Whether `config` can state this scheme for all keys and values of the model, and readers accept it."""

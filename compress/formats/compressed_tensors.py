@@ -158,7 +158,11 @@ class CompressedTensors(Format):
         if inside and not _readable_experts(inside, len(kinds)):
             return "transformers reads experts only if packed with one scheme, without zero points or rounded inputs"
         if len(kinds) > 1 and any(not one.symmetric for one in codes):
-            return "transformers cannot load zero points if layers differ in bits or group size"
+            sizes = ", ".join(sorted({f"{grid.name} in groups of {size}" for grid, size in kinds}))
+            return (
+                f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
+                "group_size that divides the inputs of all layers, or symmetric: true"
+            )
         if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:

@@ -46,6 +46,7 @@ class AWQ(WeightGrid, BlockPass):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
+    prepares: ClassVar[Fact | None] = "quantized"
 
     duo: bool = Field(default=True, description="also try scales that are divided by the mean magnitude of the weights")
     clip: bool = Field(default=True, description="clip each group of weights if this reduces the error")

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Fact, Log, Requirements
+from compress.api.facts import Fact, LayerFacts, Log, Requirements
 from compress.api.observers import InputNorm
-from compress.api.passes import BlockInputs, BlockPass
+from compress.api.passes import BlockInputs, BlockPass, Pass
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group
@@ -38,6 +38,7 @@ class ChannelPermutation(BlockPass):
         "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
     )
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
+    prepares: ClassVar[Fact | None] = "masked"
 
     pattern: Pattern = Field(default=Pattern("2:4"), description="N:M pattern of the later pruning pass")
     score: Score = Field(
@@ -61,6 +62,11 @@ class ChannelPermutation(BlockPass):
     @property
     def requires(self) -> Requirements:
         return Requirements(data=self.score != "magnitude")
+
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        if any(found.n_of_m == self.pattern.n_of_m for found in later.sparsities(layer.shape)):
+            return None
+        return f"it needs pattern {self.pattern.text}; write the same pattern in both passes"
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputNorm) if self.requires.data else {}

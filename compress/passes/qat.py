@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from compress.stream.install import adapt
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student, trainable
+from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding
 
 
@@ -47,6 +48,11 @@ class QAT(Quantizing, TrainingPass):
                 f"weights {self.weights}: layers with the same input must share a factor of their scales, but this "
                 "pass trains each layer alone; use mxfp4, or another grid"
             )
+
+    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
+        if "scales" in (self.train or ()) and not any(self.becomes(scheme).free_scales for scheme in layers):
+            return f"train: scales needs scales that are floats, which {self.weights} has not; write train: [weights]"
+        return None
 
     def takes(self, name: str) -> bool:
         return super().takes(name) and self.for_layer(name) is not None

@@ -40,6 +40,7 @@ class SmoothQuant(BlockPass):
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
+    prepares: ClassVar[Fact | None] = "quantized"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(
         default=0.5,

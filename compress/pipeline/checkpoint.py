@@ -6,7 +6,6 @@ The last segment of a run writes each finished block as a shard of the checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,6 +32,7 @@ from compress.model.save import block_tensors, dense_linear_names, outside_tenso
 from compress.model.structure.blocks import Block
 from compress.pipeline.engine import Segment
 from compress.pipeline.output import WORK, check_folder
+from compress.pipeline.provenance import changed_code
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.stream.install import LayerResult
@@ -50,6 +50,7 @@ OWN_FILES = (
     "report.md",
     "report.html",
     "training.svg",
+    "plugins/*.py",
 )
 """The files that a run writes into its folder; --overwrite removes them."""
 
@@ -81,7 +82,7 @@ class Manifest:
 
     fingerprint: a digest of everything that determines the checkpoint's bytes. complete: the checkpoint is complete.
     training: the report's records of training passes. reached: the last complete snapshot. begun: the unfinished
-    snapshot of the next segment.
+    snapshot of the next segment. code: digests of the code of the run (`provenance.code_of`).
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Manifest:
     training: dict[str, Any] = field(default_factory=dict)
     reached: Snapshot | None = None
     begun: Snapshot | None = None
+    code: dict[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -123,13 +125,10 @@ class Manifest:
         write_json(self.path, values)
 
 
-def fingerprint(**parts: Any) -> str:
-    """A digest of named values."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
+def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:
     """The manifest of an output folder: a new one, or the one of an earlier start of the same run.
+
+    wanted: the fingerprint of the run. code: the digests of its code; if they differ, the error says which.
 
     Raises OutputError when the folder cannot be created, when it contains files of no run, or when it contains another
     run and `overwrite` is false. Only files of a run are removed.
@@ -142,20 +141,22 @@ def open_folder(folder: Path, wanted: str, overwrite: bool) -> Manifest:
     except OSError as error:
         raise OutputError(f"{folder}: cannot be created or read ({error.strerror}); choose another --out") from error
     found = _read(path, folder) if path.exists() else None
+    new = Manifest(folder, wanted, code=dict(code or {}))
     if found is not None and found.fingerprint == wanted:
         return found
     if nothing and found is None:
-        return Manifest(folder, wanted)
+        return new
     if not overwrite:
+        changed = changed_code(found.code, new.code) if found is not None else None
+        reason = changed or "its recipe, model, calibration text or version differs"
         raise OutputError(
-            f"{folder}: contains another run (its recipe, model, calibration text or version differs); "
-            "choose another --out, or pass --overwrite to replace it"
+            f"{folder}: contains another run ({reason}); choose another --out, or pass --overwrite to replace it"
         )
     for pattern in OWN_FILES:
         for file in folder.glob(pattern):
             file.unlink()
     shutil.rmtree(folder / WORK)
-    return Manifest(folder, wanted)
+    return new
 
 
 def _read(path: Path, folder: Path) -> Manifest | None:
@@ -212,9 +213,9 @@ def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerSchem
 class Shards:
     """The sink of `run`: it writes a shard per finished block, snapshots between segments, and other files at the end.
 
-    probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: as YAML. first: whether
-    this process is rank 0, which writes; other processes compute the same. together: whether there may be other
-    processes; all processes wait for each other at the end of a segment.
+    probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
+    recipe, by name. first: whether this process is rank 0, which writes; other processes compute the same. together:
+    whether there may be other processes; all processes wait for each other at the end of a segment.
     """
 
     opened: OpenModel
@@ -222,7 +223,7 @@ class Shards:
     steps: Sequence[Step]
     manifest: Manifest
     probe: Tensor
-    recipe: str
+    recipe: Mapping[str, str]
     first: bool = True
     together: bool = False
     _began: int = field(init=False)
@@ -367,7 +368,9 @@ class Shards:
             names = {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
             write_description(self.opened, folder, names, sizes, config, self.run.storage, own)
-            write_text(folder / "recipe.yaml", self.recipe)
+            for name, text in self.recipe.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                write_text(folder / name, text)
             manifest.training, manifest.complete = self.run.training, True
             manifest.reached = manifest.begun = None
             self._write()

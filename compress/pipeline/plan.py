@@ -21,7 +21,9 @@ from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
+from compress.pipeline.notes import pruning_notes, storage_notes
 from compress.pipeline.output import check_folder, check_space
+from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -53,7 +55,8 @@ class Plan:
     """The plan of all layers.
 
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
-    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files.
+    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. notes: those of
+    the opened model, then what is stored otherwise than the recipe seems to say, and pruning that saves no bytes.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -106,6 +109,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
+    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -141,7 +145,23 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         for _, step, names in steps
         if step.cache is not None
     )
-    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(form.notes))
+    notes = form.notes + _notes(steps, layers, starts, format_, storage)
+    return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))
+
+
+def _notes(
+    steps: Sequence[Step], layers: Sequence[LayerPlan], starts: Mapping[str, LayerScheme], format_: Format,
+    storage: torch.dtype,
+) -> list[str]:  # fmt: skip
+    """The notes about the stored bytes of layers. starts: their schemes before the first pass."""
+    found = [(layer.name, layer.scheme, layer.size_bytes) for layer in layers]
+    chosen = [(where, step, set(names)) for where, step, names in steps]
+
+    def with_zeros(name: str) -> int:
+        mine = [(where, step) for where, step, names in chosen if name in names]
+        return format_.size_bytes(planned_scheme(mine, name, starts[name], storage, "off"), storage)
+
+    return storage_notes(steps, found, format_, storage) + pruning_notes(steps, found, format_, with_zeros)
 
 
 def final_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
-from compress.recipe.order import in_words, label
+from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
 
@@ -51,8 +51,9 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
 
     first: the index of the first of these passes in the recipe.
 
-    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, a layer or
-    the format does not support a group size, or the model cannot have a shape.
+    Raises TargetError: a pattern matches nothing, a later pass cannot work on a layer after an earlier pass, no later
+    pass does what a layer was prepared for, a layer or the format does not support a group size, or the model cannot
+    have a shape.
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
     _check_start(schemes, format_)
@@ -68,6 +69,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         _check_sweep(step, chosen, swept, where)
         _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
+        _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
@@ -76,6 +78,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         else:
             for name in chosen:
                 facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
+    _check_prepared(steps, {name: scheme.shape for name, scheme in schemes.items()})
     return steps, opened
 
 
@@ -181,6 +184,41 @@ def _check_reference(step: Pass, names: Sequence[str], opened: OpenModel, where:
             f"{where}: {inside[0]} sees only the tokens routed to its expert, so its inputs cannot be compared with "
             "those of the uncompressed model; leave experts out (ignore), or turn the comparison off in the pass"
         )
+
+
+def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[str]]:
+    """The linears that a pass meets together: all for a pass over the whole model, or those of each block."""
+    if isinstance(step, ModelPass):
+        return [list(names)]
+    parts = [[name for name in names if name.startswith(f"{block.name}.")] for block in opened.blocks]
+    return [part for part in parts if part]
+
+
+def _check_unmet(
+    step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, where: str
+) -> None:  # fmt: skip
+    """Raise TargetError if a pass finds nothing to work on. schemes: of the layers before the pass."""
+    for names in parts:
+        before = [schemes[name] for name in names]
+        reason = step.unmet(before, [format_.adapt(s) or LayerScheme(s.shape) for s in before], format_.name)
+        if reason is not None:
+            raise TargetError(f"{where}: {reason}")
+
+
+def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise TargetError if no later pass does what a preparation prepared a layer for."""
+    for index, (where, step, names) in enumerate(steps):
+        rest = steps[index + 1 :]
+        if step.prepares is None or any(later.requires.new_shape for _, later, _ in rest):  # layers change their names
+            continue
+        for name in names:
+            own = [(there, own_options(later, name)) for there, later, chosen in rest if name in chosen]
+            found = next(((there, later) for there, later in own if step.prepares in later.facts()), None)
+            if found is None:
+                raise TargetError(f"{where}: {name}: {unprepared(step.prepares)}, or leave the layer out with ignore")
+            there, later = found
+            if reason := own_options(step, name).mismatch(LayerFacts(name, shapes[name]), later):
+                raise TargetError(f"{where}: {name}: {there} does not do what it is prepared for: {reason}")
 
 
 def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str], where: str) -> list[str]:

@@ -34,10 +34,11 @@ from compress.model.open.packed import Packed, open_input, with_masks
 from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
-from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, fingerprint, open_folder
+from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
+from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.sources import open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
@@ -49,7 +50,6 @@ from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
 from compress.stream.install import take_in
-from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -144,7 +144,7 @@ class Job:
     """The inputs of a run, resolved before it starts.
 
     ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
-    uses: what was read for calibration and evaluation.
+    stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation.
     """
 
     recipe: Recipe
@@ -155,13 +155,14 @@ class Job:
     ids: Tensor
     texts: dict[str, Tensor]
     manifest: Manifest
+    stated: dict[str, str]
     uses: tuple[TextUse, ...] = ()
 
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
     check_folder(out)
-    device = device_of(recipe.device)
+    stated, device = written(recipe), device_of(recipe.device)
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
@@ -169,28 +170,31 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
+    for log in planned.notes[len(opened.notes) :]:
+        journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     evaluated = [eval_ids(recipe, text, opened) for text in recipe.eval.perplexity]
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):
         ids, uses = calibration_ids(recipe, opened)
-    spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
-    wanted = fingerprint(recipe=spelled, model=opened.fingerprint, calibration=corpus_sha256(ids), version=__version__)
+    wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
+    for key in (key for key, digest in code.items() if digest == UNKNOWN):
+        journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     if isinstance(opened.weights, Packed):
         opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
         if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
             journal.add(
                 "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
             )
-    manifest = open_folder(out, wanted, overwrite)
+    manifest = open_folder(out, wanted, overwrite, code)
     if manifest.complete and (damaged := manifest.damaged()):
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
     context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     uses += [use for _, use in evaluated]
-    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, tuple(uses))
+    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses))
 
 
 def compress(job: Job, first: bool = True, together: bool = False) -> None:
@@ -201,7 +205,7 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.recipe.to_yaml(), first, together)
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
@@ -245,7 +249,9 @@ def finish(job: Job) -> Result:
         layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
-        reproduce=reproduction(recipe, opened, context, manifest.fingerprint, corpus_sha256(job.ids), job.uses),
+        reproduce=reproduction(
+            recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids), job.uses
+        ),
     )
     write_report(report, folder)
     return Result(folder, report.to_json(), context.journal)

@@ -19,12 +19,13 @@ from compress.api.context import Run
 from compress.api.memory import available_bytes
 from compress.errors import VerificationError
 from compress.formats import FORMATS
-from compress.formats.base import Format, StoredLayer
+from compress.formats.base import Format
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.linear import CompressedLinear, linears
-from compress.model.open.experts import Experts, open_experts
+from compress.model.open.experts import open_experts
 from compress.model.open.load import load
 from compress.numerics.dtypes import dtype_name
+from compress.pipeline.readers import OWN, not_asked, unreadable
 from compress.recipe.schema import Recipe
 
 TOLERANCE = 1e-3  # relative to the largest logit; equal arithmetic gives 0, a wrong scale or zero point far more
@@ -55,12 +56,13 @@ def verify(
     run: Run,
     caches: Mapping[str, str] | None = None,
 ) -> tuple[Verified, PreTrainedModel]:
-    """Reload with compress.load and, if there are a reader and enough memory, with transformers alone.
+    """Reload with compress.load and, unless the recipe or the format says otherwise, with transformers alone.
 
     digests: sha256 of every layer's codes. reference: 'ids', and 'logits' of the computed model for them. caches:
     `cache_sha256` of every attention module with rounded keys and values.
 
-    Raises VerificationError, which names the layer or the reader with the difference.
+    Raises VerificationError, which names the layer or the reader with the difference, or the reader that cannot be
+    asked, and why.
     """
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
@@ -72,11 +74,17 @@ def verify(
         name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
         raise VerificationError(f"{folder}: the rounding of the KV cache of {name} differs after reloading")
     own = _compare("compress.load", model, reference, run.device, folder)
-    skipped = _no_reader(recipe, model, dtype) or _no_memory(model, dtype, folder, run.device)
+    format_ = FORMATS[recipe.save.format]
+    skipped = not_asked(recipe)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
         return Verified(len(digests), own, None, skipped), model
-    format_ = FORMATS[recipe.save.format]
+    schemes = {name: CompressedLinear.of(layer).scheme for name, layer in linears(model).items()}
+    stated = stated_scheme(model, rounded_caches(model), format_) is not None
+    reason = unreadable(recipe, model, schemes, dtype, stated) or _no_memory(model, dtype, folder, run.device)
+    if reason is not None:
+        again = "the checkpoint is complete, so the next run with this option computes nothing again"
+        raise VerificationError(f"{folder}: transformers cannot verify the checkpoint: {reason}; {OWN}; {again}")
     rounded = any(format_.reads_in(layer.scheme, dtype) != dtype for layer in _compressed_layers(model))
     if rounded:
         run.journal.add(
@@ -182,22 +190,6 @@ def _dequantized(layer: nn.Module) -> Iterator[None]:
 def _compressed_layers(model: nn.Module) -> list[CompressedLinear]:
     """The layers that are not stored as one dense weight."""
     return [m for m in model.modules() if isinstance(m, CompressedLinear) and not m.scheme.plain]
-
-
-def _no_reader(recipe: Recipe, model: PreTrainedModel, dtype: torch.dtype) -> str | None:
-    """The reason why transformers does not or cannot load the checkpoint, or None."""
-    if recipe.save.verify == "own":
-        return "the recipe says verify: own"
-    experts = [module for module in model.modules() if isinstance(module, Experts)]
-    if not all(module.named for module in experts):
-        return "transformers has no name for each single expert of this model"
-    format_ = FORMATS[recipe.save.format]
-    stated = stated_scheme(model, rounded_caches(model), format_) is not None
-    if not _compressed_layers(model) and not stated:
-        return None
-    inside = {id(module) for expert in experts for module in linears(expert).values()}
-    layers = [(id(module) in inside, CompressedLinear.of(module)) for module in linears(model).values()]
-    return format_.unreadable([StoredLayer(m.scheme, m.transposed, expert) for expert, m in layers], dtype)
 
 
 def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch.device) -> str | None:

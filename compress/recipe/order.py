@@ -25,7 +25,7 @@ def label(index: int, step: Pass) -> str:
 
 
 def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
-    """Raise RecipeError when a pass lacks a fact that it needs, or comes after one that it excludes.
+    """Raise RecipeError when a pass lacks a fact that it needs before or after it, or follows one that it excludes.
 
     begun: the model is the result of earlier passes, so a missing fact is no mistake yet. When two passes may work on
     different layers, `pipeline.resolve` checks them layer by layer, with the model open.
@@ -46,6 +46,14 @@ def check_order(passes: Sequence[Pass], begun: bool = False) -> None:
                 message = f"the model must be {in_words(fact)} first; put a pass that does so before it"
                 raise recipe_error(("passes", index, step.key()), message)
         made.append((label(index, step), step))
+    for index, step in enumerate(passes):
+        if step.prepares is not None and not any(step.prepares in later.facts() for later in passes[index + 1 :]):
+            raise recipe_error(("passes", index, step.key()), unprepared(step.prepares))
+
+
+def unprepared(fact: Fact) -> str:
+    """The mistake of a preparation that no pass follows."""
+    return f"it is a preparation, but no later pass makes the model {in_words(fact)}; put one that does so after it"
 
 
 def _surely_meet(first: Pass, second: Pass) -> bool:

@@ -28,9 +28,9 @@ from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
 from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.passes import PASSES
 from compress.recipe.calibration import Calibration, EvaluatedTexts
 from compress.recipe.order import check_order, label, recipe_error
+from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.yaml import compose, nearest
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -49,7 +49,8 @@ class Save(_Part):
     )
     verify: Literal["full", "own"] = Field(
         default="full",
-        description="'own': reload with compress.load; 'full': also with transformers, if it can read the format",
+        description="'own': reload with compress.load; 'full': also with transformers, an error if it cannot read the "
+        "checkpoint (format native is for compress.load alone)",
     )
     sparse: SparsePolicy = Field(
         default="auto",
@@ -110,6 +111,9 @@ class Recipe(_Part):
         "ordinary weights",
     )
     calibration: Calibration = Calibration()
+    plugins: tuple[str, ...] = Field(
+        default=(), description="Python files with one pass each; reading the recipe executes them"
+    )
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
     save: Save = Save()
     eval: Evaluate = Evaluate()
@@ -134,16 +138,16 @@ class Recipe(_Part):
 
     @field_validator("passes", mode="before")
     @classmethod
-    def _named(cls, items: Any) -> Any:
+    def _named(cls, items: Any, info: ValidationInfo) -> Any:
         """Accept passes by name, as YAML spells them."""
-        return _passes(items)
+        return _passes(items, load_files(info.data.get("plugins", ())))
 
     def model_post_init(self, context: Any) -> None:
         check_order(self.passes, begun=is_compressed(self.model))
 
     @field_serializer("passes")
     def _spell(self, passes: tuple[Pass, ...]) -> list[dict[str, Any]]:
-        return [{step.key(): step.model_dump(mode="json")} for step in passes]
+        return [{spelled(type(step)): step.model_dump(mode="json")} for step in passes]
 
     def labels(self) -> list[str]:
         """The label of every pass: 'passes[0] gptq'."""
@@ -165,12 +169,14 @@ class Recipe(_Part):
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: cannot be read ({error})") from error
-        return cls.from_text(text, str(path))
+        return cls.from_text(text, str(path), path.parent)
 
     @classmethod
-    def from_text(cls, text: str, name: str = "recipe") -> Recipe:
-        """Read a recipe from YAML text; name: of the text, for errors."""
+    def from_text(cls, text: str, name: str = "recipe", folder: Path | None = None) -> Recipe:
+        """Read a recipe from YAML text. name: of the text, for errors. folder: paths of plugins are relative to it."""
         data, places = compose(text, name)
+        if folder is not None and isinstance(data, dict) and isinstance(data.get("plugins"), list):
+            data["plugins"] = [str(folder.resolve() / p) if isinstance(p, str) else p for p in data["plugins"]]
         try:
             return cls.from_data(data)
         except RecipeError as error:
@@ -183,13 +189,13 @@ class Recipe(_Part):
         return cls.model_validate(data)
 
 
-def _passes(items: Any) -> tuple[Pass, ...]:
+def _passes(items: Any, plugins: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise recipe_error(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
-    return tuple(_pass(i, item) for i, item in enumerate(items))
+    return tuple(_pass(i, item, plugins) for i, item in enumerate(items))
 
 
-def _pass(index: int, item: Any) -> Pass:
+def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
     if isinstance(item, Pass):
         return item
     if isinstance(item, str):
@@ -200,13 +206,15 @@ def _pass(index: int, item: Any) -> Pass:
         )
     ((key, options),) = item.items()
     place: Place = ("passes", index, key)
-    if key not in PASSES:
-        raise recipe_error(place, f"pass {key!r} is not known{did_you_mean(str(key), PASSES)}")
+    try:
+        found = find(str(key), plugins)
+    except RecipeError as error:
+        raise recipe_error(place, str(error)) from error
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise recipe_error(place, f"the options of {key} must be a mapping, such as {{targets: '*.mlp.*'}}")
     try:
-        return PASSES[key].model_validate(dict(options))
+        return found.model_validate(dict(options))
     except ValidationError as error:
-        inner, message = mistake(error, PASSES[key])
+        inner, message = mistake(error, found)
         raise recipe_error((*place, *inner), message) from error

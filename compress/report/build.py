@@ -81,13 +81,14 @@ def build_report(
 
 
 def reproduction(
-    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, calibration_sha256: str,
+    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, code: Mapping[str, str], calibration_sha256: str,
     texts: Sequence[TextUse] = (),
 ) -> Reproduction:  # fmt: skip
-    """All that the bytes of a run depend on. fingerprint: of the run, as in its manifest. texts: what was read."""
+    """All that the bytes of a run depend on. fingerprint, code: as in its manifest. texts: what was read."""
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),
         fingerprint=fingerprint,
+        code=dict(code),
         calibration_sha256=calibration_sha256,
         texts=list(texts),
         compute_dtype=dtype_name(opened.dtype),

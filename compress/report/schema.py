@@ -122,11 +122,13 @@ class Journal(Record):
 class Reproduction(Record):
     """Inputs of the bytes: the resolved recipe, digests of run and calibration data, dtypes, machine, versions.
 
+    code: sha256 of the source of each pass by its key, and of this package; 'unknown' where there is no source.
     texts: those read for calibration and evaluation. packages: version of each, None where it is not installed.
     """
 
     recipe: dict[str, Any]
     fingerprint: str
+    code: dict[str, str] = Field(default_factory=dict)
     calibration_sha256: str
     texts: list[TextUse] = []
     compute_dtype: str

@@ -63,7 +63,7 @@ def install(
     before_mask, was_quantized = layer.mask, layer.quantized
     _put(context, layer, solution, parts, full)
     kept = context.state.unquantized
-    if kept is not None and layer.quantized and not was_quantized:
+    if kept is not None and not was_quantized and any(part.scheme.quantized for part in parts or ()):
         kept[full] = weight
     if solution.zeros is not None:
         _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -14,6 +15,7 @@ from transformers import get_scheduler
 from compress.api.memory import ProblemSize
 from compress.train.lion import Lion
 from compress.train.parametrization import Kind
+from compress.weights.layer import LayerScheme
 
 EPOCHS = 2  # default if neither steps nor epochs are given
 WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, factors of scales and norms about 1
@@ -85,6 +87,21 @@ class TrainingOptions(BaseModel):
             raise ValueError("steps and epochs both set the length of training; leave out one of them")
         if self.patience is not None and not self.hold_out:
             raise ValueError("patience needs held-out sequences; write hold_out: 0.1, or leave out patience")
+
+    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
+        """Why a kind of parameters to train is not there: scales in a format without them, or packed weights."""
+        asked = self.train or ()
+        rest = ", ".join([*(kind for kind in asked if kind not in ("scales", "weights", "norms")), "norms"])
+        if "scales" in asked and not any(scheme.free_scales for scheme in stored):
+            if any(scheme.quantized and scheme.free_scales for scheme in layers):
+                return (
+                    f"save.format {format_} stores no scales; use save: {{format: compressed-tensors}}, "
+                    f"or train: [{rest}, weights]"
+                )
+            return f"train: scales matches no parameter: no layer is packed with float scales; write train: [{rest}]"
+        if "weights" in asked and stored and all(scheme.quantized for scheme in stored):
+            return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
+        return None
 
     def rate_of(self, kind: Kind) -> float:
         """The highest learning rate of a kind of parameter."""

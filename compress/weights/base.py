@@ -136,6 +136,11 @@ class PartScheme(Scheme):
         """Number of columns that share a scale, 'channel' or 'tensor'; None for a part without scales."""
         return None
 
+    @property
+    def free_scales(self) -> bool:
+        """Whether its scales are floats that training may change."""
+        return False
+
     def refuses(self, shape: tuple[int, int]) -> str | None:
         """Why a layer of this shape cannot have the part, and how to change the recipe; None if it can."""
         return None

@@ -88,6 +88,10 @@ class CodesScheme(PartScheme):
         return {name: spec for name, spec in there.items() if spec is not None}
 
     @property
+    def free_scales(self) -> bool:
+        return self.grid.scaling.free
+
+    @property
     def scale_groups(self) -> GroupSize:
         return self.group_size
 

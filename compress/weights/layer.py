@@ -59,10 +59,20 @@ class LayerScheme:
         return any(part.quantized for part in self.parts)
 
     @property
+    def free_scales(self) -> bool:
+        """Whether any part has scales that training may change."""
+        return any(part.free_scales for part in self.parts)
+
+    @property
     def codes(self) -> CodesScheme | None:
         """The codes of a layer whose weight is codes alone, which formats of other programs can hold; else None."""
         only = self.parts[0] if len(self.parts) == 1 else None
         return only if isinstance(only, CodesScheme) else None
+
+    @property
+    def all_codes(self) -> tuple[CodesScheme, ...]:
+        """The parts that are codes, beside which other parts may stand."""
+        return tuple(part for part in self.parts if isinstance(part, CodesScheme))
 
     @property
     def rounding(self) -> RoundingScheme | None:

@@ -53,6 +53,10 @@ class SparseScheme(PartScheme):
         return self.values.grids
 
     @property
+    def free_scales(self) -> bool:
+        return self.values.free_scales
+
+    @property
     def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
         return self.values.scale_groups
 

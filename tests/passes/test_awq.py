@@ -386,3 +386,33 @@ def test_it_comes_before_anything_is_quantized():
     assert AWQ.never_after == {"quantized", "cache_quantized"}
     with pytest.raises(compress.errors.RecipeError, match="quantized"):
         compress.Recipe(model="m", passes=[compress.PASSES["rtn"](), AWQ()])
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ([], r"^passes\[0\] awq: it is a preparation, but no later pass makes the model quantized; put one that does so"),
+        ([compress.Wanda()], r"^passes\[0\] awq: .*no later pass makes the model quantized"),
+        ([compress.RTN(weights="int8", group_size=32)], r"passes\[1\] rtn does not do what it is prepared for: it needs "
+         r"weights: int4, group_size: 32, symmetric: true; write the same options in both passes"),
+        ([compress.RTN(group_size=16)], "does not do what it is prepared for"),
+        ([compress.RTN(group_size=32, symmetric=False)], "does not do what it is prepared for"),
+        ([compress.RTN(group_size=32, ignore="*.up_proj")], r"awq: model\.layers\.0\.mlp\.up_proj: it is a preparation, "
+         "but no later pass .* or leave the layer out with ignore"),
+        ([compress.RTN(group_size=32, overrides={"*.o_proj": {"weights": "int8"}})], r"o_proj: passes\[1\] rtn does not"),
+    ],
+)  # fmt: skip
+def test_a_preparation_without_its_rounding_is_an_error_before_any_work(later, message, recipe, pico_model, pico_ids):
+    chain = [AWQ(group_size=32), *later]
+    with pytest.raises(compress.CompressError, match=message):
+        compress.apply(pico_model, chain, pico_ids)
+    with pytest.raises(compress.CompressError, match=message.removeprefix("^")):
+        compress.plan(recipe(*chain))
+
+
+def test_the_rounding_may_be_another_passs_and_of_some_layers(recipe):
+    exact = {"weights": "int4", "group_size": 32}
+    compress.plan(recipe(AWQ(**exact), compress.SparseGPT(pattern="2:4", **exact)))
+    compress.plan(recipe(AWQ(**exact), compress.OWQ(**exact), save={"format": "native"}))
+    rest = compress.RTN(overrides={"*.down_proj": {"weights": "none"}}, **exact)
+    compress.plan(recipe(AWQ(ignore="*.down_proj", **exact), rest))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from followers import Unpruned, Unrounded
 from gated import Gated
 from masks import kept_score
 from pydantic import ValidationError
@@ -47,7 +48,7 @@ def test_the_function_stays_as_it_was(tiny, ids, family, unlinked):
     model = tiny(family)
     with torch.no_grad():
         wanted = model(input_ids=ids()).logits
-        compress.apply(model, [ChannelPermutation(**FAST, unlinked=unlinked)])
+        compress.apply(model, [ChannelPermutation(**FAST, unlinked=unlinked), Unpruned()])
         torch.testing.assert_close(model(input_ids=ids()).logits, wanted, rtol=1e-4, atol=1e-5)
     assert not any(order is not None for order in orders(model).values()), "stored dense, so taken back"
 
@@ -95,7 +96,7 @@ def test_linked_layers_keep_more_too(pico_model, permuted):
 
 def test_the_journal_tells_what_is_kept_before_and_after(pico_model):
     journal = Journal()
-    compress.apply(pico_model, [ChannelPermutation(**FAST, targets="model.layers.1.*")], journal=journal)
+    compress.apply(pico_model, [ChannelPermutation(**FAST, targets="model.layers.1.*"), Unpruned()], journal=journal)
     record = {e.message.partition(":")[0]: e for e in journal.entries if "kept_before" in e.figures}
     assert set(record) == {
         "self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj, mlp.up_proj",
@@ -118,26 +119,26 @@ def test_folding_alone_is_refused_where_a_residual_feeds_the_layer(pico_model):
         rf"channel_permutation: model\.layers\.0\.self_attn\.q_proj cannot be permuted by folding: {RESIDUAL}.*keep"
     )
     with pytest.raises(TargetError, match=message):
-        compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse")])
+        compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse"), Unpruned()])
 
 
 @pytest.mark.slow
 def test_a_layer_that_is_asked_for_by_name_is_not_skipped(pico_model):
     with pytest.raises(TargetError, match=rf"{Q} cannot be permuted by folding: {RESIDUAL}"):
-        compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets=[Q, DOWN])])
+        compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets=[Q, DOWN]), Unpruned()])
     journal = Journal()
-    compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="skip", targets="*.q_proj")], journal=journal)
+    steps = [ChannelPermutation(**FAST, unlinked="skip", targets="*.q_proj"), Unpruned()]
+    compress.apply(pico_model, steps, journal=journal)
     assert sum(RESIDUAL in entry.message for entry in journal.entries) == 3
-    compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse", targets=[DOWN])])
+    compress.apply(pico_model, [ChannelPermutation(**FAST, unlinked="refuse", targets=[DOWN]), Unpruned()])
 
 
 def test_heads_that_are_no_whole_groups_are_not_linked(tiny):
     """Of 8 channels in a head, 3 do not stand apart from those of the next."""
     reason = "channels may be permuted only inside of heads, whose width is no multiple of 3 columns"
     with pytest.raises(TargetError, match=f"o_proj cannot be permuted by folding: {reason}"):
-        compress.apply(
-            tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3", unlinked="refuse", targets="*.o_proj")]
-        )
+        refusing = ChannelPermutation(**FAST, pattern="1:3", unlinked="refuse", targets="*.o_proj")
+        compress.apply(tiny("llama"), [refusing, Unpruned(n_of_m=(1, 3))])
     model = compress.apply(tiny("llama"), [ChannelPermutation(**FAST, pattern="1:3"), Magnitude(pattern="1:3")])
     assert orders(model)["model.layers.0.self_attn.o_proj"] is not None
 
@@ -147,6 +148,7 @@ def test_sources_that_are_quantized_stay_as_they_are(pico_model):
     steps = [
         compress.RTN(group_size=32, targets="*.v_proj"),
         ChannelPermutation(**FAST, unlinked="skip", targets="*.o_proj"),
+        Unpruned(),
     ]
     compress.apply(pico_model, steps, journal=journal)
     assert any("self_attn.v_proj, which writes its input, is quantized already" in e.message for e in journal.entries)
@@ -162,7 +164,7 @@ def test_only_n_of_m_asks_for_an_order():
 def test_scores_of_inputs_need_data_and_magnitudes_do_not(pico_model, pico_ids):
     assert not ChannelPermutation(score="magnitude").requires.data and ChannelPermutation(score="ria").requires.data
     with pytest.raises(CalibrationError):
-        compress.apply(pico_model, [ChannelPermutation()])
+        compress.apply(pico_model, [ChannelPermutation(), Unpruned()])
     model = compress.apply(
         pico_model, [ChannelPermutation(score="ria", escapes=0), compress.RIA(pattern="2:4")], pico_ids
     )
@@ -287,7 +289,7 @@ def test_a_permuted_layer_is_trained_as_it_runs(layer):
 def test_smoothing_works_behind_a_permutation_as_before_it(pico_model, pico, pico_ids):
     """The scale of each channel is the same, whatever the order of columns is."""
     other = compress.load(pico)[0]
-    steps = ChannelPermutation(**FAST), Magnitude(pattern="2:4"), SmoothQuant()
+    steps = ChannelPermutation(**FAST), Magnitude(pattern="2:4"), SmoothQuant(), Unrounded()
     permuted = compress.apply(pico_model, steps, pico_ids)
     with torch.no_grad():
         before = permuted(input_ids=pico_ids[:1]).logits
@@ -312,3 +314,22 @@ def test_a_reader_in_an_order_of_its_own_is_no_end_of_a_link_and_a_link_of_anoth
     assert permute(block, link, torch.arange(8).flip(0), forward).kept
     replace_linear(block, "out").permute_input(torch.arange(8).flip(0))
     assert find_permutations(block, forward, [link]) == find_permutations(block, forward) == []
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ([Magnitude(pattern="4:8")], r"passes\[1\] magnitude does not do what it is prepared for: it needs pattern 2:4"),
+        ([Magnitude(sparsity=0.5)], r"magnitude does not do what it is prepared for: it needs pattern 2:4; write the same"),
+        ([Magnitude(pattern="2:4", ignore="*.o_proj")], r"o_proj: it is a preparation, .* or leave the layer out"),
+    ],
+)  # fmt: skip
+def test_an_order_for_another_pattern_is_an_error_before_any_work(later, message, pico_model):
+    with pytest.raises(TargetError, match=message):
+        compress.apply(pico_model, [ChannelPermutation(**FAST), *later])
+
+
+def test_an_order_that_nothing_follows_is_an_error(pico_model):
+    for chain in ([ChannelPermutation(**FAST)], [ChannelPermutation(**FAST), compress.RTN()]):
+        with pytest.raises(compress.CompressError, match=r"no later pass makes the model pruned; put one that does so"):
+            compress.apply(pico_model, chain)

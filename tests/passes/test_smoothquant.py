@@ -9,6 +9,7 @@ from gated import Gated, Inputs, TwoReaders
 from pydantic import ValidationError
 from torch import nn
 
+import compress
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.links import Link, find_links
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
@@ -222,3 +223,13 @@ def test_alpha_is_a_share(alpha):
 
 def test_it_comes_before_anything_is_quantized():
     assert SmoothQuant.never_after == {"quantized", "cache_quantized"}
+
+
+def test_smoothing_that_no_rounding_follows_is_an_error(recipe, pico_model, pico_ids):
+    message = r"passes\[0\] smoothquant: it is a preparation, but no later pass makes the model quantized"
+    with pytest.raises(compress.CompressError, match=message):
+        compress.apply(pico_model, [SmoothQuant()], pico_ids)
+    with pytest.raises(compress.CompressError, match=message):
+        recipe(SmoothQuant(), compress.Wanda())
+    with pytest.raises(compress.CompressError, match=r"smoothquant: .*o_proj: it is a preparation"):
+        compress.plan(recipe(SmoothQuant(), compress.RTN(ignore="*.o_proj")))

@@ -7,7 +7,8 @@ import pytest
 import compress
 from compress.api.journal import Journal
 from compress.errors import OutputError, SaveError
-from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, fingerprint, open_folder
+from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, open_folder
+from compress.pipeline.provenance import fingerprint
 from compress.pipeline.run import prepare
 
 
@@ -149,7 +150,7 @@ def test_what_the_bytes_depend_on_changes_the_fingerprint(
         plain.model_copy(update={"calibration": plain.calibration.model_copy(update={"sequences": 2})}),
     ]
     found = [fingerprint_of(it) for it in (plain, *other)]
-    monkeypatch.setattr("compress.pipeline.run.__version__", "0.0.0")
+    monkeypatch.setattr("compress.pipeline.provenance.__version__", "0.0.0")
     found.append(fingerprint_of(plain))
     assert len(set(found)) == len(found) == 7
 

@@ -102,12 +102,13 @@ def test_a_run_that_writes_other_bytes_than_planned_is_no_success(recipe, tmp_pa
 
 
 def test_every_module_is_listed_with_its_passes(recipe):
-    steps = [Wanda(targets="*.mlp.*"), SmoothQuant(), RTN(targets="*.down_proj", group_size=32)]
+    rounding = [RTN(targets="*.down_proj", group_size=32), RTN(ignore=("*.down_proj", "*.up_proj"), group_size=32)]
+    steps = [Wanda(targets="*.mlp.*"), SmoothQuant(ignore="*.up_proj"), *rounding]
     layers = {layer.name: layer for layer in plan(recipe(*steps)).layers}
     assert len(layers) == 21 and next(iter(layers)) == "model.layers.0.self_attn.q_proj"
     down, up, query = (layers[f"model.layers.2.{n}"] for n in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj"))
     assert down.passes == ("passes[0] wanda", "passes[1] smoothquant", "passes[2] rtn")
-    assert up.passes == ("passes[0] wanda", "passes[1] smoothquant") and query.passes == ("passes[1] smoothquant",)
+    assert up.passes == ("passes[0] wanda",) and query.passes == ("passes[1] smoothquant", "passes[3] rtn")
     assert (down.shape, up.shape, query.shape) == ((128, 288), (288, 128), (128, 128))
     assert down.scheme == coded("int4", 32, shape=(128, 288)) and up.scheme.plain
     assert up.size_bytes == 288 * 128 * 4

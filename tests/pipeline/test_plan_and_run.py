@@ -86,7 +86,7 @@ def test_inputs_of_experts_cannot_be_compared(recipe, tiny_folder, tmp_path):
     line = agree(asked, tmp_path / "out")
     assert line.startswith("passes[0] gptq: model.layers.0.mlp.experts.0.") and "leave experts out (ignore)" in line
     fine = GPTQ(group_size=16, error="asymmetric", ignore="*.experts.*")
-    assert compress.plan(recipe(fine, model=tiny_folder("qwen3-moe"))).layers
+    assert compress.plan(recipe(fine, model=tiny_folder("qwen3-moe"), save={"format": "native"})).layers
 
 
 # ---- the output folder ----

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 import compress
 from compress.api.context import Run
 from compress.api.journal import Journal
-from compress.errors import CompressError, VerificationError
+from compress.errors import CompressError, TargetError, VerificationError
 from compress.formats.containers.files import file_sha256
 from compress.pipeline.checkpoint import WORK, open_folder
 from compress.pipeline.verify import verify
@@ -188,10 +188,41 @@ def test_where_transformers_is_not_asked_the_report_says_why(options, step, reas
     assert any("not reloaded with transformers" in entry.message for entry in result.journal.entries)
 
 
-def test_layers_of_the_models_own_shape_are_not_for_transformers(recipe, tiny_folder, tmp_path):
-    asked = recipe(compress.RTN(group_size=16), model=tiny_folder("gpt2"))
-    report = compress.run(asked, tmp_path / "out").report
-    assert "transposed (Conv1D)" in report["verified"]["skipped"] and report["verified"]["own"] <= LOGITS
+UNREADABLE = {
+    "transposed": ("gpt2", compress.RTN(group_size=16), r"layers are transposed \(Conv1D\)"),
+    "zero points": (None, compress.HQQ(), r"\(int4 in groups of 32, int4 in groups of 64\); use a group_size that div"),
+    "dense experts": ("qwen3-moe", compress.RTN(targets="*.self_attn.*", group_size=16), "does not read dense experts"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_transformers_cannot_read_is_an_error_before_the_run(case, recipe, pico, tiny_folder, tmp_path):
+    family, step, reason = UNREADABLE[case]
+    model = tiny_folder(family) if family else pico
+    for work in (compress.plan, lambda asked: compress.run(asked, tmp_path / "out")):
+        message = rf"save: format compressed-tensors could not be verified: .*{reason}.*format: native.*verify: own"
+        with pytest.raises(TargetError, match=message):
+            work(recipe(step, model=model))
+    assert not (tmp_path / "out").exists()
+    for save in ({"verify": "own"}, {"format": "native"}):
+        assert compress.plan(recipe(step, model=model, save=save)).checkpoint_bytes
+    report = compress.run(recipe(step, model=model, save={"verify": "own"}), tmp_path / "own").report
+    assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
+
+
+def test_without_the_package_that_reads_it_there_is_no_plan(recipe, monkeypatch):
+    monkeypatch.setattr("compress.formats.compressed_tensors.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TargetError, match=r"the package compressed-tensors is not installed .*verify: own"):
+        compress.plan(recipe(compress.RTN(group_size=32)))
+
+
+def test_what_only_the_finished_checkpoint_shows_fails_the_run(check, finished, monkeypatch):
+    monkeypatch.setattr("compress.formats.compressed_tensors.CompressedTensors.unreadable", lambda *_: "a reason")
+    with pytest.raises(
+        VerificationError, match=r"transformers cannot verify the checkpoint: a reason; .*verify: own.*nothing again"
+    ) as caught:
+        check(finished)
+    assert caught.value.exit_code == 1
 
 
 def test_a_damaged_shard_of_an_unfinished_run_is_made_again(asked, folder, manifest_of):

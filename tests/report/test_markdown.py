@@ -31,8 +31,8 @@ REPORT = {
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
     "journal": {"counts": {"note": 3}, "entries": [{"kind": "note", "where": w, "message": "hm", "figures": {}} for w in ("x", "y", "z")]},
     "reproduce": {
-        "recipe": {"model": "some/model"}, "fingerprint": "r1", "calibration_sha256": "c1", "compute_dtype": "float32",
-        "storage_dtype": "bfloat16", "device": "cpu", "threads": 2, "python": "3.11", "platform": "p",
+        "recipe": {"model": "some/model"}, "fingerprint": "r1", "code": {"rtn": "s2"}, "calibration_sha256": "c1",
+        "compute_dtype": "float32", "storage_dtype": "bfloat16", "device": "cpu", "threads": 2, "python": "3.11", "platform": "p",
         "packages": {"torch": "2.0", "gguf": None},
         "texts": [
             {

@@ -48,4 +48,5 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("device, threads", f"{again.device}, {again.threads}"),
         ("python, platform", f"{again.python}, {again.platform}"),
     ]
+    found += [(f"source of {key}, sha256", digest) for key, digest in again.code.items()]
     return found + [(name, version) for name, version in again.packages.items() if version]

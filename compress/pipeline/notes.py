@@ -1,0 +1,74 @@
+"""What a plan tells beside its figures: bits that cost more than the grid's, and pruning that saves no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from compress.api.passes import Step
+from compress.formats.base import Format
+from compress.weights.layer import LayerScheme
+
+NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
+WIDE = 32  # groups in a row without padding: whole words for codes of every width
+
+Layers = Sequence[tuple[str, LayerScheme, int]]
+"""Full name, final scheme and bytes of every layer."""
+
+
+def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storage: torch.dtype) -> list[str]:
+    """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
+    found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+    for name, scheme, size in layers:
+        nominal = nominal_bits(scheme, storage)
+        if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
+            continue
+        where = next((w for w, step, names in reversed(steps) if name in names and "quantized" in step.facts()), "")
+        key = where, f"{nominal:.2f}", _reason(scheme, format_)
+        found.setdefault(key, []).append((size, prod(scheme.shape)))
+    notes = []
+    for (where, nominal, reason), sizes in found.items():
+        bits = 8 * sum(size for size, _ in sizes) / sum(count for _, count in sizes)
+        told = f"{bits:.2f} bits per weight are stored instead of {nominal}"
+        notes.append(f"{where}: in {len(sizes)} layers {told}: {reason}")
+    return notes
+
+
+def nominal_bits(scheme: LayerScheme, storage: torch.dtype) -> float | None:
+    """Bits per weight with whole groups and whole words; None for layers that are not codes in groups of columns."""
+    codes = scheme.codes
+    if codes is None or not isinstance(codes.group_size, int):
+        return None
+    wide = replace(scheme, shape=(scheme.shape[0], WIDE * codes.group_size), transforms=())
+    return 8 * wide.size_bytes(storage) / prod(wide.shape)
+
+
+def _reason(scheme: LayerScheme, format_: Format) -> str:
+    codes, width, stored = scheme.codes, scheme.shape[1], format_.adapt(scheme)
+    assert codes is not None and isinstance(codes.group_size, int)
+    size, adapted = codes.group_size, None if stored is None else stored.codes
+    sizes = ", ".join(str(n) for n in range(16, 257) if width % n == 0)
+    better = f"; group sizes that divide {width}: {sizes}, channel" if width % size else ""
+    if adapted is not None and adapted.group_size != size:
+        parts = f"groups of {adapted.group_size} with repeated scales"
+        return f"group_size {size} does not divide {width} inputs, so format {format_.name} stores {parts}{better}"
+    if width % size:
+        return f"the last of the groups of {size} columns has only {width % size} of {width} inputs{better}"
+    return f"rows of {width} inputs, or zero points, are padded to whole words of 32 bits"
+
+
+def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense: Callable[[str], int]) -> list[str]:
+    """A note for every pruning pass whose zeros save no bytes. dense: bytes of a layer with its zeros in place."""
+    notes = []
+    for where, step, names in steps:
+        chosen = set(names)
+        pruned = [(name, size) for name, scheme, size in layers if name in chosen and step.sparsities(scheme.shape)]
+        if pruned and sum(size for _, size in pruned) >= sum(dense(name) for name, _ in pruned):
+            reason = f"format {format_.name} stores zeros like other weights; format: native stores kept weights alone"
+            if format_.sparse:
+                reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
+            notes.append(f"{where}: its zeros save no bytes: {reason}")
+    return notes

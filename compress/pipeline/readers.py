@@ -1,0 +1,74 @@
+"""Whether transformers can load a checkpoint, which the plan asks before the run and the verification after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from compress.api.passes import Step
+from compress.errors import TargetError
+from compress.formats import FORMATS
+from compress.formats.base import StoredLayer
+from compress.model.kv_cache import attentions_containing
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.experts import Experts
+from compress.model.open.opening import OpenModel
+from compress.recipe.schema import Recipe
+from compress.weights.layer import LayerScheme
+
+OWN = "save: {verify: own} checks it with compress.load alone"
+
+
+def not_asked(recipe: Recipe) -> str | None:
+    """Why transformers is not asked to load a checkpoint of the recipe, or None."""
+    format_ = FORMATS[recipe.save.format]
+    if not format_.stock:
+        return f"format {format_.name} is read by compress.load only"
+    return "the recipe says verify: own" if recipe.save.verify == "own" else None
+
+
+def unreadable(
+    recipe: Recipe, model: nn.Module, schemes: Mapping[str, LayerScheme], dtype: torch.dtype, stated: bool
+) -> str | None:
+    """Why transformers cannot load a checkpoint of the model, or None.
+
+    schemes: the stored schemes of linears by full name; others are dense. dtype: of loading. stated: whether the
+    configuration states the rounding of the KV cache.
+    """
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    if not all(module.named for module in experts):
+        return "transformers has no name for each single expert of this model"
+    if not stated and all(scheme.plain for scheme in schemes.values()):
+        return None
+    inside = {id(module) for expert in experts for module in linears(expert).values()}
+    layers = []
+    for name, module in linears(model).items():
+        layer = CompressedLinear.of(module)
+        layers.append(StoredLayer(schemes.get(name, LayerScheme(layer.shape)), layer.transposed, id(module) in inside))
+    return FORMATS[recipe.save.format].unreadable(layers, dtype)
+
+
+def check_reader(
+    recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned: Mapping[str, LayerScheme]
+) -> None:  # fmt: skip
+    """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
+
+    form: the model in its final shape. planned: the final schemes of its linears.
+    """
+    if not_asked(recipe) is not None:
+        return
+    format_ = FORMATS[recipe.save.format]
+    schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
+    every = attentions_containing(form.model, form.linear_names())
+    stated = any(
+        step.cache is not None
+        and format_.states(step.cache, form.config)
+        and len(attentions_containing(form.model, names)) == len(every)
+        for _, step, names in steps
+    )
+    reason = unreadable(recipe, form.model, schemes, form.dtype, stated)
+    if reason is not None:
+        other = "save: {format: native} stores it for compress.load, "
+        raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")

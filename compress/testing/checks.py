@@ -1,0 +1,206 @@
+"""The contract of passes as checks, which raise AssertionError; this package tests all its passes with them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+import yaml
+from jaxtyping import Float
+from pydantic import ValidationError
+from torch import Tensor
+
+from compress.api.facts import Fact
+from compress.api.passes import BlockPass, Layer, LayerPass, ModelPass, Pass, Solution
+from compress.errors import CompressError, RecipeError, TargetError
+from compress.families.quantizing import Quantizing
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.load import load
+from compress.pipeline.run import apply, run
+from compress.recipe.order import check_order
+from compress.recipe.schema import Calibration, Evaluate, Recipe, Save
+from compress.testing.trial import Trial, changed, differing, require, tensors_of
+
+SIZES = (LayerPass, BlockPass, ModelPass)
+SEED = 20
+
+
+class Masking(LayerPass):
+    """Prune half of the weights, in no pattern that an algorithm would choose."""
+
+    paper: ClassVar[str] = "https://example.org/masking"
+    makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: object, layer: Layer) -> Solution:
+        draw = torch.Generator().manual_seed(weight.shape[0])
+        keep = (torch.rand(weight.shape, generator=draw) > 0.5).to(weight.device)
+        return Solution(weight * keep, keep)
+
+
+def check_described(kind: type[Pass]) -> None:
+    """It says what it does and where it was published, and describes every option."""
+    require(kind.__doc__, "the class needs a docstring of its own")
+    require(kind.paper.startswith("https://"), "paper: write the https address of the publication or of the source")
+    missing = [name for name, option in kind.model_fields.items() if not option.description]
+    require(not missing, f"options without a description: {', '.join(missing)}; add Field(description=...)")
+
+
+def check_value(step: Pass) -> None:
+    """It is a frozen value of exactly one size, with a verb."""
+    require(sum(isinstance(step, size) for size in SIZES) == 1, "derive from one of LayerPass, BlockPass, ModelPass")
+    require(not inspect.isabstract(type(step)), "its verb is missing")
+    for name in type(step).model_fields:
+        try:
+            setattr(step, name, getattr(step, name))
+        except ValidationError:
+            continue
+        raise AssertionError(f"option {name} can be assigned; keep the frozen configuration of Pass")
+    require(hash(step) == hash(changed(step)) and step == changed(step), "equal options must give equal passes")
+
+
+def check_options(step: Pass) -> None:
+    """Unknown options and wrong patterns are errors, and all options survive a round trip through YAML."""
+    for options, told in (({"tragets": "*"}, "an unknown option"), ({"targets": ["re:("]}, "a wrong pattern")):
+        try:
+            changed(step, **options)
+        except ValidationError:
+            continue
+        raise AssertionError(f"{told} is no error; keep extra='forbid' and the validators of Pass")
+    again = type(step).model_validate(yaml.safe_load(yaml.safe_dump(step.model_dump(mode="json"))))
+    require(again == step, "its options are not the same after a round trip through YAML")
+
+
+def check_facts(trial: Trial) -> None:
+    """What it declares is what is true of its layers afterwards."""
+    step = trial.step
+    require(type(step).makes <= step.facts(), "facts() must contain makes")
+    require(not step.after & step.never_after, "a fact is in after and in never_after")
+    if step.requires.new_shape:
+        return
+    model = apply(trial.fresh(), trial.chain, trial.ids)
+    others = {fact for other in (*trial.before, *trial.after) for fact in other.facts()}
+    names = list(linears(model))
+    inside = [name for name in names if name.startswith(tuple(f"{block}." for block in trial.blocks))]
+    for name in step.choose(inside, trial.label):
+        layer, own = CompressedLinear.of(model.get_submodule(name)), step.for_layer(name) or step
+        true: dict[Fact, bool] = {"masked": layer.mask is not None, "quantized": layer.quantized}
+        for fact, holds in true.items():
+            if fact in own.facts():
+                require(holds, f"it declares {fact}, but {name} is not afterwards")
+            elif fact not in others:
+                require(not holds, f"{name} is {fact} afterwards; add the fact to makes")
+
+
+def check_apply(trial: Trial) -> None:
+    """It changes something, finite and the same again; it leaves the global random state and its input alone."""
+    found = trial.applied
+    same = found.keys() == trial.original.keys() and not differing(found, trial.original)
+    require(not same, "it changes nothing")
+    broken = [n for n, t in found.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
+    require(not broken, f"NaN or infinity in {broken[:1]}")
+    model, given, before = trial.fresh(), trial.ids.clone(), [hash(step) for step in trial.chain]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        state = torch.get_rng_state()
+        require(apply(model, trial.chain, given) is model, "apply returns another model")
+        drawn = not torch.equal(torch.get_rng_state(), state)
+    require(not drawn, "it draws from the global random state; use a torch.Generator with a seed of its own")
+    again = differing(tensors_of(model), found)
+    require(not again, f"a second time it gives other values, first in {again[:1]}")
+    require(torch.equal(given, trial.ids), "it changes the calibration ids")
+    require([hash(step) for step in trial.chain] == before, "it changes its own options")
+
+
+def check_run(trial: Trial, folder: Path) -> None:
+    """`run` stores what `apply` computes, as planned, and leaves the model's files alone. folder: for its files."""
+    trial.fresh().save_pretrained(folder / "model")
+    np.save(folder / "ids.npy", trial.ids.numpy())
+    files = _digests(folder / "model")
+    calibration = Calibration(source=str(folder / "ids.npy"), sequences=None, length=None)
+    asked = Recipe(
+        model=str(folder / "model"), calibration=calibration, plugins=trial.plugins, passes=tuple(trial.chain),
+        save=Save(format="native", verify="own"), eval=Evaluate(perplexity=()),
+    )  # fmt: skip
+    shipped, _ = load(run(asked, folder / "out").folder)
+    other = differing(tensors_of(shipped), trial.applied)
+    require(not other, f"the checkpoint holds other values than apply computes, first in {other[:1]}")
+    require(_digests(folder / "model") == files, "the files of the model changed")
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def check_targets(trial: Trial) -> None:
+    """It changes what it is held to, and nothing else."""
+    step, (part, more) = trial.step, trial.part()
+    inside = part.removesuffix("*")
+    if step.requires.new_shape:
+        return _check_rest_is_there(trial, part)
+    untouched = trial.tensors()
+    moved = differing(trial.tensors(changed(step, targets=[part])), untouched)
+    one_sweep = isinstance(step, BlockPass) or step.requires.unquantized
+    if one_sweep and any(s.requires.data for s in (*trial.before, *trial.after)):  # they calibrate on what it changes
+        later = tuple(f"{block}." for block in trial.blocks[2:])
+        moved = [name for name in moved if not name.startswith(later)]
+    require(moved, f"targets: {part} changes nothing")
+    outside = [name for name in moved if not name.startswith(inside)]
+    require(not outside, f"with targets: {part} it changes {outside[:1]}")
+    rest = trial.tensors(changed(step, targets=more, ignore=[part]))
+    touched = [n for n in rest if n.startswith(inside) and not torch.equal(rest[n], untouched[n])]
+    require(not touched, f"with ignore: {part} it changes {touched[:1]}")
+
+
+def _check_rest_is_there(trial: Trial, part: str) -> None:
+    """Under whatever name; or what is asked cannot be done to a part of the model, and an error says so."""
+    try:
+        found = trial.tensors(changed(trial.step, targets=[part]))
+    except TargetError as error:
+        return require("uniform" in str(error), f"the error for a part of the model does not say why: {error}")
+    require(found.keys() != trial.original.keys(), "the model keeps its shape")
+    for name, tensor in trial.original.items():
+        kept = name.startswith(part.removesuffix("*")) or any(torch.equal(tensor, other) for other in found.values())
+        require(kept, f"{name} is lost although it is not targeted")
+
+
+def check_pruned(trial: Trial) -> None:
+    """Weights pruned before stay exactly zero, with zero points too; or it declares that it may not follow pruning."""
+    part, _ = trial.part()
+    both = isinstance(trial.step, Quantizing) and trial.step.weights.startswith("int")
+    for step in (trial.step, changed(trial.step, symmetric=False)) if both and not trial.after else (trial.step,):
+        chain = [Masking(), *trial.with_step(changed(step, targets=[part]))]
+        if any("masked" in s.never_after for s in chain):
+            return _check_refused(chain)
+        pruned = linears(apply(trial.fresh(), chain[:1], trial.ids))
+        masks = {n: m.mask for n, m in pruned.items() if isinstance(m, CompressedLinear) and m.mask is not None}
+        model = apply(trial.fresh(), chain, trial.ids)
+        for name, mask in masks.items():
+            layer = CompressedLinear.of(model.get_submodule(name))
+            kept = layer.mask is not None and int(layer.mask.sum()) <= int(mask.sum())
+            require(kept, f"{name}: the mask of an earlier pass is lost; keep layer.mask")
+            zero = layer.mask is not None and bool((layer.weight[~layer.mask] == 0).all())
+            require(zero, f"{name}: pruned weights are not exactly zero")
+
+
+def _check_refused(chain: list[Pass]) -> None:
+    try:
+        check_order(chain)
+    except RecipeError as error:
+        return require("are already pruned" in str(error), f"another error: {error}")
+    raise AssertionError("it may not come after pruning, but no error says so")
+
+
+def check_patterns(trial: Trial) -> None:
+    """Patterns that match nothing are errors before any work."""
+    for option in ("targets", "ignore"):
+        try:
+            apply(trial.fresh(), trial.with_step(changed(trial.step, **{option: ["*.q_porj"]})), trial.ids)
+        except CompressError as error:
+            said = f"{trial.label}: {option} pattern '*.q_porj' matches no linear"
+            require(said in str(error), f"the error for a pattern that matches nothing is another one: {error}")
+            continue
+        raise AssertionError(f"{option} with a pattern that matches nothing is no error; keep `choose`")

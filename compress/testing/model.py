@@ -1,0 +1,29 @@
+"""A small model with random weights, built in code, to try passes on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+VOCABULARY = 64
+SEQUENCES, LENGTH = 6, 32
+HIDDEN, INSIDE = 64, 128  # widths that the default group size of 64 columns divides
+SPREAD = 0.2  # of the weights; the default of transformers, 0.02, would leave the hidden states nearly unchanged
+
+
+def tiny_model() -> PreTrainedModel:
+    """A decoder of three blocks with grouped-query attention, the same at every call; the global random state stays."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INSIDE, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+        initializer_range=SPREAD, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def tiny_ids() -> Tensor:
+    """Calibration ids for the model, [sequences, length]."""
+    return torch.randint(VOCABULARY, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,36 @@
+"""Passes that follow a preparation and leave the weights as they are, so that a test sees the preparation alone."""
+
+from typing import ClassVar
+
+from compress.api.passes import LayerPass, Solution
+from compress.families.quantizing import WeightGrid
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.sparse.positions import Sparsity
+from compress.weights.codes import CodesScheme
+
+
+class Unpruned(LayerPass):
+    """Says that it prunes N:M, and does not."""
+
+    paper: ClassVar[str] = "https://example.org/unpruned"
+    makes: ClassVar[frozenset] = frozenset({"masked"})
+    n_of_m: tuple[int, int] = (2, 4)
+
+    def sparsities(self, shape):
+        return [Sparsity.regular(shape, *self.n_of_m)]
+
+    def solve(self, weight, seen, layer):
+        return Solution()
+
+
+class Unrounded(WeightGrid, LayerPass):
+    """Says that it rounds to a grid, and does not."""
+
+    paper: ClassVar[str] = "https://example.org/unrounded"
+    makes: ClassVar[frozenset] = frozenset({"quantized"})
+
+    def becomes(self, before):
+        return before.with_parts(CodesScheme(GRIDS[self.weights], self.group_size, self.symmetric))
+
+    def solve(self, weight, seen, layer):
+        return Solution()

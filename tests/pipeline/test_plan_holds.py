@@ -1,0 +1,76 @@
+"""A plan without an error is a run without one, and what the run would refuse, the plan refuses, in the same words."""
+
+import pytest
+
+import compress
+from compress import GPTQ, HQQ, LKD, OWQ, QAT, RTN, ChannelPermutation, Distill, KVCache, LLMInt8, LoRC, Magnitude
+from compress.errors import CompressError
+from compress.formats import FORMATS
+
+FEW = {"steps": 2, "batch": 2, "hold_out": 0}
+CHAINS = {
+    **{f"rtn {name}": [RTN(weights=name, group_size=16)] for name in ("int2", "int8", "fp8_e4m3", "nf4", "ternary")},
+    **{f"rtn {name}": [RTN(weights=name)] for name in ("nvfp4", "mxfp4")},
+    "channel": [RTN(weights="int8", group_size="channel")],
+    "tensor with zeros": [RTN(weights="int8", group_size="tensor", symmetric=False)],
+    "inputs": [RTN(weights="int8", group_size="channel", activations="int8")],
+    "static inputs": [RTN(weights="int8", group_size="channel", activations="int8", activation_scale="static")],
+    "static inputs, groups": [RTN(group_size=16, activations="int8", activation_scale="static")],
+    "float inputs": [RTN(group_size=16, activations="fp8_e4m3")],
+    "odd groups": [RTN(group_size=5)],
+    "order": [GPTQ(group_size=16, act_order="group")],
+    "float zeros": [HQQ(group_size=16, zero_point="float")],
+    "outlier inputs": [LLMInt8()],
+    "outliers": [OWQ(weights="int3", group_size=16)],
+    "low rank": [RTN(group_size=16), LoRC(rank=2)],
+    "pruned": [Magnitude(pattern="2:4")],
+    "permuted": [
+        ChannelPermutation(score="magnitude", escapes=0, unlinked="skip"),
+        Magnitude(pattern="2:4"),
+        RTN(group_size=16),
+    ],
+    "cache": [KVCache(), RTN(group_size=16)],
+    "scales": [RTN(group_size=16), Distill(train=["scales"], **FEW)],
+    "scales and norms": [RTN(group_size=16), Distill(train=["scales", "norms"], **FEW)],
+    "scales of blocks": [RTN(group_size=16), LKD(train=["scales"], **FEW)],
+    "scales that are no floats": [RTN(weights="mxfp4"), Distill(train=["scales"], **FEW)],
+    "weights": [RTN(group_size=16), Distill(train=["weights"], **FEW)],
+    "scales of dense layers": [Magnitude(), Distill(train=["scales"], **FEW)],
+    "learned": [QAT(group_size=16, train=["weights", "scales"], **FEW)],
+    "learned, no floats": [QAT(weights="mxfp4", train=["weights", "scales"], **FEW)],
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_is_planned_runs_and_what_is_refused_is_refused_at_once(format_, chain, one_block, recipe, tmp_path):
+    asked = recipe(*CHAINS[chain], model=one_block("llama"), save={"format": format_, "verify": "own"})
+    asked = asked.model_copy(update={"eval": compress.Evaluate(perplexity=())})
+    try:
+        planned = compress.plan(asked)
+    except CompressError as error:
+        with pytest.raises(CompressError) as caught:
+            compress.run(asked, tmp_path / "out")
+        assert str(caught.value) == str(error) and not (tmp_path / "out").exists()
+        return
+    assert compress.run(asked, tmp_path / "out").report["predicted"]["tensor_bytes"] == planned.checkpoint_bytes
+
+
+@pytest.mark.parametrize(
+    ("format_", "chain", "message"),
+    [
+        ("dense", "scales", r"passes\[1\] distill: .*save.format dense stores no scales; use .*compressed-tensors.*, "
+         r"or train: \[norms, weights\]"),
+        ("dense", "scales of blocks", r"passes\[1\] lkd: .*save.format dense stores no scales"),
+        ("native", "scales that are no floats", r"train: scales matches no parameter: no layer is packed with float scales"),
+        ("native", "weights", r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales"),
+        ("native", "scales of dense layers", r"train: scales matches no parameter"),
+        ("native", "learned, no floats", r"train: scales needs scales that are floats, which mxfp4 has not"),
+        ("compressed-tensors", "float zeros", r"passes\[0\] hqq: .*zero points of format compressed-tensors are integers"),
+        ("compressed-tensors", "low rank", r"passes\[1\] lorc: .*holds only codes"),
+        ("dense", "inputs", r"passes\[0\] rtn: .*format dense cannot state that activations are rounded"),
+    ],
+)  # fmt: skip
+def test_it_says_what_to_write_instead(format_, chain, message, one_block, recipe):
+    with pytest.raises(CompressError, match=message):
+        compress.plan(recipe(*CHAINS[chain], model=one_block("llama"), save={"format": format_, "verify": "own"}))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from compress.model.open.load import load as load
     from compress.passes import PASSES as PASSES
     from compress.pipeline.plan import plan as plan
+    from compress.pipeline.publish import push_to_hub as push_to_hub
     from compress.pipeline.run import Result as Result
     from compress.pipeline.run import apply as apply
     from compress.pipeline.run import run as run
@@ -32,6 +33,7 @@ _HOMES = {
     "apply": "pipeline.run",
     "load": "model.open.load",
     "plan": "pipeline.plan",
+    "push_to_hub": "pipeline.publish",
     "run": "pipeline.run",
 }
 """The module that defines each public name; the classes of the passes are not listed."""

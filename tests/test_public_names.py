@@ -25,6 +25,7 @@ NAMES = [
     "apply",
     "load",
     "plan",
+    "push_to_hub",
     "run",
 ]
 """All public names, the classes of the passes apart: those are found by their files."""

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
@@ -39,7 +39,7 @@ from typing_extensions import Self
 from compress.api.facts import Fact, LayerFacts, Log, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
-from compress.api.options import patterns
+from compress.api.options import Options, patterns
 from compress.formats.base import CacheScheme
 from compress.model.linear import CompressedLinear, Weight
 from compress.model.objective import LMObjective
@@ -70,15 +70,13 @@ class Zeros:
     due: float
 
 
-class Pass(BaseModel, ABC):
+class Pass(Options, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
     paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
     that must be false before the pass. makes: facts that are true after the pass. targets, ignore: globs or 're:'
     patterns of full module names; a pattern that matches nothing is an error.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     paper: ClassVar[str]
     after: ClassVar[frozenset[Fact]] = frozenset()

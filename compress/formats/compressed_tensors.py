@@ -52,8 +52,8 @@ SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
 INPUT_SCALE = "input_scale"
 """The stored name of a static scale of the inputs."""
 
-IN_WORDS, IN_BYTES = PackQuantized(), IntQuantized()
-LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, FloatQuantized(), MXFP4PackQuantized(), NVFP4PackQuantized())
+IN_WORDS, IN_BYTES, IN_FLOATS = PackQuantized(), IntQuantized(), FloatQuantized()
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOATS, MXFP4PackQuantized(), NVFP4PackQuantized())
 """The first layout that suits a scheme stores it."""
 
 
@@ -67,6 +67,7 @@ class CompressedTensors(Format):
 
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
+    readers = ("transformers", "vLLM")
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")
@@ -80,9 +81,10 @@ class CompressedTensors(Format):
         if layout is None:
             name = scheme.codes.grid.name
             return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
-        if scheme.rounding is not None and scheme.rounding.scale == "static" and not IN_BYTES.suits(scheme):
+        static = scheme.rounding is not None and scheme.rounding.scale == "static"
+        if static and not (IN_BYTES.suits(scheme) or IN_FLOATS.suits(scheme)):
             return (
-                "a static scale of the inputs is stored only with int8 weights per channel or tensor; "
+                "a static scale of the inputs is stored only with int8 or fp8_e4m3 weights per channel or tensor; "
                 "use activation_scale: token, or format: native"
             )
         return layout.refuses(scheme)

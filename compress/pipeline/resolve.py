@@ -243,7 +243,10 @@ def calibration_ids(recipe: Recipe, opened: OpenModel) -> Tensor:
     return model_ids(opened.model, opened.tokenizer, wanted.source, "calibration", *shape, recipe.seed)
 
 
-def eval_ids(recipe: Recipe, source: str, opened: OpenModel) -> Tensor:
-    """Token ids of an evaluation text, [windows, length]."""
+def eval_ids(recipe: Recipe, opened: OpenModel) -> dict[str, Tensor]:
+    """Token ids of every evaluation text, [windows, length], by its name; empty for `eval: null`."""
     wanted = recipe.eval
-    return model_ids(opened.model, opened.tokenizer, source, "test", wanted.windows, wanted.length, recipe.seed)
+    if wanted is None:
+        return {}
+    where, shape = (opened.model, opened.tokenizer), (wanted.windows, wanted.length)
+    return {source: model_ids(*where, source, "test", *shape, recipe.seed) for source in wanted.perplexity}

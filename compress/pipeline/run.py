@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -25,6 +25,7 @@ from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
+from compress.formats.containers.files import write_text
 from compress.formats.native import Native
 from compress.model.objective import objective_of
 from compress.model.open.experts import open_experts
@@ -34,11 +35,14 @@ from compress.model.structure.blocks import find_blocks
 from compress.pipeline.checkpoint import PROBE_FILE, WORK, Manifest, Shards, fingerprint, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
+from compress.pipeline.progress import shown_progress
 from compress.pipeline.resolve import calibration_ids, eval_ids, lm_objective_for, resolve, storage_dtype, teachers
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
-from compress.recipe.schema import Recipe
+from compress.recipe.schema import Recipe, read_passes
+from compress.recipe.starts import folder_of
 from compress.report.build import build_report, reproduction, sizes
+from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.version import __version__
@@ -58,30 +62,50 @@ class Result:
     journal: Journal
 
 
-def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
+def run(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    journal: Journal | None = None,
+    progress: bool = True,
+) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
+
+    recipe: or the path of its YAML file. out: by default a folder of `out/`, with the name of the file, or of the model
+    and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on
+    standard error; where that is no terminal, a line for every tenth.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, all processes train together and rank 0 does everything else.
 
     Raises the errors of `compress.errors`.
     """
+    folder = Path(out) if out is not None else default_folder(recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     processes = PartialState(cpu=device_of(recipe.device).type == "cpu")
     first = processes.is_main_process
     journal = (journal or Journal()) if first else Journal()
-    with processes.main_process_first():
-        job = prepare(recipe, Path(out), overwrite, journal)
-    processes.wait_for_everyone()  # so that all processes read the same manifest
-    trains = any(step.requires.training for _, step, _ in job.steps)
-    if not job.manifest.complete and (first or trains):
-        compress(job, first, together=trains)
-    processes.destroy_process_group()
-    return finish(job) if first else Result(Path(out), {}, journal)
+    with shown_progress(journal) if progress and first else nullcontext():
+        with processes.main_process_first():
+            job = prepare(recipe, folder, overwrite, journal)
+        processes.wait_for_everyone()  # so that all processes read the same manifest
+        trains = any(step.requires.training for _, step, _ in job.steps)
+        if not job.manifest.complete and (first or trains):
+            compress(job, first, together=trains)
+        processes.destroy_process_group()
+        return finish(job) if first else Result(folder, {}, journal)
+
+
+def default_folder(recipe: Recipe | str | Path) -> Path:
+    """The output folder of a run without `out`: out/ and the name of the file, or of the model and the passes."""
+    if not isinstance(recipe, Recipe):
+        return Path("out") / Path(recipe).stem
+    return folder_of(recipe.model, *(step.key() for step in recipe.passes))
 
 
 def apply(
     model: PreTrainedModel,
-    passes: Sequence[Pass],
+    passes: Pass | Sequence[Pass],
     calibration: Tensor | None = None,
     batch: int = 4,
     journal: Journal | None = None,
@@ -90,13 +114,15 @@ def apply(
 ) -> PreTrainedModel:
     """Apply passes to a model in memory, in place, and return it. Experts stored as 3-D weights become linears.
 
-    calibration: token ids [sequences, length]; required unless all passes are data-free. batch: sequences per batch.
-    teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer: provides
-    the mask token, for passes that train a masked language model or compute its loss.
+    passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
+    [sequences, length]; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
+    model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
+    that train a masked language model or compute its loss.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
     """
+    passes = read_passes(passes)
     check_order(passes)
     first, journal = next(model.parameters()), journal or Journal()
     for log in open_experts(model):
@@ -147,9 +173,9 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         if isinstance(step.requires.teacher, str):
             check_teacher(step.requires.teacher, opened, recipe.trust_remote_code)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval.perplexity:
+    if recipe.eval is not None and recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # `_measure` needs it; this raises its errors before the run
-    texts = {name: eval_ids(recipe, name, opened) for name in recipe.eval.perplexity}
+    texts = eval_ids(recipe, opened)
     with context.phase("calibration text"):
         ids = calibration_ids(recipe, opened)
     spelled = recipe.model_dump(mode="json", exclude={"eval", "model"})
@@ -198,8 +224,10 @@ def finish(job: Job) -> Result:
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    with _open_source(recipe, opened) as dense:
-        base = _measure(job, dense, replace(evaluated, which="base"))
+    base: dict[str, Any] = {}
+    if recipe.eval is not None:
+        with _open_source(recipe, opened) as dense:
+            base = _measure(job, dense, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -213,14 +241,16 @@ def finish(job: Job) -> Result:
         evaluations=combine_all(compressed, base),
         reproduce=reproduction(recipe, opened, context, manifest.fingerprint, corpus_sha256(job.ids)),
     )
+    write_text(folder / "recipe.yaml", recipe.to_yaml())  # `eval` may differ from that of the run that made the bytes
     write_report(report, folder)
+    write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
     return Result(folder, report.to_json(), context.journal)
 
 
 def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
     """The results of all evaluators on a model."""
     with job.context.phase("evaluate"):
-        return measure_all(model, context)
+        return measure_all(model, context, compare=job.recipe.eval is not None)
 
 
 def _open_source(

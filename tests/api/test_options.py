@@ -1,10 +1,10 @@
 """Options per layer: what may be overridden, where a mistake stands, and what becomes of the layers."""
 
 import pytest
-from pydantic import ValidationError
 from tolerances import LOGITS
 
 import compress
+from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear
@@ -77,7 +77,7 @@ def test_a_mistake_is_told_with_its_place(overrides, at, message):
 
 
 def test_in_python_a_mistake_names_its_place_too():
-    with pytest.raises(ValidationError, match=r"overrides\[0\] weights: grid 'int9' is not known"):
+    with pytest.raises(OptionError, match=r"overrides\[0\] weights: grid 'int9' is not known"):
         compress.RTN(overrides=[{"targets": "*", "weights": "int9"}])
 
 

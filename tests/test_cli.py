@@ -421,7 +421,18 @@ def test_ctrl_c_on_a_terminal_and_the_same_command_again(spell, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in done} == done
 
 
-def test_help_does_not_import_torch():
-    code = "import sys, compress.cli as c\ntry: c.main(['run', '--help'])\nfinally: assert 'torch' not in sys.modules"
+@pytest.mark.parametrize("args", [["run", "--help"], ["quantize", "--help"], ["schemes"]])
+def test_help_and_schemes_import_nothing_slow(args):
+    slow = "{'torch', 'transformers', 'pydantic', 'numpy', 'rich', 'huggingface_hub'}"
+    code = f"import sys, compress.cli as c\ntry: c.main({args})\nfinally: assert not {slow} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert (done.returncode, done.stderr) == (0, "") and "Output folder" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_a_plan_imports_no_library_that_it_does_not_need(pico, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"model: {pico}\npasses: [{{scheme: W4A16}}]\n")
+    unneeded = "{'datasets', 'pandas', 'pyarrow', 'lm_eval', 'compressed_tensors', 'compress.pipeline.run'}"
+    code = f"import sys, compress.cli as c\ntry: c.main(['plan', {str(path)!r}])\nfinally: print(*{unneeded} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stdout + done.stderr

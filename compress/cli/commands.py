@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from compress.cli.group import ErrorGroup, Interrupt
+from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import print_json, print_pass, print_plan, print_report, print_table, summary_of
 from compress.errors import RecipeError, did_you_mean
@@ -183,7 +183,8 @@ def schemes() -> None:
 def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:
     """Read a recipe with the settings of `recipe_options`."""
     settings = settings_of(**options, model=model)
-    from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
+    with without_collection():
+        from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
 
     return Recipe.from_yaml(recipe, settings)
 
@@ -191,7 +192,8 @@ def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:
 def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
     """Build a recipe from plain values with the settings of `recipe_options`."""
     settings = settings_of(**options)
-    from compress.recipe.schema import Recipe
+    with without_collection():
+        from compress.recipe.schema import Recipe
 
     return Recipe.from_data(data, settings)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import click
@@ -42,6 +44,17 @@ def _fail(message: str, code: int, debug: bool) -> NoReturn:
     """Print one line, or the traceback with --debug, to standard error and exit."""
     click.echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Import large packages without garbage collection, which takes an eighth of the time and finds nothing there."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()  # later collections do not look through the imported modules
 
 
 class Interrupt:

@@ -2,7 +2,9 @@
 
 import io
 import re
+from pathlib import Path
 
+import torch
 from rich.console import Console
 
 import compress
@@ -48,3 +50,24 @@ def test_run_shows_progress_unless_told_otherwise(recipe, tmp_path, capsys):
     assert "model.layers.0  passes[0] rtn  0/3" in " ".join(capsys.readouterr().err.split("\n"))
     compress.run(asked, tmp_path / "b", progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_run_takes_a_path_and_has_the_default_folder_of_the_command(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = recipe(compress.RTN(group_size=32), eval=None, save={"verify": "own"})
+    (tmp_path / "mine.yaml").write_text(asked.to_yaml())
+    by_path = compress.run("mine.yaml", progress=False)
+    by_value = compress.run(asked, progress=False)
+    assert (by_path.folder, by_value.folder) == (Path("out/mine"), Path("out/model-rtn"))
+    assert by_path.report["checkpoint_sha256"] == by_value.report["checkpoint_sha256"]
+    assert by_value.report["perplexity"] is None and (by_value.folder / "report.md").exists()
+
+
+def test_apply_takes_one_pass_and_what_recipes_spell(tiny, ids):
+    one, listed, named = (tiny("llama") for _ in range(3))
+    compress.apply(one, compress.RTN(group_size=16))
+    compress.apply(listed, [compress.RTN(group_size=16)])
+    compress.apply(named, [{"rtn": {"group_size": 16}}])
+    name = "model.layers.0.mlp.up_proj"
+    assert torch.equal(one.get_submodule(name).weight, listed.get_submodule(name).weight)
+    assert torch.equal(one.get_submodule(name).weight, named.get_submodule(name).weight)

@@ -122,7 +122,7 @@ def apply(
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
     """
-    passes = read_passes(passes)
+    passes = read_passes([passes] if isinstance(passes, Pass) else passes)
     check_order(passes)
     first, journal = next(model.parameters()), journal or Journal()
     for log in open_experts(model):

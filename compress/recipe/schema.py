@@ -209,8 +209,6 @@ def read_passes(items: Any) -> tuple[Pass, ...]:
 
     Raises RecipeError.
     """
-    if isinstance(items, Pass):
-        return (items,)
     items, _ = expand(items)
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise recipe_error(("passes",), "must be a list, such as '- gptq: {weights: int4}'")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from compress.api.options import OptionError
 from compress.train.options import TrainingOptions
 
 
@@ -77,5 +77,5 @@ def test_rates_by_kind():
     ],
 )
 def test_impossible_settings_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(ValidationError, match=message):
         TrainingOptions(**options)

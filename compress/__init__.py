@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compress.passes import PASSES as PASSES
     from compress.pipeline.export import save as save
     from compress.pipeline.plan import plan as plan
+    from compress.pipeline.publish import push_to_hub as push_to_hub
     from compress.pipeline.run import Result as Result
     from compress.pipeline.run import apply as apply
     from compress.pipeline.run import run as run
@@ -33,6 +34,7 @@ _HOMES = {
     "apply": "pipeline.run",
     "load": "model.open.load",
     "plan": "pipeline.plan",
+    "push_to_hub": "pipeline.publish",
     "run": "pipeline.run",
     "save": "pipeline.export",
 }

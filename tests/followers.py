@@ -2,7 +2,8 @@
 
 from typing import ClassVar
 
-from compress.api.passes import LayerPass, Solution
+from compress.api.layers import Solution
+from compress.api.passes import LayerPass
 from compress.families.quantizing import WeightGrid
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Sparsity

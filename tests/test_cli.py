@@ -1,10 +1,8 @@
 """The command line: what it prints, its exit codes, one line for a mistake, a bar on a terminal, Ctrl-C and again."""
 
 import errno
-import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,13 +13,14 @@ from typing import get_args
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 import compress
 from compress import cli
-from compress.api.journal import Entry
+from compress.cli.options import settings_of
 from compress.errors import NumericError
 from compress.passes import PASSES
+from compress.recipe.presets import presets
 from compress.recipe.schema import DType
 
 RTN = "- rtn: {group_size: 32}"
@@ -89,15 +88,28 @@ def test_the_model_can_be_overridden(spell, tiny_folder, texts, tmp_path):
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1) and "no folder /no/such" in wrong.stderr
 
 
-def test_plan_lists_every_module_and_writes_nothing(spell, tmp_path):
+def test_plan_all_lists_every_module_and_writes_nothing(spell, tmp_path):
     path = spell("- rtn: {group_size: 32, targets: '*.mlp.*'}")
     before = sorted(tmp_path.iterdir())
-    done = call("plan", path)
+    done = call("plan", path, "--all")
     planned = compress.plan(compress.Recipe.from_yaml(path))
     text = "".join(done.stdout.replace("│", " ").split())
     assert done.exit_code == 0 and sorted(tmp_path.iterdir()) == before
     assert f"checkpoint:{planned.checkpoint_bytes}bytesoftensors({planned.dense_bytes}dense)" in text
     assert text.count("passes[0]rtn") == 9 and text.count("unchanged") == 12
+
+
+def test_plan_groups_modules_of_one_kind_and_json_has_every_module(spell):
+    path = spell("- rtn: {group_size: 32, targets: '*.mlp.*'}")
+    text = call("plan", path).stdout
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    counts = [row[1] for row in rows if row[1]]
+    assert counts == ["3"] * 7  # 21 linears of 3 blocks are 7 kinds
+    assert "model.layers.*.self_attn.q_proj" in "".join(row[0] for row in rows)
+    planned = compress.plan(compress.Recipe.from_yaml(path))
+    assert json.loads(call("plan", path, "--json").stdout) == planned.to_json()
+    assert len(planned.to_json()["layers"]) == 21 and sum(g.count for g in planned.groups()) == 21
+    assert sum(g.size_bytes for g in planned.groups()) == sum(layer.size_bytes for layer in planned.layers)
 
 
 def test_eval_agrees_with_the_report(spell, texts, tmp_path):
@@ -109,18 +121,154 @@ def test_eval_agrees_with_the_report(spell, texts, tmp_path):
     assert f"{report['perplexity'][0]['compressed']['perplexity']:.4f}" in done.stdout and "next tokens" in done.stdout
 
 
-def test_passes_lists_every_pass_with_every_option():
-    done = call("passes")
-    assert done.exit_code == 0
+def test_passes_is_a_list_with_a_line_for_each():
+    lines = call("passes").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(PASSES)
+    assert all(line.endswith(".") and len(line.split()) > 3 for line in lines)
+
+
+def test_the_page_of_a_pass_has_every_option_with_its_default():
     for key, step in PASSES.items():
-        assert f"{key}: " in done.stdout and step.paper in done.stdout
-        assert all(f"    {name} = " in done.stdout for name in step.model_fields)
+        page = call("passes", key).stdout
+        assert page.startswith(f"{key}\n") and step.paper in page and f"recipe: recipes/{key}.yaml" in page
+        assert [n for n, f in step.model_fields.items() if f"\n  {f.alias or n} = " not in page] == []
+    page = call("passes", "gptq").stdout
+    assert 'act_order = "none"' in page and "damping = 0.01" in page and "schemes: " in page and "W4A16" in page
+    fails(call("passes", "gtpq"), 2, "pass 'gtpq' is not known; did you mean 'gptq'?")
+
+
+def test_schemes_are_listed_with_a_line_for_each():
+    names = [line.split()[0] for line in call("schemes").stdout.splitlines()]
+    assert names == list(presets()) and {"W8A8", "W4A16", "FP8-dynamic"} <= set(names)
+    shown = call("quantize", "--help").stdout
+    assert all(name in shown for name in names)
 
 
 def test_version_and_help():
     assert compress.__version__ in call("--version").stdout
-    for command in ("run", "plan", "eval", "passes"):
-        assert call(command, "--help").exit_code == 0 and command in call("--help").stdout
+    shown = call("--help").stdout
+    for command in cli.main.commands:
+        assert call(command, "--help").exit_code == 0 and f"  {command} " in shown
+
+
+# ---- one line is enough ----
+
+LITTLE = ["--set", "calibration.sequences=4", "--set", "calibration.length=64", "--eval", "none"]
+
+
+def test_quantize_runs_a_scheme_and_writes_its_recipe(pico, tmp_path):
+    out = tmp_path / "out"
+    done = call("quantize", pico, "--scheme", "w8a16", "-o", out, *LITTLE, "--set", "passes.0.gptq.scale=absmax")
+    assert done.exit_code == 0, done.output
+    written = compress.Recipe.from_yaml(out / "recipe.yaml")
+    assert written.eval is None and written.calibration.sequences == 4
+    wanted = compress.GPTQ(weights="int8", group_size="channel", act_order="static", scale="absmax")
+    assert written.passes == (wanted,)
+    again = call("run", out / "recipe.yaml", "-o", out)  # the recipe alone is the same run
+    assert again.exit_code == 0 and "sha256" in again.stdout
+    report = json.loads((out / "report.json").read_text())
+    assert report["perplexity"] is None and report["checkpoint_sha256"] in done.stdout
+
+
+def test_without_o_a_command_names_its_folder(pico, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr("compress.pipeline.run.run", lambda recipe, *rest: seen.append((recipe, *rest)) or Empty)
+    assert call("quantize", pico, "--scheme", "FP8_DYNAMIC").exit_code == 0
+    assert call("prune", pico, "--pattern", "2:4").exit_code == 0
+    assert call("prune", pico, "--sparsity", "0.4", "--method", "wanda").exit_code == 0
+    assert call("distill", pico, "--teacher", pico, "--seed", "3").exit_code == 2  # click: no such option
+    assert call("distill", pico, "--teacher", pico, "--set", "seed=3").exit_code == 0
+    assert [folder.as_posix() for _, folder, *_ in seen] == [
+        "out/model-FP8_DYNAMIC", "out/model-sparsegpt-2-4", "out/model-wanda-0.4", "out/model-distill",
+    ]  # fmt: skip
+    rounded, structured, pruned, trained = [recipe for recipe, *_ in seen]
+    assert rounded.passes[0].weights == "fp8_e4m3" and rounded.save.format == "compressed-tensors"
+    assert structured.passes == (compress.SparseGPT(pattern="2:4"),) and structured.save.format == "dense"
+    assert pruned.passes == (compress.Wanda(sparsity=0.4),)
+    assert trained.passes == (compress.Distill(teacher=pico),) and trained.seed == 3
+
+
+class Empty:
+    report: dict = {}
+
+
+def test_prune_and_distill_run(pico, tmp_path):
+    done = call("prune", pico, "--pattern", "2:4", "--method", "magnitude", "-o", tmp_path / "pruned", *LITTLE)
+    assert done.exit_code == 0, done.output
+    weight = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "pruned").get_submodule("model.layers.0.mlp.up_proj").weight
+    )
+    assert (weight.reshape(-1, 4) == 0).sum(1).min() == 2
+    student = ["--set", "passes.0.distill.steps=1", "--set", "passes.0.distill.top_k=null"]
+    done = call("distill", tmp_path / "pruned", "--teacher", pico, "-o", tmp_path / "student", *LITTLE, *student)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "student" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--scheme", "Q4_K_M"], "scheme Q4_K_M: GGUF output is not supported yet; use one of FP8, FP8-dynamic, "),
+        (["--scheme", "q4_0"], "scheme q4_0: GGUF output is not supported yet"),
+        (["--scheme", "W4A61"], "scheme 'W4A61' is not known; did you mean 'W4A16'?"),
+        (["--scheme", "W8A8", "--dtype", "float23"], "--dtype float23: dtype: input should be 'auto'"),
+        (
+            ["--scheme", "W8A8", "--device", "gpu"],
+            "--device gpu: device: device 'gpu' is not known; use auto, cpu, cuda",
+        ),
+        (
+            ["--scheme", "W8A8", "--set", "passes.0.gptq.x=1"],
+            "--set passes.0.gptq.x=1: passes.0 is smoothquant, not gptq",
+        ),
+        (["--scheme", "W8A8", "--set", "passes.1.gptq.group_sise=64"], "unknown option; did you mean 'group_size'?"),
+        (["--scheme", "W8A8", "--calibration", "none.txt"], "cannot read none.txt"),
+    ],
+)
+def test_a_mistake_in_one_line_is_one_line(args, message, pico):
+    fails(call("quantize", pico, *args), 2, message)
+
+
+def test_options_replace_the_values_of_a_recipe(spell, texts):
+    path = spell("- rtn: {group_size: 32}")
+    small = call("plan", path, "--json", "--set", "passes.0.rtn.weights=int2", "--dtype", "bfloat16")
+    assert {layer["stored_as"] for layer in json.loads(small.stdout)["layers"]} == {"int2, group 32"}
+    fails(call("plan", path, "--set", "passes.0.rtn.weigths=int2"), 2, "unknown option; did you mean 'weights'?")
+    for args, key, value in [
+        (["--calibration", "other.npy"], "calibration", "other.npy"),
+        (["--eval", "a.txt", "--eval", "b.txt"], "eval", ("a.txt", "b.txt")),
+        (["--eval", "none"], "eval", None),
+    ]:
+        asked = compress.Recipe.from_yaml(path, settings_of((), tuple(args[1::2]))) if key == "eval" else None
+        asked = asked or compress.Recipe.from_yaml(path, settings_of((), (), calibration=value))
+        found = getattr(asked, key)
+        assert value == (found and (found.perplexity if key == "eval" else found.source))
+
+
+def test_a_model_can_be_left_to_the_command_line(pico, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("passes: [{scheme: FP8-dynamic}]\n")
+    assert call("plan", path, "--model", pico).exit_code == 0
+    fails(call("plan", path), 2, "r.yaml:1:1: model: is missing")
+
+
+def test_generate_answers(pico, tiny_folder):
+    done = call("generate", pico, "The with statement is used to", "--tokens", 8)
+    assert done.exit_code == 0 and done.stdout.strip()
+    assert done.stdout == call("generate", pico, "The with statement is used to", "--tokens", 8, "--plain").stdout
+    fails(call("generate", pico, ""), 2, "prompt: is empty")
+    fails(call("generate", tiny_folder("llama"), "x"), 2, "has no tokenizer; add its tokenizer files")
+    fails(call("generate", tiny_folder("bert"), "x"), 2, "predicts masked tokens and generates no text")
+
+
+def test_push_to_hub_asks_for_the_login_first_and_uploads_last(spell, tmp_path, monkeypatch):
+    order = []
+    monkeypatch.setattr("compress.pipeline.publish.check_login", lambda repository: order.append("login"))
+    monkeypatch.setattr("compress.pipeline.publish.push_to_hub", lambda folder, to: order.append((folder, to)) or "URL")
+    out = tmp_path / "out"
+    done = call("run", spell(), "-o", out, "--push-to-hub", "me/small", "--eval", "none")
+    assert done.exit_code == 0 and "uploaded: URL" in done.stdout
+    assert order == ["login", (out, "me/small")]
 
 
 # ---- what goes wrong ----
@@ -218,36 +366,7 @@ def test_every_dtype_of_a_recipe_can_be_evaluated_in(pico, texts):
         assert done.exit_code == 0, done.stderr
 
 
-# ---- progress ----
-
-
-def hear(console: Console) -> None:
-    with cli._Bar(console) as bar:
-        for block in range(40):
-            figures = {"block": block, "blocks": 40, "step": "passes[0] gptq"}
-            bar(Entry("progress", "passes[0] gptq", f"model.layers.{block}", figures))
-        bar(Entry("progress", "evaluate", "perplexity of the base model", {"done": 1, "of": 2}))
-        bar(Entry("fallback", "passes[0] gptq x", "[damping] raised"))
-        bar(Entry("note", "model", "not shown while it runs"))
-
-
-def test_a_bar_on_a_terminal():
-    file = io.StringIO()
-    hear(Console(file=file, force_terminal=True, width=100, markup=False))
-    assert "\x1b[" in file.getvalue() and "━" in file.getvalue()
-    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", file.getvalue())
-    assert "model.layers.39  passes[0] gptq" in text and "39/40" in text
-    assert "fallback: passes[0] gptq x: [damping] raised" in text
-
-
-def test_a_line_per_tenth_where_there_is_no_terminal():
-    file = io.StringIO()
-    hear(Console(file=file, width=100, markup=False))
-    lines = file.getvalue().splitlines()
-    assert [line for line in lines if "gptq  " in line] == [
-        f"model.layers.{i}  passes[0] gptq  {i}/40" for i in range(0, 40, 4)
-    ]
-    assert lines[-2:] == ["perplexity of the base model  1/2", "fallback: passes[0] gptq x: [damping] raised"]
+# ---- Ctrl-C ----
 
 
 def test_ctrl_c_that_a_library_swallows_ends_the_run_at_its_next_step(spell, monkeypatch):
@@ -311,7 +430,18 @@ def test_ctrl_c_on_a_terminal_and_the_same_command_again(spell, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in done} == done
 
 
-def test_help_does_not_import_torch():
-    code = "import sys, compress.cli as c\ntry: c.main(['run', '--help'])\nfinally: assert 'torch' not in sys.modules"
+@pytest.mark.parametrize("args", [["run", "--help"], ["quantize", "--help"], ["schemes"]])
+def test_help_and_schemes_import_nothing_slow(args):
+    slow = "{'torch', 'transformers', 'pydantic', 'numpy', 'rich', 'huggingface_hub'}"
+    code = f"import sys, compress.cli as c\ntry: c.main({args})\nfinally: assert not {slow} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
-    assert (done.returncode, done.stderr) == (0, "") and "Output folder" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+
+
+def test_a_plan_imports_no_library_that_it_does_not_need(pico, tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(f"model: {pico}\npasses: [{{scheme: W4A16}}]\n")
+    unneeded = "{'datasets', 'pandas', 'pyarrow', 'lm_eval', 'compressed_tensors', 'compress.pipeline.run'}"
+    code = f"import sys, compress.cli as c\ntry: c.main(['plan', {str(path)!r}])\nfinally: print(*{unneeded} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stdout + done.stderr

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import PASSES, Recipe, passes
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass, Solution
+from compress.api.layers import Solution
+from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass
 from compress.errors import CalibrationError, RecipeError, TargetError
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import Quantizing

@@ -25,6 +25,7 @@ NAMES = [
     "apply",
     "load",
     "plan",
+    "push_to_hub",
     "run",
     "save",
 ]

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from tolerances import LOGITS
 
 import compress
 from compress import Recipe
 from compress.cli import main
 from compress.formats import FORMATS
+from compress.report.build import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"
@@ -147,6 +149,11 @@ def cloned(arguments: list[str]) -> None:
     assert arguments[0] == "clone"
 
 
+def shown(arguments: list[str]) -> None:
+    """A file that a run writes into its folder."""
+    assert [Path(name).name for name in arguments if Path(name).name not in DESCRIPTIONS] == []
+
+
 CHECKS = {
     "compress": parsed,
     "make": made,
@@ -154,7 +161,21 @@ CHECKS = {
     "python": scripted,
     "git": cloned,
     "cd": lambda arguments: None,
+    "cat": shown,
 }
+
+
+def test_the_first_four_commands_lead_to_a_card(tmp_path, monkeypatch):
+    """From one line to an answer, a perplexity and the model card, on the pico model with little text."""
+    monkeypatch.chdir(tmp_path)
+    start = next(i for i, line in enumerate(SHELL) if line.startswith("compress quantize"))
+    quantize, generate, evaluate, card = SHELL[start : start + 4]
+    little = " --set calibration.sequences=4 --set calibration.length=64 --set eval.windows=2 --set eval.length=64"
+    evaluate = evaluate.replace("--text wikitext", "--windows 2 --length 64")
+    for line in (smaller(quantize) + little, generate + " --tokens 4", evaluate):
+        done = CliRunner().invoke(main, shlex.split(line)[1:])
+        assert done.exit_code == 0 and done.stdout.strip(), done.output
+    assert "perplexity" in Path(shlex.split(card)[1]).read_text()
 
 
 @pytest.mark.parametrize(

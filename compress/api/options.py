@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from compress.errors import TargetError, did_you_mean
+from compress.errors import RecipeError, TargetError, did_you_mean
 from compress.model.structure.select import matches, select
 
 Place = tuple[str | int, ...]
@@ -29,12 +29,60 @@ DENSE = "none"
 """The value of `weights` in an override for layers that the pass skips."""
 
 
-class OptionError(ValueError):
-    """A mistake at a place inside a pass's options, found during validation."""
+SYNONYMS = {
+    "bits": ("weights", "int{value}"),
+    "nbits": ("weights", "int{value}"),
+    "wbits": ("weights", "int{value}"),
+    "num_bits": ("weights", "int{value}"),
+    "dtype": ("weights", "{value}"),
+    "sym": ("symmetric", "{value}"),
+    "zero_point": ("symmetric", "false"),
+    "desc_act": ("act_order", "static"),
+    "actorder": ("act_order", "{value}"),
+    "damp_percent": ("damping", "{value}"),
+    "percdamp": ("damping", "{value}"),
+    "dampening_frac": ("damping", "{value}"),
+    "mask_structure": ("pattern", "{value}"),
+    "prunen": ("pattern", '"2:4"'),
+    "exclude": ("ignore", "{value}"),
+    "modules_to_not_convert": ("ignore", "{value}"),
+    "lr": ("learning_rate", "{value}"),
+}
+"""Names of options in other libraries, the option here with the same purpose, and a value of it."""
 
-    def __init__(self, place: Place, message: str) -> None:
-        super().__init__(f"{place_text(place)}: {message}")
+
+class OptionError(RecipeError, ValueError):
+    """A mistake in the options of a pass or of another part of a recipe.
+
+    It is a ValueError too, so that pydantic reports it with the errors of the validation that it is part of.
+    place: the place inside the options. message: without the place. owner: the part of the recipe that has the options.
+    """
+
+    def __init__(self, place: Place, message: str, owner: str = "") -> None:
+        super().__init__(f"{place_text((owner, *place) if owner else place)}: {message}", place)
         self.place, self.message = place, message
+
+
+class Options(BaseModel):
+    """A frozen part of a recipe. Its constructor raises OptionError in one line, the error that YAML gives too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def key(cls) -> str:
+        """The name in a recipe and in errors."""
+        return cls.__name__.lower()
+
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
+
+        def __init__(self, /, **options: Any) -> None:
+            __tracebackhide__ = True
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise OptionError(*mistake(error, type(self)), type(self).key()) from None
+
+        __init__.__pydantic_base_init__ = True  # pydantic then validates mappings without calling it
 
 
 def place_text(place: Place) -> str:
@@ -52,7 +100,7 @@ def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]
     if first["type"] == "extra_forbidden":
         owner = _owner(model, place[:-1])
         known = [field.alias or name for name, field in owner.model_fields.items()]
-        return place, f"unknown option{did_you_mean(str(place[-1]), known)}"
+        return place, unknown_option(str(place[-1]), known, first["input"])
     if first["type"] in PLAIN_WORDS:
         return place, PLAIN_WORDS[first["type"]]
     message = first["msg"].removeprefix("Value error, ")
@@ -60,11 +108,22 @@ def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]
     return place, message[0].lower() + message[1:] + asked
 
 
+def unknown_option(name: str, known: Iterable[str], value: Any = None) -> str:
+    """The message for an option that does not exist, with the nearest known one. value: as given, for a hint."""
+    known = set(known)
+    meant, spelled = SYNONYMS.get(name, ("", ""))
+    if meant not in known:
+        return f"unknown option{did_you_mean(name, known)}"
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return f"unknown option; did you mean {meant!r}? Write {meant}: {spelled.format(value=shown)}"
+
+
 def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
     for part in path:
         inner = model.model_fields[str(part)].annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            model = inner
+        for kind in (inner, *get_args(inner)):  # `Evaluate | None` has Evaluate among its arguments
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                model = kind
     return model
 
 
@@ -133,8 +192,9 @@ def _override(
     changed = {name: value for name, value in options.items() if start or name != "targets"}
     for name in changed:
         if name not in known:
-            reason = "applies to the whole pass and cannot be overridden" if name in of_the_whole else "unknown option"
-            raise OptionError((*place, name), f"{reason}{did_you_mean(name, known)}")
+            whole = f"applies to the whole pass and cannot be overridden{did_you_mean(name, known)}"
+            message = whole if name in of_the_whole else unknown_option(name, known, changed[name])
+            raise OptionError((*place, name), message)
     if not changed:
         raise OptionError(place, "changes nothing; add an option, or weights: none to skip the layers")
     if changed.get("weights") == DENSE and len(changed) > 1:

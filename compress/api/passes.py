@@ -28,29 +28,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
-from jaxtyping import Bool, Float
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from jaxtyping import Float
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import Self
 
 from compress.api.facts import Fact, LayerFacts, Log, Requirements
+from compress.api.layers import BlockInputs, Layer, Solution, Surveyed, Zeros
 from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
-from compress.api.options import patterns
+from compress.api.options import Options, patterns
 from compress.formats.base import CacheScheme
-from compress.model.linear import CompressedLinear, Weight
 from compress.model.objective import LMObjective
-from compress.model.structure.links import Group, Link
-from compress.model.structure.permutations import Permutation
 from compress.model.structure.select import ModuleNames, chosen, select
 from compress.numerics.sparse.positions import Sparsity
-from compress.weights.base import InputTransform, WeightPart
 from compress.weights.layer import LayerScheme
 
 if TYPE_CHECKING:
@@ -61,19 +56,7 @@ COPIES = 4  # of a weight in float32: the original, the result, and two intermed
 ActivationScale = Literal["token", "group", "static"]
 
 
-@dataclass(frozen=True)
-class Zeros:
-    """The sparsity that a pruning pass must reach in a layer.
-
-    asked: the requested fraction of zeros. due: the fraction of zeros after `asked` is rounded to whole units of the
-    pattern; columns and rows that the pattern does not cover stay dense and are not counted as zeros.
-    """
-
-    asked: float
-    due: float
-
-
-class Pass(BaseModel, ABC):
+class Pass(Options, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
     paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
@@ -81,8 +64,6 @@ class Pass(BaseModel, ABC):
     must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. targets, ignore:
     globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     paper: ClassVar[str]
     after: ClassVar[frozenset[Fact]] = frozenset()
@@ -186,59 +167,6 @@ class Pass(BaseModel, ABC):
         return chosen(name, self.targets, self.ignore)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The information for a solver in addition to the weight and the statistics.
-
-    name: full module name. mask: True where weights are kept, or None. storage: the dtype of stored scales. log:
-    log(kind, message, **figures) writes to the journal. inputs: the observer of `watches`, or None. shared_absmax: the
-    largest magnitude of all weights that read the same input, including this weight; servers fuse such layers, so the
-    common factor of their scales is computed from it. allocated: the layer's value from the survey of the pass.
-    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
-    """
-
-    name: str
-    mask: Bool[Tensor, "out in"] | None
-    storage: torch.dtype
-    log: Log
-    inputs: Any = None
-    shared_absmax: float | None = None
-    allocated: Any = None
-    unquantized: Float[Tensor, "out in"] | None = None
-
-
-@dataclass(frozen=True)
-class Solution:
-    """A solved layer.
-
-    weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change. mask:
-    True where weights are kept; None: the mask does not change. transforms: input transforms; each replaces the
-    transform of its own kind. zeros: the sparsity that is due, which is checked in the checkpoint. added: further
-    parts of the weight.
-    """
-
-    weight: Weight | None = None
-    mask: Bool[Tensor, "out in"] | None = None
-    transforms: tuple[InputTransform, ...] = ()
-    zeros: Zeros | None = None
-    added: tuple[WeightPart, ...] = ()
-
-
-@dataclass(frozen=True)
-class Surveyed:
-    """One layer in a survey. seen: the survey's observer. rows: sampled inputs, [rows, in], or None."""
-
-    layer: Layer
-    module: CompressedLinear
-    seen: Any
-    rows: Float[Tensor, "rows in"] | None
-
-    @property
-    def weight(self) -> Float[Tensor, "out in"]:
-        """The weight in float32."""
-        return self.module.weight.float()
-
-
 class Survey(Protocol):
     """A walk over all layers of a pass, block by block, before the sweep solves the first one (original model)."""
 
@@ -293,78 +221,6 @@ class LayerPass(Pass):
     @abstractmethod
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         """Compress one layer. seen: an instance of `observer`. Pure: it assigns, prints and times nothing."""
-
-
-class BlockInputs(Protocol):
-    """The inputs of a block, for a block pass."""
-
-    groups: list[Group]
-    """Groups with linears that the pass works on, in the order of execution."""
-    names: list[str]
-    """The linears inside the block that the pass works on; groups may contain others that read the same tensor."""
-
-    @property
-    def name(self) -> str:
-        """The block's full name."""
-        ...
-
-    @property
-    def label(self) -> str:
-        """The label of the pass and the block in errors."""
-        ...
-
-    @property
-    def storage(self) -> torch.dtype:
-        """The dtype of stored scales and dense tensors."""
-        ...
-
-    @property
-    def links(self) -> list[Link]:
-        """Links into which a scale per channel can be folded; the pass works on at least one reader of each."""
-        ...
-
-    @property
-    def permutations(self) -> list[Permutation]:
-        """Channels that may be permuted; the pass works on at least one reader of each."""
-        ...
-
-    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
-        """Run all calibration inputs through the block once; return the observer of each group's input."""
-        ...
-
-    def probe(self, block: nn.Module) -> Tensor:
-        """The output of the block (or of a copy) for one short fixed input, to prove rewrites."""
-        ...
-
-    @property
-    def batches(self) -> int:
-        """The number of calibration batches."""
-        ...
-
-    def forward(self, block: nn.Module, batch: int) -> Tensor:
-        """The output of the block (or a copy) for one batch."""
-        ...
-
-    def reference(self, batch: int) -> Tensor:
-        """The uncompressed model's activations after this block; only for passes that require `reference`."""
-        ...
-
-    def original(self, batch: int) -> Tensor:
-        """The original block's output for the same inputs; only for passes that require `original`."""
-        ...
-
-    @property
-    def work(self) -> Path | None:
-        """A folder for files that a killed run needs again, until the block is done; None if the run has no folder."""
-        ...
-
-    def layer(self, name: str) -> Layer:
-        """The information for a solver about a linear."""
-        ...
-
-    def put(self, name: str, solution: Solution) -> None:
-        """Install a solved layer in its storage form, and measure its error."""
-        ...
 
 
 class BlockPass(Pass):

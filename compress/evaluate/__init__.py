@@ -16,14 +16,17 @@ EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Eva
 """The class of every evaluator by its key."""
 
 
-def measure_all(model: PreTrainedModel, context: EvaluationContext) -> dict[str, dict[str, Any] | None]:
+def measure_all(
+    model: PreTrainedModel, context: EvaluationContext, compare: bool = True
+) -> dict[str, dict[str, Any] | None]:
     """The results of all evaluators that apply to the model, by key.
 
-    Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint.
+    Evaluators of the compressed model alone run first, because some of them reject a wrong checkpoint. compare: whether
+    evaluators that measure the base model too run; the result of one that does not run is None.
     """
     ordered = sorted(EVALUATORS.items(), key=lambda item: item[1].needs_base)
     return {
-        key: evaluator().measure(model, context)
+        key: evaluator().measure(model, context) if compare or not evaluator.needs_base else None
         for key, evaluator in ordered
         if evaluator.needs_base or context.which == "compressed"
     }
@@ -31,4 +34,7 @@ def measure_all(model: PreTrainedModel, context: EvaluationContext) -> dict[str,
 
 def combine_all(compressed: dict[str, dict[str, Any] | None], base: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
     """The values in report.json by key, from the results of `measure_all` on both models."""
-    return {key: EVALUATORS[key]().combine(result, base.get(key)) for key, result in compressed.items()}
+    return {
+        key: None if result is None else EVALUATORS[key]().combine(result, base.get(key))
+        for key, result in compressed.items()
+    }

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from compress.api.passes import LayerPass, Step, Zeros
+from compress.api.layers import Zeros
+from compress.api.passes import LayerPass, Step
 from compress.errors import VerificationError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record
 from compress.model.linear import CompressedLinear

@@ -15,9 +15,10 @@ from jaxtyping import Float
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 from torch import Tensor
 
+from compress.api.layers import Layer, Solution, Surveyed
 from compress.api.observers import InputNorm, Nothing, Observer
 from compress.api.options import OptionError, mistake
-from compress.api.passes import Layer, Solution, Survey, Surveyed
+from compress.api.passes import Survey
 from compress.errors import TargetError, did_you_mean
 from compress.model.linear import CompressedLinear
 from compress.numerics.metrics import relative_error

@@ -10,7 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from compress.api.facts import Fact, LayerFacts
-from compress.api.passes import Layer, LayerPass, Solution, Survey, Zeros
+from compress.api.layers import Layer, Solution, Zeros
+from compress.api.passes import LayerPass, Survey
 from compress.families.allocation import Allocation, Uniform, read_allocation
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, Sparsity

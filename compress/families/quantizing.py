@@ -14,9 +14,10 @@ from torch import Tensor
 from typing_extensions import Self
 
 from compress.api.facts import Fact, LayerFacts, Requirements
+from compress.api.layers import Layer, Solution
 from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import Override, read_overrides, resolve_overrides
-from compress.api.passes import ActivationScale, Layer, LayerPass, Pass, Solution
+from compress.api.passes import ActivationScale, LayerPass, Pass
 from compress.errors import NumericError, TargetError
 from compress.model.structure.select import ModuleNames
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize

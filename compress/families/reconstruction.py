@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compress.api.passes import BlockInputs
+from compress.api.layers import BlockInputs
 
 ErrorName = Literal["symmetric", "asymmetric"]
 """The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the

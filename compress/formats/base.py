@@ -91,13 +91,14 @@ class Format(ABC):
     """A way to store compressed layers.
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
-    have no such config. sparse: whether kept weights can be stored alone. stock: whether other programs read it.
+    have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
+    empty if only `compress.load` does.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
-    stock: bool = True
+    readers: tuple[str, ...] = ()
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:

@@ -69,6 +69,7 @@ class CompressedTensors(Format):
 
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
+    readers = ("transformers", "vLLM")
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")

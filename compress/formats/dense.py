@@ -21,6 +21,7 @@ class Dense(Format):
     """The `dense` format."""
 
     name = "dense"
+    readers = ("transformers", "vLLM")
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.rounding is not None:

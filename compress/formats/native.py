@@ -34,7 +34,6 @@ class Native(Format):
     name = "native"
     quant_method = "compress"
     sparse = True
-    stock = False
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         return None

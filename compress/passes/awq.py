@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import Fact, Log
+from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
-from compress.api.passes import COPIES, BlockInputs, BlockPass
+from compress.api.passes import COPIES, BlockPass
 from compress.families.quantizing import WeightGrid
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, fold

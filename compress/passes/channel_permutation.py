@@ -11,8 +11,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import Fact, LayerFacts, Log, Requirements
+from compress.api.layers import BlockInputs
 from compress.api.observers import InputNorm
-from compress.api.passes import BlockInputs, BlockPass, Pass
+from compress.api.passes import BlockPass, Pass
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group

@@ -9,9 +9,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Gram, Observer, UnitGram
-from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import Codes

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import Nothing
-from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.quant.codes import Codes, fit, grouped, spread, store
 from compress.numerics.quant.grids import IntGrid

@@ -11,8 +11,9 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from compress.api.facts import Fact, Log, Requirements
+from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
-from compress.api.passes import BlockInputs, BlockPass
+from compress.api.passes import BlockPass
 from compress.errors import NumericError
 from compress.formats.base import CacheScheme
 from compress.model.kv_cache import attentions_containing, round_cache, watching

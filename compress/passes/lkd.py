@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from compress.api.facts import Log, Requirements
 from compress.api.journal import Entry, Journal
+from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
-from compress.api.passes import COPIES, BlockInputs, BlockPass
+from compress.api.passes import COPIES, BlockPass
 from compress.families.reconstruction import ErrorName, Targets, block_error, relative_square
 from compress.model.linear import replace_linear
 from compress.train.loop import TrainingContext, train

@@ -11,8 +11,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.observers import Observer, OutlierFrequency
-from compress.api.passes import Layer
 from compress.errors import NumericError
 from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
 from compress.numerics.quant.codes import Codes

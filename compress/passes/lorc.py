@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.api.facts import Fact, Requirements
+from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Nothing, Observer
-from compress.api.passes import Layer, LayerPass, Solution
+from compress.api.passes import LayerPass
 from compress.errors import NumericError
 from compress.families.quantizing import GridName
 from compress.numerics.dtypes import DTYPES

@@ -9,9 +9,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import Fact, Log
+from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.observers import Rows
-from compress.api.passes import BlockInputs, BlockPass
+from compress.api.passes import BlockPass
 from compress.errors import NumericError
 from compress.model.linear import CompressedLinear
 from compress.numerics.metrics import relative_error

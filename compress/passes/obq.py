@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
-from compress.api.passes import Layer
 from compress.errors import TargetError
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.column_sweep import greedy, greedy_bytes

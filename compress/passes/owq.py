@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
-from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass, ScaleOption
 from compress.numerics.column_sweep import sweep
 from compress.numerics.linalg import DAMPING

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.observers import Nothing
-from compress.api.passes import Layer
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.quant.codes import Codes
 

@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import Log, Requirements
+from compress.api.layers import BlockInputs, Layer, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
-from compress.api.passes import BlockInputs, BlockPass, Layer, Solution
+from compress.api.passes import BlockPass
 from compress.families.quantizing import Quantizing
 from compress.families.reconstruction import ErrorName, block_error
 from compress.model.linear import CompressedLinear, replace_linear

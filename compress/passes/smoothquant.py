@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import Fact, Log
+from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.observers import InputAbsMax, Rows
-from compress.api.passes import BlockInputs, BlockPass
+from compress.api.passes import BlockPass
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import quantize

@@ -11,9 +11,10 @@ from pydantic import Field
 from torch import Tensor
 
 from compress.api.facts import Fact, LayerFacts
+from compress.api.layers import Layer, Solution, Zeros
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
-from compress.api.passes import Layer, LayerPass, Solution, Zeros
+from compress.api.passes import LayerPass
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
 from compress.numerics.linalg import DAMPING

@@ -47,6 +47,7 @@ OWN_FILES = (
     "*.part",
     "chat_template.jinja",
     "recipe.yaml",
+    "README.md",
     "report.md",
     "report.html",
     "training.svg",

@@ -122,13 +122,14 @@ class Footprint:
 
     def _evaluation_bytes(self) -> int:
         """Bytes during the evaluation: the logits of one text."""
-        length = extent(self.recipe.eval.perplexity[0], None, self.recipe.eval.length)[1] if self.texts else 0
+        asked = self.recipe.eval
+        length = extent(self.texts[0], None, asked.length)[1] if asked is not None and self.texts else 0
         return length * self.vocabulary * self.itemsize
 
     @property
     def texts(self) -> tuple[TextSource | str, ...]:
         """Texts to evaluate on."""
-        return self.recipe.eval.perplexity
+        return () if self.recipe.eval is None else self.recipe.eval.perplexity
 
     # Sweeps
 

@@ -24,7 +24,7 @@ def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMO
     """
     check_teachers(recipe, steps, opened)
     found = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval.perplexity:
+    if recipe.eval is not None and recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # an evaluation needs the mask token, too
     return found
 

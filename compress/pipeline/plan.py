@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +53,21 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Linears of one kind: equal shape, passes and scheme, and names that differ only in numbers, which become '*'.
+
+    size_bytes: of all of them.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    passes: tuple[str, ...]
+    scheme: LayerScheme
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """The plan of all layers.
 
@@ -64,6 +81,27 @@ class Plan:
     dense_bytes: int
     memory_bytes: int
     notes: tuple[str, ...] = ()
+
+    def groups(self) -> list[LayerGroup]:
+        """The layers by kind, in the order of the model."""
+        found: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
+        for layer in self.layers:
+            name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
+            found.setdefault((name, replace(layer, name="", size_bytes=0)), []).append(layer)
+        return [
+            LayerGroup(name, kind.shape, kind.passes, kind.scheme, len(same), sum(layer.size_bytes for layer in same))
+            for (name, kind), same in found.items()
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: every layer, bytes of the checkpoint and of the dense model, peak memory and notes."""
+        layers = [
+            {"name": layer.name, "shape": list(layer.shape), "passes": list(layer.passes),
+             "stored_as": layer.scheme.text, "bytes": layer.size_bytes}
+            for layer in self.layers
+        ]  # fmt: skip
+        sizes = {name: getattr(self, name) for name in ("checkpoint_bytes", "dense_bytes", "memory_bytes")}
+        return {"layers": layers, **sizes, "notes": list(self.notes)}
 
 
 def planned_scheme(

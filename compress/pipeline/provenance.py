@@ -18,7 +18,7 @@ from compress.recipe.schema import Recipe
 from compress.version import __version__
 
 PACKAGE = "compress"
-BESIDE = ("__main__.py", "cli.py", "evaluate", "report", "testing")
+BESIDE = ("__main__.py", "cli", "evaluate", "report", "testing")
 """What has no effect on the bytes of a checkpoint."""
 UNKNOWN = "unknown"
 """The digest of a pass without source."""

@@ -24,7 +24,7 @@ OWN = "save: {verify: own} checks it with compress.load alone"
 def not_asked(recipe: Recipe) -> str | None:
     """Why transformers is not asked to load a checkpoint of the recipe, or None."""
     format_ = FORMATS[recipe.save.format]
-    if not format_.stock:
+    if not format_.readers:
         return f"format {format_.name} is read by compress.load only"
     return "the recipe says verify: own" if recipe.save.verify == "own" else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
@@ -24,6 +25,7 @@ from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.formats import FORMATS
+from compress.formats.containers.files import write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
@@ -38,14 +40,17 @@ from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_fold
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
+from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.sources import open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
-from compress.recipe.schema import Recipe
+from compress.recipe.schema import Recipe, read_passes
+from compress.recipe.starts import folder_of
 from compress.report.build import build_report, reproduction, sizes
+from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
@@ -67,30 +72,50 @@ class Result:
     journal: Journal
 
 
-def run(recipe: Recipe, out: str | Path, overwrite: bool = False, journal: Journal | None = None) -> Result:
+def run(
+    recipe: Recipe | str | Path,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    journal: Journal | None = None,
+    progress: bool = True,
+) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
+
+    recipe: or the path of its YAML file. out: by default a folder of `out/`, with the name of the file, or of the model
+    and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on
+    standard error; where that is no terminal, a line for every tenth.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, all processes train together and rank 0 does everything else.
 
     Raises the errors of `compress.errors`.
     """
+    folder = Path(out) if out is not None else default_folder(recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     processes = PartialState(cpu=device_of(recipe.device).type == "cpu")
     first = processes.is_main_process
     journal = (journal or Journal()) if first else Journal()
-    with processes.main_process_first():
-        job = prepare(recipe, Path(out), overwrite, journal)
-    processes.wait_for_everyone()  # so that all processes read the same manifest
-    trains = any(step.requires.training for _, step, _ in job.steps)
-    if not job.manifest.complete and (first or trains):
-        compress(job, first, together=trains)
-    processes.destroy_process_group()
-    return finish(job) if first else Result(Path(out), {}, journal)
+    with shown_progress(journal) if progress and first else nullcontext():
+        with processes.main_process_first():
+            job = prepare(recipe, folder, overwrite, journal)
+        processes.wait_for_everyone()  # so that all processes read the same manifest
+        trains = any(step.requires.training for _, step, _ in job.steps)
+        if not job.manifest.complete and (first or trains):
+            compress(job, first, together=trains)
+        processes.destroy_process_group()
+        return finish(job) if first else Result(folder, {}, journal)
+
+
+def default_folder(recipe: Recipe | str | Path) -> Path:
+    """The output folder of a run without `out`: out/ and the name of the file, or of the model and the passes."""
+    if not isinstance(recipe, Recipe):
+        return Path("out") / Path(recipe).stem
+    return folder_of(recipe.model, *(step.key() for step in recipe.passes))
 
 
 def apply(
     model: PreTrainedModel,
-    passes: Sequence[Pass],
+    passes: Pass | Sequence[Pass],
     calibration: Tensor | None = None,
     batch: int = 4,
     journal: Journal | None = None,
@@ -102,14 +127,16 @@ def apply(
 
     Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
 
-    calibration: token ids [sequences, length]; required unless all passes are data-free. batch: sequences per batch.
-    teacher: the uncompressed model, for passes that learn from it; by default a copy of the model. tokenizer: provides
-    the mask token, for passes that train a masked language model or compute its loss. masks: 'keep': the zeros of a
-    dense linear with more than a fifth of zeros stay zero; 'forget': they are ordinary weights.
+    passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
+    [sequences, length]; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
+    model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
+    that train a masked language model or compute its loss. masks: 'keep': the zeros of a dense linear with more than a
+    fifth of zeros stay zero; 'forget': they are ordinary weights.
 
     Raises RecipeError for an impossible order, TargetError, CalibrationError, ModelError for an unfit teacher or a
     missing mask token.
     """
+    passes = read_passes([passes] if isinstance(passes, Pass) else passes)
     check_order(passes, begun=True)
     if not any(isinstance(module, CompressedLinear) for module in model.modules()):
         check_order(passes)
@@ -174,7 +201,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    evaluated = [eval_ids(recipe, text, opened) for text in recipe.eval.perplexity]
+    evaluated = eval_ids(recipe, opened)
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):
         ids, uses = calibration_ids(recipe, opened)
@@ -235,8 +262,10 @@ def finish(job: Job) -> Result:
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    with open_source(recipe.model, recipe, opened) as original:
-        base = _measure(job, original, replace(evaluated, which="base"))
+    base: dict[str, Any] = {}
+    if recipe.eval is not None:
+        with open_source(recipe.model, recipe, opened) as original:
+            base = _measure(job, original, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -253,11 +282,13 @@ def finish(job: Job) -> Result:
             recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids), job.uses
         ),
     )
+    write_text(folder / "recipe.yaml", recipe.to_yaml())  # `eval` may differ from that of the run that made the bytes
     write_report(report, folder)
+    write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
     return Result(folder, report.to_json(), context.journal)
 
 
 def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
     """The results of all evaluators on a model."""
     with job.context.phase("evaluate"):
-        return measure_all(model, context)
+        return measure_all(model, context, compare=job.recipe.eval is not None)

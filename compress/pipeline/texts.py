@@ -21,8 +21,9 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
     known = opened.model, opened.tokenizer
     for text, count in recipe.calibration.texts():
         check_text(*known, text, "calibration", count, recipe.calibration.length)
-    for text in recipe.eval.perplexity:
-        check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
+    if recipe.eval is not None:
+        for text in recipe.eval.perplexity:
+            check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
 
 
 def calibration_ids(recipe: Recipe, opened: OpenModel) -> tuple[Tensor, list[TextUse]]:
@@ -50,9 +51,10 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
     return ids, TextUse.of_ids(text.label, "calibration", ids)
 
 
-def eval_ids(recipe: Recipe, text: str | TextSource, opened: OpenModel) -> Sample:
-    """Token ids of an evaluation text, [windows, length], and its use."""
-    wanted = recipe.eval
-    return model_sample(
-        opened.model, opened.tokenizer, text, "test", wanted.windows, wanted.length, recipe.seed
-    )  # fmt: skip
+def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
+    """Token ids of every evaluation text, [windows, length], and its use; empty for `eval: null`."""
+    wanted, known = recipe.eval, (opened.model, opened.tokenizer)
+    if wanted is None:
+        return []
+    shape = wanted.windows, wanted.length
+    return [model_sample(*known, text, "test", *shape, recipe.seed) for text in wanted.perplexity]

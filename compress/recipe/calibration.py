@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from compress.api.options import OptionError, mistake
+from compress.api.options import OptionError, Options, mistake
 from compress.data.ids import shares
 from compress.data.text_source import TextSource
 
@@ -49,7 +49,7 @@ Mixture = Annotated[tuple[WeightedText, ...] | None, BeforeValidator(_mixture)]
 EvaluatedTexts = Annotated[tuple[TextSource | str, ...], BeforeValidator(_evaluated)]
 
 
-class Calibration(TextSource):
+class Calibration(Options, TextSource):
     """The source and shape of the calibration token ids."""
 
     kinds: ClassVar[tuple[str, ...]] = ("source", "dataset", "mixture")

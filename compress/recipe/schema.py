@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -21,7 +22,7 @@ from pydantic import (
 )
 
 from compress.api.context import DEVICES
-from compress.api.options import Place, mistake
+from compress.api.options import Options, Place, mistake
 from compress.api.passes import Pass
 from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
@@ -31,16 +32,14 @@ from compress.numerics.sparse.positions import SparsePolicy
 from compress.recipe.calibration import Calibration, EvaluatedTexts
 from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
+from compress.recipe.presets import expand
+from compress.recipe.settings import Setting, apply_settings, blamed, involved
 from compress.recipe.yaml import compose, nearest
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Save(_Part):
+class Save(Options):
     """The format of the checkpoint."""
 
     format: str = Field(default="compressed-tensors", description=f"one of {', '.join(FORMATS)}")
@@ -74,8 +73,13 @@ class Save(_Part):
         return policy
 
 
-class Evaluate(_Part):
+class Evaluate(Options):
     """The evaluation of the reloaded checkpoint and of the base model."""
+
+    @classmethod
+    def key(cls) -> str:
+        """The key in a recipe."""
+        return "eval"
 
     perplexity: EvaluatedTexts = Field(
         default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
@@ -94,11 +98,13 @@ class Evaluate(_Part):
         return texts
 
 
-class Recipe(_Part):
+class Recipe(BaseModel):
     """The options of a run; equal recipes on equal models give equal bytes.
 
     Raises RecipeError for every mistake: unknown options, values out of range, passes in an impossible order.
     """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(description="hub id, local folder, or .gguf file")
     dtype: DType = Field(default="auto", description="dtype of computation; auto: the checkpoint's")
@@ -116,7 +122,7 @@ class Recipe(_Part):
     )
     passes: tuple[SerializeAsAny[Pass], ...] = Field(min_length=1)
     save: Save = Save()
-    eval: Evaluate = Evaluate()
+    eval: Evaluate | None = Field(default=Evaluate(), description="null: no evaluation")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -127,7 +133,7 @@ class Recipe(_Part):
         try:
             return build(data)
         except ValidationError as error:
-            raise recipe_error(*mistake(error, cls)) from error
+            raise recipe_error(*mistake(error, cls)) from None
 
     @field_validator("device")
     @classmethod
@@ -140,7 +146,7 @@ class Recipe(_Part):
     @classmethod
     def _named(cls, items: Any, info: ValidationInfo) -> Any:
         """Accept passes by name, as YAML spells them."""
-        return _passes(items, load_files(info.data.get("plugins", ())))
+        return read_passes(items, load_files(info.data.get("plugins", ())))
 
     def model_post_init(self, context: Any) -> None:
         check_order(self.passes, begun=is_compressed(self.model))
@@ -158,38 +164,68 @@ class Recipe(_Part):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> Recipe:
-        """Read a recipe from a YAML file.
+    def from_yaml(cls, path: str | Path, settings: Sequence[Setting] = ()) -> Recipe:
+        """Read a recipe from a YAML file. settings: values that replace those of the file.
 
         Raises RecipeError with file, line and column: no such file, not YAML, unknown keys, passes or options (with the
-        nearest known one), values out of range, passes in an impossible order.
+        nearest known one), values out of range, passes in an impossible order. For a mistake in a setting, the error
+        names the setting.
         """
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: cannot be read ({error})") from error
-        return cls.from_text(text, str(path), path.parent)
+        return cls.from_text(text, str(path), settings, path.parent)
 
     @classmethod
-    def from_text(cls, text: str, name: str = "recipe", folder: Path | None = None) -> Recipe:
+    def from_text(
+        cls, text: str, name: str = "recipe", settings: Sequence[Setting] = (), folder: Path | None = None
+    ) -> Recipe:  # fmt: skip
         """Read a recipe from YAML text. name: of the text, for errors. folder: paths of plugins are relative to it."""
         data, places = compose(text, name)
         if folder is not None and isinstance(data, dict) and isinstance(data.get("plugins"), list):
             data["plugins"] = [str(folder.resolve() / p) if isinstance(p, str) else p for p in data["plugins"]]
+        origins: list[int] = []
         try:
-            return cls.from_data(data)
+            data, origins = _expanded(data)
+            return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:
-            line, column = nearest(places, error.path)
-            raise RecipeError(f"{name}:{line}:{column}: {error}", error.path) from error
+            if (found := blamed(settings, error)) is not None:
+                raise found from None
+            line, column = nearest(places, _before_expansion(error.path, origins))
+            raise RecipeError(f"{name}:{line}:{column}: {error}{involved(settings, error)}", error.path) from error
 
     @classmethod
-    def from_data(cls, data: Any) -> Recipe:
+    def from_data(cls, data: Any, settings: Sequence[Setting] = ()) -> Recipe:
         """Build a recipe from the plain values of YAML. Raises RecipeError."""
-        return cls.model_validate(data)
+        try:
+            return cls.model_validate(apply_settings(_expanded(data)[0], settings))
+        except RecipeError as error:
+            found = blamed(settings, error)
+            raise error if found is None else found from None
 
 
-def _passes(items: Any, plugins: Mapping[str, type[Pass]]) -> tuple[Pass, ...]:
+def _expanded(data: Any) -> tuple[Any, list[int]]:
+    """The data of a recipe with the passes of its presets, and the index of the item that each pass comes from."""
+    if not isinstance(data, Mapping) or "passes" not in data:
+        return data, []
+    items, origins = expand(data["passes"])
+    return {**data, "passes": items}, origins
+
+
+def _before_expansion(path: Place, origins: Sequence[int]) -> Place:
+    """A place in the data before presets were expanded."""
+    index = path[1] if len(path) > 1 and path[0] == "passes" else None
+    return ("passes", origins[index], *path[2:]) if isinstance(index, int) and index < len(origins) else path
+
+
+def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType({})) -> tuple[Pass, ...]:
+    """Passes from a list of passes, of their names with options as YAML spells them, and of presets.
+
+    plugins: passes of the recipe's own files, by name. Raises RecipeError.
+    """
+    items, _ = expand(items)
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise recipe_error(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
     return tuple(_pass(i, item, plugins) for i, item in enumerate(items))
@@ -217,4 +253,4 @@ def _pass(index: int, item: Any, plugins: Mapping[str, type[Pass]]) -> Pass:
         return found.model_validate(dict(options))
     except ValidationError as error:
         inner, message = mistake(error, found)
-        raise recipe_error((*place, *inner), message) from error
+        raise recipe_error((*place, *inner), message) from None

@@ -31,7 +31,7 @@ PACKAGES = (
     "compressed-tensors",
     "gguf",
 )
-DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml")
+DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml", "README.md")
 """Files of an output folder that are not part of the checkpoint."""
 
 

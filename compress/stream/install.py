@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.api.context import Run
-from compress.api.passes import Solution, Zeros
+from compress.api.layers import Solution, Zeros
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
 from compress.model.structure.blocks import Block

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from compress.api.layers import Layer
 from compress.api.observers import CrossGram, Nothing, Observer, Sample, without_data
-from compress.api.passes import Layer, LayerPass
+from compress.api.passes import LayerPass
 from compress.model.linear import replace_linear
 from compress.model.open.experts import in_experts
 from compress.stream.context import BlockContext

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from compress.api.layers import Layer, Surveyed
 from compress.api.observers import Nothing, Observer, without_data
-from compress.api.passes import Layer, Survey, Surveyed
+from compress.api.passes import Survey
 from compress.model.linear import CompressedLinear
 from compress.model.structure.blocks import Block
 from compress.stream.block_inputs import Inputs

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from compress.api.facts import Fact
-from compress.api.passes import BlockPass, Layer, LayerPass, ModelPass, Pass, Solution
+from compress.api.layers import Layer, Solution
+from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass
 from compress.errors import CompressError, RecipeError, TargetError
 from compress.families.quantizing import Quantizing
 from compress.model.linear import CompressedLinear, linears

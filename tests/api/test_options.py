@@ -1,10 +1,10 @@
 """Options per layer: what may be overridden, where a mistake stands, and what becomes of the layers."""
 
 import pytest
-from pydantic import ValidationError
 from tolerances import LOGITS
 
 import compress
+from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear
@@ -77,7 +77,7 @@ def test_a_mistake_is_told_with_its_place(overrides, at, message):
 
 
 def test_in_python_a_mistake_names_its_place_too():
-    with pytest.raises(ValidationError, match=r"overrides\[0\] weights: grid 'int9' is not known"):
+    with pytest.raises(OptionError, match=r"overrides\[0\] weights: grid 'int9' is not known"):
         compress.RTN(overrides=[{"targets": "*", "weights": "int9"}])
 
 
@@ -158,3 +158,33 @@ def test_a_layer_with_options_of_its_own_is_what_a_pass_with_these_options_makes
     for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"):
         assert mixed.get_submodule(name).sha256() == whole.get_submodule(name).sha256()
     assert mixed.get_submodule(UP).codes.grid.name == "int4"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: compress.GPTQ(bits=4), "gptq bits: unknown option; did you mean 'weights'? Write weights: int4"),
+        (lambda: compress.RTN(sym=False), "rtn sym: unknown option; did you mean 'symmetric'? Write symmetric: false"),
+        (
+            lambda: compress.GPTQ(desc_act=True),
+            "gptq desc_act: unknown option; did you mean 'act_order'? Write act_order: static",
+        ),
+        (lambda: compress.GPTQ(groupsize=64), "gptq groupsize: unknown option; did you mean 'group_size'?"),
+        (lambda: compress.Calibration(length=1), "calibration length: input should be greater than 1, not 1"),
+        (lambda: compress.Evaluate(window=3), "eval window: unknown option; did you mean 'windows'?"),
+    ],
+)
+def test_a_constructor_gives_the_error_of_yaml_in_one_line(build, message):
+    with pytest.raises(OptionError) as raised:
+        build()
+    assert str(raised.value) == message
+    assert isinstance(raised.value, compress.CompressError) and isinstance(raised.value, ValueError)
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__  # no page of pydantic above it
+
+
+def test_yaml_gives_the_same_text():
+    with pytest.raises(
+        RecipeError,
+        match=r"^f:2:18: passes\[0\] gptq bits: unknown option; did you mean 'weights'\? Write weights: int4$",
+    ):
+        compress.Recipe.from_text("model: m\npasses: [{gptq: {bits: 4}}]\n", "f")

@@ -18,8 +18,8 @@ from time import process_time
 
 import torch
 
+from compress.api.layers import Layer
 from compress.api.observers import Gram
-from compress.api.passes import Layer
 from compress.passes.gptq import GPTQ
 
 

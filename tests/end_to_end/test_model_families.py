@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import compress
+from compress.api.layers import Layer
 from compress.api.observers import Gram, InputNorm
-from compress.api.passes import Layer
 from compress.model.linear import CompressedLinear, linears
 
 FAMILIES = {

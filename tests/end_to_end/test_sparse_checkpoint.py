@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import GPTQ, RTN, Calibration, Recipe, Save, SmoothQuant, Wanda
 from compress.api.journal import Journal
-from compress.api.passes import Layer
+from compress.api.layers import Layer
 from compress.errors import ModelError, NumericError, RecipeError
 from compress.model.linear import CompressedLinear, linears
 from compress.pipeline.run import compress as work

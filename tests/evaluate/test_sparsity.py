@@ -6,7 +6,8 @@ from torch import nn
 
 import compress
 from compress import Magnitude, Wanda
-from compress.api.passes import LayerPass, Solution
+from compress.api.layers import Solution
+from compress.api.passes import LayerPass
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.evaluate.sparsity import check_sparsity
 from compress.report.markdown import markdown

@@ -9,6 +9,7 @@ import compress
 from compress import Recipe
 from compress.api.context import Run
 from compress.api.journal import Journal
+from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
 from compress.families.allocation import OWL, Global, Sensitivity, Uniform, read_allocation
 from compress.model.linear import linears
@@ -96,9 +97,7 @@ def test_a_mistake_says_where_it_is_and_what_is_right(written, message):
 
 @pytest.mark.parametrize("written", ["global", "owl", "sensitivity"])
 def test_a_pattern_with_a_sparsity_of_its_own_cannot_be_allocated(written):
-    with pytest.raises(
-        ValidationError, match=f"allocate: {written} needs different sparsities per layer, but pattern 2:4"
-    ):
+    with pytest.raises(OptionError, match=f"allocate: {written} needs different sparsities per layer, but pattern 2:4"):
         compress.Wanda(pattern="2:4", allocate=written)
     assert compress.Wanda(pattern="2:4", allocate="uniform").density == 0.5
 

@@ -326,9 +326,10 @@ def test_what_is_more_than_codes_is_refused():
     assert FORMAT.refuses(coded("int4", 32, False, float_zeros=True)).endswith("zero_point: integer, or format: native")
 
 
-@pytest.mark.parametrize(("grid", "group_size"), [("int4", 32), ("int8", "tensor")])
-def test_a_static_scale_needs_the_integer_layout(grid, group_size):
-    reason = FORMAT.refuses(coded(grid, group_size, True, rounding(scale="static")))
+@pytest.mark.parametrize(("grid", "group_size"), [("int4", 32), ("int8", "tensor"), ("fp8_e4m3", "tensor")])
+def test_a_static_scale_needs_a_layout_of_bytes(grid, group_size):
+    inputs = "fp8_e4m3" if grid == "fp8_e4m3" else "int8"
+    reason = FORMAT.refuses(coded(grid, group_size, True, rounding(inputs, scale="static")))
     if grid == "int4":
         assert "use activation_scale: token, or format: native" in reason
     else:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.api.passes import Layer
+from compress.api.layers import Layer
 
 
 class Notes(list):

@@ -7,7 +7,6 @@ import torch
 from followers import Unpruned, Unrounded
 from gated import Gated
 from masks import kept_score
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tolerances import LOGITS
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 import compress
 from compress import ChannelPermutation, Magnitude, SmoothQuant, Wanda
 from compress.api.journal import Journal
+from compress.api.options import OptionError
 from compress.errors import CalibrationError, ModelError, TargetError
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.permutations import find_permutations, permute
@@ -156,7 +156,7 @@ def test_sources_that_are_quantized_stay_as_they_are(pico_model):
 
 
 def test_only_n_of_m_asks_for_an_order():
-    with pytest.raises(ValidationError, match="pattern row does not depend on the order; use N:M such as 2:4"):
+    with pytest.raises(OptionError, match="pattern row does not depend on the order; use N:M such as 2:4"):
         ChannelPermutation(pattern="row")
 
 

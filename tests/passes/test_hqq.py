@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from draws import random
-from pydantic import ValidationError
 from tolerances import LOGITS
 
 import compress
+from compress.api.options import OptionError
 from compress.errors import TargetError
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
@@ -156,5 +156,5 @@ def test_a_weight_of_zeros_stays_so(layer_of):
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(OptionError, match=message):
         HQQ(**options)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from draws import random
-from pydantic import ValidationError
 from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import compress
 from compress.api.observers import Nothing, OutlierFrequency
+from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
@@ -122,5 +122,5 @@ def test_only_calibrated_outliers_need_data(pico_model):
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(OptionError, match=message):
         LLMInt8(**options)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from draws import correlated, random, seen_of
-from pydantic import ValidationError
 
 import compress
 from compress.api.observers import Gram
+from compress.api.options import OptionError
 from compress.errors import NumericError, RecipeError, TargetError
 from compress.model.open.load import load
 from compress.numerics.quant.codes import quantize
@@ -110,7 +110,7 @@ def test_a_format_without_it_is_an_error_before_the_work(recipe):
 
 
 def test_options_without_effect_are_errors():
-    with pytest.raises(ValidationError, match="damping has no effect with error: weight"):
+    with pytest.raises(OptionError, match="damping has no effect with error: weight"):
         LoRC(error="weight", damping=0.5)
 
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tolerances import LOGITS
 from torch import nn
 
 import compress
+from compress.api.options import OptionError
 from compress.errors import NumericError
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
@@ -95,5 +95,5 @@ def test_only_its_targets_are_spared(pico_model):
 
 
 def test_two_ways_to_choose_are_one_too_many():
-    with pytest.raises(ValidationError, match="threshold and fraction exclude each other"):
+    with pytest.raises(OptionError, match="threshold and fraction exclude each other"):
         MixedPrecision(threshold=20, fraction=0.1)

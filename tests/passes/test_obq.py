@@ -3,9 +3,9 @@
 import pytest
 import torch
 from draws import random
-from pydantic import ValidationError
 
 from compress.api.observers import Gram
+from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
 from compress.numerics import column_sweep as obs
 from compress.numerics.quant.codes import quantize
@@ -147,5 +147,5 @@ def test_no_token_is_an_error_that_names_the_layer(layer_of):
 
 @pytest.mark.parametrize("options", [{"damping": 0}, {"limit": 0}, {"symmetric": False, "weights": "nf4"}])
 def test_wrong_options(options):
-    with pytest.raises(ValidationError):
+    with pytest.raises(OptionError):
         OBQ(**options)

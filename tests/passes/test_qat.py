@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 import compress
 from compress import QAT, RTN, Wanda
 from compress.api.journal import Journal
+from compress.api.options import OptionError
 from compress.errors import NumericError, RecipeError, TargetError
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
@@ -162,7 +162,7 @@ def test_it_learns_without_data_from_what_the_model_writes(recipe, tmp_path, pic
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(OptionError, match=message):
         QAT(**options)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from draws import random
-from pydantic import ValidationError
 
 from compress.api.observers import InputNorm
+from compress.api.options import OptionError
 from compress.passes.ria import RIA
 from compress.passes.wanda import Wanda
 
@@ -74,5 +74,5 @@ def test_blocks_of_rows_are_kept_by_their_mean(layer_of):
 
 
 def test_a_negative_exponent_is_an_error():
-    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+    with pytest.raises(OptionError, match="greater than or equal to 0"):
         RIA(a=-0.5)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from draws import random
 from gated import Gated, Inputs, TwoReaders
-from pydantic import ValidationError
 from torch import nn
 
 import compress
+from compress.api.options import OptionError
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.links import Link, find_links
 from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
@@ -217,7 +217,7 @@ def test_w8a8_rounding_by_hand():
 
 @pytest.mark.parametrize("alpha", [-0.1, 1.1])
 def test_alpha_is_a_share(alpha):
-    with pytest.raises(ValidationError, match="than or equal to"):
+    with pytest.raises(OptionError, match="than or equal to"):
         SmoothQuant(alpha=alpha)
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from draws import random, seen_of
-from pydantic import ValidationError
 
 from compress.api.observers import InputNorm
+from compress.api.options import OptionError
 from compress.passes.wanda import Wanda
 
 # Weights by row; inputs of three tokens whose channels have the L2 norms 1, 5, 3 and 2.
@@ -94,7 +94,7 @@ def test_the_density_of_a_pattern_is_its_own():
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(OptionError, match=message):
         Wanda(**options)
 
 

@@ -8,7 +8,8 @@ from pydantic import field_serializer
 
 import compress
 from compress import RTN, Recipe, Wanda
-from compress.api.passes import LayerPass, Solution
+from compress.api.layers import Solution
+from compress.api.passes import LayerPass
 from compress.errors import OutputError, RecipeError
 from compress.pipeline.provenance import (
     UNKNOWN,

@@ -21,7 +21,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from compress.api.passes import LayerPass, Solution
+from compress.api.layers import Solution
+from compress.api.passes import LayerPass
 
 
 class {title}(LayerPass):

@@ -7,7 +7,7 @@ import torch
 
 import compress
 from compress.api.context import Run
-from compress.api.passes import Layer
+from compress.api.layers import Layer
 from compress.errors import NumericError
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import find_groups, find_links

@@ -13,8 +13,9 @@ from torch import nn
 
 import compress
 from compress import LKD, RTN, Distill
+from compress.api.layers import Solution
 from compress.api.observers import Nothing
-from compress.api.passes import LayerPass, Solution
+from compress.api.passes import LayerPass
 from compress.errors import TargetError
 from compress.formats import FORMATS
 from compress.kernels import dispatch

@@ -258,7 +258,7 @@ def folder_of(source: str) -> Path:
         raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
     from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]  # the last states the license
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except Exception as error:

@@ -1,0 +1,155 @@
+"""What passes get and return: a layer, its solution, the inputs of a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from compress.api.facts import Log
+from compress.api.observers import Observer
+from compress.model.linear import CompressedLinear, Weight
+from compress.model.structure.links import Group, Link
+from compress.model.structure.permutations import Permutation
+from compress.weights.base import InputTransform, WeightPart
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """The sparsity that a pruning pass must reach in a layer.
+
+    asked: the requested fraction of zeros. due: the fraction of zeros after `asked` is rounded to whole units of the
+    pattern; columns and rows that the pattern does not cover stay dense and are not counted as zeros.
+    """
+
+    asked: float
+    due: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The information for a solver in addition to the weight and the statistics.
+
+    name: full module name. mask: True where weights are kept, or None. storage: the dtype of stored scales. log:
+    log(kind, message, **figures) writes to the journal. inputs: the observer of `watches`, or None. shared_absmax: the
+    largest magnitude of all weights that read the same input, including this weight; servers fuse such layers, so the
+    common factor of their scales is computed from it. allocated: the layer's value from the survey of the pass.
+    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
+    """
+
+    name: str
+    mask: Bool[Tensor, "out in"] | None
+    storage: torch.dtype
+    log: Log
+    inputs: Any = None
+    shared_absmax: float | None = None
+    allocated: Any = None
+    unquantized: Float[Tensor, "out in"] | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A solved layer.
+
+    weight: the replacement of all parts of the weight: floats, codes, or parts; None: the parts do not change. mask:
+    True where weights are kept; None: the mask does not change. transforms: input transforms; each replaces the
+    transform of its own kind. zeros: the sparsity that is due, which is checked in the checkpoint. added: further
+    parts of the weight.
+    """
+
+    weight: Weight | None = None
+    mask: Bool[Tensor, "out in"] | None = None
+    transforms: tuple[InputTransform, ...] = ()
+    zeros: Zeros | None = None
+    added: tuple[WeightPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class Surveyed:
+    """One layer in a survey. seen: the survey's observer. rows: sampled inputs, [rows, in], or None."""
+
+    layer: Layer
+    module: CompressedLinear
+    seen: Any
+    rows: Float[Tensor, "rows in"] | None
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """The weight in float32."""
+        return self.module.weight.float()
+
+
+class BlockInputs(Protocol):
+    """The inputs of a block, for a block pass."""
+
+    groups: list[Group]
+    """Groups with linears that the pass works on, in the order of execution."""
+    names: list[str]
+    """The linears inside the block that the pass works on; groups may contain others that read the same tensor."""
+
+    @property
+    def name(self) -> str:
+        """The block's full name."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """The label of the pass and the block in errors."""
+        ...
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of stored scales and dense tensors."""
+        ...
+
+    @property
+    def links(self) -> list[Link]:
+        """Links into which a scale per channel can be folded; the pass works on at least one reader of each."""
+        ...
+
+    @property
+    def permutations(self) -> list[Permutation]:
+        """Channels that may be permuted; the pass works on at least one reader of each."""
+        ...
+
+    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        """Run all calibration inputs through the block once; return the observer of each group's input."""
+        ...
+
+    def probe(self, block: nn.Module) -> Tensor:
+        """The output of the block (or of a copy) for one short fixed input, to prove rewrites."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """The number of calibration batches."""
+        ...
+
+    def forward(self, block: nn.Module, batch: int) -> Tensor:
+        """The output of the block (or a copy) for one batch."""
+        ...
+
+    def reference(self, batch: int) -> Tensor:
+        """The uncompressed model's activations after this block; only for passes that require `reference`."""
+        ...
+
+    def original(self, batch: int) -> Tensor:
+        """The original block's output for the same inputs; only for passes that require `original`."""
+        ...
+
+    @property
+    def work(self) -> Path | None:
+        """A folder for files that a killed run needs again, until the block is done; None if the run has no folder."""
+        ...
+
+    def layer(self, name: str) -> Layer:
+        """The information for a solver about a linear."""
+        ...
+
+    def put(self, name: str, solution: Solution) -> None:
+        """Install a solved layer in its storage form, and measure its error."""
+        ...

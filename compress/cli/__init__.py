@@ -1,0 +1,3 @@
+"""The command line: parse, call, print. No logic, and nothing slow is imported before a command needs it."""
+
+from compress.cli.commands import main as main

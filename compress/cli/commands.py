@@ -1,0 +1,219 @@
+"""The commands: each reads its options, calls one function of the package, and prints what it returns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.group import ErrorGroup, Interrupt, without_collection
+from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
+from compress.cli.show import print_json, print_pass, print_plan, print_report, print_table, summary_of
+from compress.errors import RecipeError, did_you_mean
+from compress.version import __version__
+
+if TYPE_CHECKING:
+    from compress.recipe.schema import Recipe
+
+
+@click.group(cls=ErrorGroup)
+@click.version_option(__version__, prog_name="compress")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Make language models smaller and faster by chaining small passes."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class SchemesCommand(click.Command):
+    """A command whose help ends with the list of all schemes."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the name and the summary of every scheme."""
+        with formatter.section("Schemes"):
+            formatter.write_dl(_schemes())
+
+
+def _schemes() -> list[tuple[str, str]]:
+    from compress.recipe.presets import presets
+
+    return [(preset.name, preset.summary) for preset in presets().values()]
+
+
+@main.command()
+@RECIPE
+@MODEL
+@recipe_options
+@output_options
+def run(
+    recipe: Path, model: str | None, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+) -> None:
+    """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run."""
+    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub)
+
+
+@main.command(cls=SchemesCommand)
+@click.argument("model")
+@click.option("--scheme", required=True, help="Numbers of the weights and inputs, such as W4A16; listed below.")
+@recipe_options
+@output_options
+def quantize(
+    model: str, scheme: str, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+) -> None:  # fmt: skip
+    """Quantize MODEL by a scheme: a tested chain of passes."""
+    from compress.recipe import starts
+
+    data = starts.quantize_data(model, scheme)
+    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--pattern", help="Pattern of the zeros: row, layer, N:M such as 2:4, or blocks such as 4x1.")
+@click.option("--sparsity", type=float, help="Fraction of weights to remove; an N:M pattern fixes it.  [default: 0.5]")
+@click.option("--method", default="sparsegpt", show_default=True, help="The pass that prunes.")
+@recipe_options
+@output_options
+def prune(
+    model: str, pattern: str | None, sparsity: float | None, method: str, out: Path | None, overwrite: bool,
+    push_to_hub: str | None, **options: Any,
+) -> None:  # fmt: skip
+    """Prune MODEL and store it as plain weights with zeros."""
+    from compress.recipe import starts
+
+    data = starts.prune_data(model, method, pattern, sparsity)
+    folder = out or starts.folder_of(model, method, pattern, sparsity)
+    _run(_build(data, options), folder, overwrite, push_to_hub)
+
+
+@main.command()
+@click.argument("student")
+@click.option("--teacher", required=True, help="Model of the same tokenizer: hub id, local folder or .gguf file.")
+@recipe_options
+@output_options
+def distill(
+    student: str, teacher: str, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+) -> None:  # fmt: skip
+    """Train all weights of STUDENT on the outputs of a larger model."""
+    from compress.recipe import starts
+
+    data = starts.distill_data(student, teacher)
+    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub)
+
+
+@main.command()
+@RECIPE
+@MODEL
+@recipe_options
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also check this output folder and the disk.")
+@click.option("--all", "every", is_flag=True, help="A row for every module instead of every kind of module.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
+def plan(recipe: Path, model: str | None, out: Path | None, every: bool, as_json: bool, **options: Any) -> None:
+    """Show the effect of RECIPE on the modules, the size of the checkpoint and the peak memory."""
+    asked = _read(recipe, model, options)
+    from compress.pipeline.plan import plan as make_plan
+
+    planned = make_plan(asked, out)
+    if as_json:
+        print_json(planned.to_json())
+    else:
+        print_plan(planned, every)
+
+
+@main.command("eval")
+@click.argument("model")
+@click.option(
+    "--text",
+    multiple=True,
+    default=("embedded",),
+    help="Text source: embedded, wikitext, or a .txt, .jsonl or .npy file.",
+)
+@click.option("--windows", type=click.IntRange(min=1), default=16, help="Number of windows per text.")
+@click.option("--length", type=click.IntRange(min=2), default=512, help="Tokens per window.")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
+    """Measure the perplexity of MODEL, a compressed checkpoint or any other model."""
+    from compress.evaluate.perplexity import evaluate_texts
+
+    found = evaluate_texts(model, text, windows, length, dtype)
+    rows = [
+        (name, p.of, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
+        for name, p in found.items()
+    ]
+    print_table(model, ("text", "predicted", "perplexity", "loss", "tokens", "seconds"), rows)
+
+
+@main.command()
+@click.argument("model")
+@click.argument("prompt")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens to generate.")
+@click.option("--plain", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str) -> None:
+    """Print the answer of MODEL, a compressed checkpoint or any other model, to PROMPT (greedy decoding)."""
+    from compress.pipeline.generate import generate_text
+
+    click.echo(generate_text(model, prompt, tokens, plain, dtype))
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.option("--plugin", multiple=True, help="Python file with a pass, which is executed; repeatable.")
+def passes(name: str | None, plugin: tuple[str, ...]) -> None:
+    """List the passes, or show the options of the pass NAME."""
+    from compress.recipe.plugins import available
+
+    known = available(plugin)
+    if name is None:
+        width = max(map(len, known))
+        for key, step in known.items():
+            click.echo(f"{key:{width}}  {summary_of(step)}")
+    elif name in known:
+        print_pass(name, known[name])
+    else:
+        raise RecipeError(f"pass {name!r} is not known{did_you_mean(name, known)}")
+
+
+@main.command()
+def schemes() -> None:
+    """List the schemes of `compress quantize`."""
+    for name, summary in _schemes():
+        click.echo(f"{name:12}  {summary}")
+
+
+def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:
+    """Read a recipe with the settings of `recipe_options`."""
+    settings = settings_of(**options, model=model)
+    with without_collection():
+        from compress.recipe.schema import Recipe  # torch takes seconds to import; --help does not need it
+
+    return Recipe.from_yaml(recipe, settings)
+
+
+def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
+    """Build a recipe from plain values with the settings of `recipe_options`."""
+    settings = settings_of(**options)
+    with without_collection():
+        from compress.recipe.schema import Recipe
+
+    return Recipe.from_data(data, settings)
+
+
+def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None) -> None:
+    """Run a recipe, print its evidence, and upload the checkpoint if a repository is given."""
+    from compress.api.journal import Journal
+    from compress.pipeline import publish
+    from compress.pipeline.run import run as run_recipe
+
+    if repository is not None:
+        publish.check_login(repository)  # before hours of work
+    journal = Journal()
+    with Interrupt() as interrupt:
+        journal.listeners.append(interrupt)
+        result = run_recipe(recipe, folder, overwrite, journal)
+    if result.report:
+        print_report(result.report, folder)
+        if repository is not None:
+            click.echo(f"uploaded: {publish.push_to_hub(folder, repository)}")

@@ -1,0 +1,87 @@
+"""The group of all commands: errors in one line with their exit codes, --debug, and interrupts."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import click
+
+from compress.errors import CompressError
+
+INTERRUPTED = 130
+AGAIN = "interrupted; run the same command again to resume"
+
+
+class ErrorGroup(click.Group):
+    """Print errors as one line and exit with their code; --debug at any position shows the traceback."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
+        """Run the command that the arguments name, and exit."""
+        given = list(sys.argv[1:] if args is None else args)
+        plain = [arg for arg in given if arg != "--debug"]
+        debug = len(plain) < len(given)
+        try:
+            code = super().main(plain, *rest, **{**kwargs, "standalone_mode": False})
+        except CompressError as error:
+            _fail(str(error), error.exit_code, debug)
+        except (click.exceptions.Abort, KeyboardInterrupt):
+            _fail(AGAIN, INTERRUPTED, debug)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except OSError as error:
+            _fail(str(error), 1, debug)
+        except Exception as error:
+            name = f"{type(error).__name__}: {error}".removesuffix(": ")
+            hint = "run the same command with --debug for the traceback, and report it as a bug with the recipe"
+            _fail(f"unexpected {name}; {hint}", 1, debug)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int, debug: bool) -> NoReturn:
+    """Print one line, or the traceback with --debug, to standard error and exit."""
+    click.echo(traceback.format_exc() if debug else f"error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Import large packages without garbage collection, which takes an eighth of the time and finds nothing there."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()  # later collections do not look through the imported modules
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt on SIGINT, and again at the run's next journal entry.
+
+    A library may swallow an exception that is raised in its callback. The flag keeps the request to stop. The context
+    yields the listener for the journal.
+    """
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def __enter__(self) -> Callable[[Any], None]:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self._hear
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, *_: object) -> None:
+        self._pressed = True
+        raise KeyboardInterrupt
+
+    def _hear(self, entry: Any) -> None:
+        if self._pressed:
+            raise KeyboardInterrupt

@@ -1,0 +1,71 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
+
+OF_A_TEXT = (
+    "dataset", "mixture", "config", "split", "revision", "column", "chat_template", "max_documents",
+    "max_tokens_per_document", "packing",
+)  # fmt: skip
+"""Options of a calibration text, which another text does not take over."""
+
+SETTINGS = (
+    click.option(
+        "--set", "sets", multiple=True, metavar="KEY=VALUE",
+        help="Set an option of the recipe, such as passes.0.gptq.group_size=128 or seed=1; repeatable.",
+    ),
+    click.option("--device", help="Device of computation: auto, cpu, cuda, or cuda:N."),
+    click.option("--dtype", help="Dtype of computation: auto, float32, bfloat16 or float16."),
+    click.option("--calibration", metavar="SOURCE", help="Calibration text: a name, or a .txt, .jsonl or .npy file."),
+    click.option(
+        "--eval", "texts", multiple=True, metavar="SOURCE", help="Evaluation text, or none for no evaluation."
+    ),
+)  # fmt: skip
+OUTPUT = (
+    click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: a folder in out/."),
+    click.option(
+        "--overwrite", is_flag=True, help="Replace another run in the output folder; other files are never removed."
+    ),
+    click.option("--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this repository of the hub."),
+)
+
+
+def recipe_options(command: F) -> F:
+    """Add the options that change values of a recipe."""
+    return reduce(lambda made, option: option(made), reversed(SETTINGS), command)
+
+
+def output_options(command: F) -> F:
+    """Add the options of the output."""
+    return reduce(lambda made, option: option(made), reversed(OUTPUT), command)
+
+
+def settings_of(
+    sets: tuple[str, ...], texts: tuple[str, ...], *, model: str | None = None, device: str | None = None,
+    dtype: str | None = None, calibration: str | None = None,
+) -> list[Any]:  # fmt: skip
+    """The settings that the options of `recipe_options` give, in the order in which they apply: --set last."""
+    from compress.recipe.settings import Setting, read_setting
+
+    given = [("--model", model, ("model",)), ("--device", device, ("device",)), ("--dtype", dtype, ("dtype",))]
+    found = [Setting(place, value, f"{option} {value}") for option, value, place in given if value is not None]
+    if calibration is not None:
+        found.append(Setting(("calibration", "source"), calibration, f"--calibration {calibration}", OF_A_TEXT))
+    if texts:
+        spelled = " ".join(f"--eval {text}" for text in texts)
+        nothing = texts == ("none",)
+        found.append(
+            Setting(("eval",) if nothing else ("eval", "perplexity"), None if nothing else list(texts), spelled)
+        )
+    return found + [read_setting(text) for text in sets]

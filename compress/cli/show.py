@@ -1,0 +1,94 @@
+"""Print what commands found: tables on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from compress.api.passes import Pass
+    from compress.pipeline.plan import Plan
+
+
+def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table; all columns but the first are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title or None, title_justify="left")
+    for i, name in enumerate(head):
+        shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        shown.add_row(*row)
+    Console(markup=False).print(shown)
+
+
+def print_report(values: dict[str, Any], folder: Path) -> None:
+    """Print the evidence of a run."""
+    from compress.report.schema import Report
+    from compress.report.sections import checks, journal, size_and_quality, time_and_memory
+
+    report = Report.from_json(values)
+    print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
+    print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
+    for line in [*checks.lines(report), *journal.lines(report)]:
+        click.echo(line)
+    click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")
+    click.echo(f"report: {folder / 'report.md'}, model card: {folder / 'README.md'}")
+
+
+def print_plan(planned: Plan, every: bool) -> None:
+    """Print a plan by kinds of layers, or with a row for every layer."""
+    head = ("module", "out x in", "passes", "stored as", "bytes")
+    rows = [
+        (f"{group.name}", f"{group.shape[0]} x {group.shape[1]}", ", ".join(group.passes) or "unchanged",
+         group.scheme.text, f"{group.size_bytes}")
+        for group in (planned.layers if every else planned.groups())
+    ]  # fmt: skip
+    if not every:
+        head = ("modules", "count", *head[1:])
+        counts = [f"{group.count}" for group in planned.groups()]
+        rows = [(name, count, *rest) for count, (name, *rest) in zip(counts, rows, strict=True)]
+    print_table("", head, rows)
+    for note in planned.notes:
+        click.echo(f"note: {note}")
+    click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
+    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries")
+
+
+def print_json(value: Any) -> None:
+    """Print JSON."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def summary_of(step: type[Pass]) -> str:
+    """The first line of the documentation of a pass."""
+    return (step.__doc__ or "").strip().partition("\n")[0]
+
+
+def print_pass(key: str, step: type[Pass]) -> None:
+    """Print the page of a pass: documentation, paper, options with defaults, and where it is shown."""
+    import inspect
+
+    from compress.recipe.presets import presets
+
+    used = [name for name, preset in presets().items() if any(key in item for item in preset.passes)]
+    click.echo(f"{key}\n\n{inspect.cleandoc(step.__doc__ or '')}\n\npaper: {step.paper}")
+    click.echo(f"recipe: recipes/{key}.yaml" + (f"; schemes: {', '.join(used)}" if used else ""))
+    click.echo("\noptions:")
+    for name, option in step.model_fields.items():
+        default = "required" if option.is_required() else f"{_plain(option.get_default(call_default_factory=True))}"
+        click.echo(click.wrap_text(
+            f"{option.alias or name} = {default}: {option.description}", 100, "  ", "      ", preserve_paragraphs=False
+        ))  # fmt: skip
+
+
+def _plain(value: Any) -> str:
+    """A default as YAML spells it."""
+    from pydantic_core import to_jsonable_python
+
+    return json.dumps(to_jsonable_python(value))

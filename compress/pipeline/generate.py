@@ -1,0 +1,38 @@
+"""Generate text with a checkpoint, to see that it works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from compress.errors import ModelError
+from compress.model.open.load import load
+from compress.model.open.opening import folder_of
+
+
+def generate_text(source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto") -> str:
+    """The greedy answer of a model to a prompt, at most `tokens` tokens.
+
+    source: a compressed checkpoint, another local folder, a hub id or a .gguf file. plain: continue the prompt as it
+    is; otherwise the prompt is put into the chat template of the tokenizer, if there is one.
+
+    Raises ModelError for a model that generates no text or has no tokenizer, and for an empty prompt.
+    """
+    model, tokenizer = load(Path(folder_of(source)), dtype)
+    if not model.can_generate():
+        raise ModelError(f"model: {source} predicts masked tokens and generates no text; measure it with compress eval")
+    if tokenizer is None:
+        raise ModelError(f"model: {source} has no tokenizer; add its tokenizer files to the folder")
+    if plain or tokenizer.chat_template is None:
+        inputs: Any = tokenizer(prompt, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ModelError("prompt: is empty; write some text")
+    run: Any = model.generate
+    made = run(
+        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=tokens,
+        do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return str(tokenizer.decode(made[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

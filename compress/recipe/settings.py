@@ -1,0 +1,101 @@
+"""Settings: single values that replace those of a recipe, as the command line gives them (`--set`, `--device`, ...)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from compress.errors import RecipeError
+
+Place = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value at a place in the data of a recipe.
+
+    text: as the user wrote it, for errors. removes: keys next to the place that the value makes void.
+    """
+
+    place: Place
+    value: Any
+    text: str
+    removes: tuple[str, ...] = ()
+
+
+def read_setting(text: str) -> Setting:
+    """Read 'passes.0.gptq.group_size=128'; the value is YAML. Raises RecipeError."""
+    spelled = f"--set {text}"
+    path, equals, value = text.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(f"{spelled}: write KEY=VALUE, such as passes.0.gptq.group_size=128 or save.format=native")
+    try:
+        found = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{spelled}: the value {value!r} is not YAML; put it in quotes") from error
+    if isinstance(found, int | float) and ":" in value:  # YAML reads the pattern 2:4 as a number with base 60
+        found = value.strip()
+    return Setting(tuple(int(part) if part.isdecimal() else part for part in parts), found, spelled)
+
+
+def apply_settings(data: Any, settings: Sequence[Setting]) -> Any:
+    """A copy of the plain values of a recipe with the settings in place; presets are expanded before.
+
+    Raises RecipeError for a place that cannot exist. Unknown options are found when the recipe is validated.
+    """
+    if not settings or not isinstance(data, Mapping):
+        return data
+    changed = copy.deepcopy(dict(data))
+    for setting in settings:
+        _put(changed, setting)
+    return changed
+
+
+def _put(holder: Any, setting: Setting, depth: int = 0) -> None:
+    """Set the value in the data below the first `depth` parts of the place."""
+    part: Any = setting.place[depth]
+    if isinstance(holder, list):
+        if not isinstance(part, int) or part >= len(holder):
+            raise _error(setting, depth, f"has {len(holder)} items; write an index from 0 to {len(holder) - 1}")
+        inner = holder[part]
+    elif isinstance(holder, dict):
+        if depth == 2 and setting.place[0] == "passes" and part not in holder:
+            raise _error(setting, depth, f"is {', '.join(map(str, holder))}, not {part}")
+        inner = holder.get(part)
+    else:
+        raise _error(setting, depth, f"is the value {holder!r}, which has no options")
+    if depth == len(setting.place) - 1:
+        for name in setting.removes if isinstance(holder, dict) else ():
+            dict.pop(holder, name, None)
+        holder[part] = setting.value
+        return
+    if isinstance(inner, str) and depth == 1 and setting.place[0] == "passes":
+        inner = {inner: None}  # a pass without options is spelled by its name alone
+    holder[part] = {} if inner is None else inner
+    _put(holder[part], setting, depth + 1)
+
+
+def _error(setting: Setting, depth: int, message: str) -> RecipeError:
+    """The error for a place that does not exist; its first `depth` parts do."""
+    return RecipeError(f"{setting.text}: {'.'.join(map(str, setting.place[:depth]))} {message}", setting.place)
+
+
+def blamed(settings: Sequence[Setting], error: RecipeError) -> RecipeError | None:
+    """The error with the setting that contains its place; None if no setting does."""
+    for setting in reversed(settings):
+        if error.path[: len(setting.place)] == setting.place:
+            begun = str(error).startswith(setting.text)
+            return error if begun else RecipeError(f"{setting.text}: {error}", error.path)
+    return None
+
+
+def involved(settings: Sequence[Setting], error: RecipeError) -> str:
+    """A note that names the settings inside of the error's place, or nothing."""
+    place = error.path
+    inside = [setting.text for setting in settings if place and setting.place[: len(place)] == place]
+    return f" (with {' '.join(inside)})" if inside else ""

@@ -1,0 +1,142 @@
+"""The model card: README.md of an output folder, with the metadata that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.api.facts import Fact
+from compress.api.passes import Step
+from compress.formats import FORMATS
+from compress.formats.containers.files import write_text
+from compress.report.schema import Report
+from compress.report.sections import size_and_quality
+from compress.report.sections.base import table
+
+FILE = "README.md"
+PROJECT = "compress-llm"
+INHERITED = ("license", "license_name", "license_link", "language")
+"""Metadata of the base model's card that holds for the compressed model too."""
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates."""
+
+    facts: frozenset[Fact]
+    generates: bool
+
+    @classmethod
+    def of(cls, steps: Sequence[Step], generates: bool) -> CardFacts:
+        """The facts after all passes."""
+        return cls(frozenset(fact for _, step, _ in steps for fact in step.facts()), generates)
+
+
+def write_card(report: Report, folder: Path, source: str, known: CardFacts) -> None:
+    """Write README.md atomically. source: of the base model, a hub id, a folder or a .gguf file."""
+    write_text(folder / FILE, card(report, source, known, base_metadata(source)))
+
+
+def card(report: Report, source: str, known: CardFacts, inherited: dict[str, Any]) -> str:
+    """The text of the card. inherited: metadata of the base model's card."""
+    front = yaml.safe_dump(_metadata(report, source, known, inherited), sort_keys=False, allow_unicode=True)
+    name = Path(source).name
+    recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False, allow_unicode=True)
+    base = f"[{source}](https://huggingface.co/{source})" if _on_hub(source) else f"`{name}`"
+    steps = ", ".join(f"`{next(iter(step))}`" for step in report.reproduce.recipe["passes"])
+    rows = size_and_quality.rows(report)
+    parts = [
+        f"---\n{front}---",
+        f"# {name}, compressed",
+        f"{base}, compressed by compress {report.compress} with {steps}. The checkpoint was read back and compared "
+        "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
+        f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
+        f"## Use\n\n{_use(report, known.generates)}",
+        f"## Recipe\n\n`compress run recipe.yaml` makes the same checkpoint again:\n\n```yaml\n{recipe}```",
+        f"`report.md` has the errors of all layers, times, memory and versions. Digest of the checkpoint: "
+        f"`{report.checkpoint_sha256}`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(report: Report, source: str, known: CardFacts, inherited: dict[str, Any]) -> dict[str, Any]:
+    """The front matter."""
+    recipe = report.reproduce.recipe
+    form = recipe["save"]["format"]
+    quantized = "quantized" in known.facts
+    tags = ["compress", *dict.fromkeys(key.replace("_", "-") for step in recipe["passes"] for key in step), form]
+    tags += [f"{report.size.bits_per_weight:.3g}-bit"] if quantized else []
+    tags += ["pruned"] if "masked" in known.facts else []
+    base = {"base_model": source, "base_model_relation": "quantized" if quantized else "finetune"}
+    return {
+        **(base if _on_hub(source) else {}),
+        **inherited,
+        "library_name": "transformers" if "transformers" in _readers(report) else PROJECT,
+        "pipeline_tag": "text-generation" if known.generates else "fill-mask",
+        "tags": tags,
+    }
+
+
+def _readers(report: Report) -> tuple[str, ...]:
+    """Other programs that read the checkpoint."""
+    recipe, verified = report.reproduce.recipe, report.verified
+    readers = FORMATS[recipe["save"]["format"]].readers
+    unread = verified.transformers is None and recipe["save"]["verify"] == "full"
+    return tuple(reader for reader in readers if not (unread and reader == "transformers"))
+
+
+def _use(report: Report, generates: bool) -> str:
+    """How to load the checkpoint, for each program that reads it."""
+    readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
+    auto = "AutoModelForCausalLM" if generates else "AutoModelForMaskedLM"
+    parts = [
+        "With compress (`FOLDER`: a local copy of this repository):\n\n"
+        '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'
+    ]
+    if "transformers" in readers:
+        package = " and the package compressed-tensors" if FORMATS[form].quant_method == "compressed-tensors" else ""
+        tested = "" if report.verified.transformers is not None else " (not tested in this run)"
+        parts.append(
+            f"With transformers{package}{tested}:\n\n"
+            f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+            f'model = {auto}.from_pretrained("FOLDER")\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```'
+        )
+    if "vLLM" in readers and generates:
+        parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")
+    if not readers:
+        parts.append(f"Other programs do not read the format {form}.")
+    return "\n\n".join(parts)
+
+
+def base_metadata(source: str) -> dict[str, Any]:
+    """License and language from the card in the folder of the base model; empty if there is no card with metadata.
+
+    A model of the hub was fetched for the run; its folder in the cache is used.
+    """
+    path = Path(source).expanduser() / FILE
+    if _on_hub(source):
+        from huggingface_hub import try_to_load_from_cache  # slow to import and not needed for local models
+
+        cached = try_to_load_from_cache(source, FILE)
+        path = Path(cached) if isinstance(cached, str) else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return {}
+    front = re.match(r"---\n(.*?)^---$", text, re.DOTALL | re.MULTILINE)
+    try:
+        found = yaml.safe_load(front[1]) if front else None
+    except (yaml.YAMLError, ValueError):
+        return {}
+    return {key: found[key] for key in INHERITED if key in found} if isinstance(found, dict) else {}
+
+
+def _on_hub(source: str) -> bool:
+    """Whether the source is a hub id, and neither a folder nor a file."""
+    return bool(HUB_ID.fullmatch(source)) and not source.endswith(".gguf") and not Path(source).expanduser().exists()

@@ -1,0 +1,73 @@
+"""Progress on standard error: a bar on a terminal, lines elsewhere; in Python as on the command line."""
+
+import io
+import re
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import compress
+from compress.api.journal import Journal
+from compress.pipeline.progress import shown_progress
+
+
+def hear(console: Console) -> None:
+    journal = Journal()
+    with shown_progress(journal, console):
+        for block in range(40):
+            journal.add(
+                "progress", "passes[0] gptq", f"model.layers.{block}", block=block, blocks=40, step="passes[0] gptq"
+            )
+        journal.add("progress", "evaluate", "perplexity of the base model", done=1, of=2)
+        journal.add("fallback", "passes[0] gptq x", "[damping] raised")
+        journal.add("note", "model", "not shown while it runs")
+    assert journal.listeners == []
+
+
+def test_a_bar_on_a_terminal():
+    file = io.StringIO()
+    hear(Console(file=file, force_terminal=True, width=100, markup=False))
+    assert "\x1b[" in file.getvalue() and "━" in file.getvalue()
+    text = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", file.getvalue())
+    assert "model.layers.39  passes[0] gptq" in text and "39/40" in text
+    assert "fallback: passes[0] gptq x: [damping] raised" in text
+
+
+def test_a_line_per_tenth_where_there_is_no_terminal():
+    file = io.StringIO()
+    hear(Console(file=file, width=100, markup=False))
+    lines = file.getvalue().splitlines()
+    assert [line for line in lines if "gptq  " in line] == [
+        f"model.layers.{i}  passes[0] gptq  {i}/40" for i in range(0, 40, 4)
+    ]
+    assert lines[-2:] == ["perplexity of the base model  1/2", "fallback: passes[0] gptq x: [damping] raised"]
+
+
+def test_run_shows_progress_unless_told_otherwise(recipe, tmp_path, capsys):
+    asked = recipe(compress.RTN(group_size=32), eval=None, save={"verify": "own"})
+    compress.run(asked, tmp_path / "a")
+    assert "model.layers.0  passes[0] rtn  0/3" in " ".join(capsys.readouterr().err.split("\n"))
+    compress.run(asked, tmp_path / "b", progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_run_takes_a_path_and_has_the_default_folder_of_the_command(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = recipe(compress.RTN(group_size=32), eval=None, save={"verify": "own"})
+    (tmp_path / "mine.yaml").write_text(asked.to_yaml())
+    by_path = compress.run("mine.yaml", progress=False)
+    by_value = compress.run(asked, progress=False)
+    assert (by_path.folder, by_value.folder) == (Path("out/mine"), Path("out/model-rtn"))
+    assert by_path.report["checkpoint_sha256"] == by_value.report["checkpoint_sha256"]
+    assert by_value.report["perplexity"] is None and (by_value.folder / "report.md").exists()
+
+
+def test_apply_takes_one_pass_and_what_recipes_spell(tiny, ids):
+    one, listed, named = (tiny("llama") for _ in range(3))
+    compress.apply(one, compress.RTN(group_size=16))
+    compress.apply(listed, [compress.RTN(group_size=16)])
+    compress.apply(named, [{"rtn": {"group_size": 16}}])
+    name = "model.layers.0.mlp.up_proj"
+    assert torch.equal(one.get_submodule(name).weight, listed.get_submodule(name).weight)
+    assert torch.equal(one.get_submodule(name).weight, named.get_submodule(name).weight)

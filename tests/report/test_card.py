@@ -1,0 +1,79 @@
+"""The model card: its metadata, its table, and only programs that read the checkpoint."""
+
+import json
+
+import pytest
+import yaml
+
+import compress
+from compress.report.card import CardFacts, base_metadata, card
+from compress.report.schema import Report
+
+
+@pytest.fixture(scope="module")
+def finished(recipe, tmp_path_factory):
+    """A finished run with an evaluation."""
+    folder = tmp_path_factory.mktemp("card")
+    compress.run(recipe(compress.Wanda(sparsity=0.5), compress.RTN(group_size=32)), folder, progress=False)
+    return folder
+
+
+def front(text: str) -> dict:
+    _, metadata, _ = text.split("---\n", 2)
+    return yaml.safe_load(metadata)
+
+
+def changed(report: Report, **save) -> Report:
+    values = report.to_json()
+    values["reproduce"]["recipe"]["save"] |= save
+    return Report.from_json(json.loads(json.dumps(values)))
+
+
+FACTS = CardFacts(frozenset({"quantized", "masked"}), generates=True)
+
+
+def test_a_run_writes_its_card(finished):
+    text = (finished / "README.md").read_text()
+    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    assert front(text)["tags"] == ["compress", "wanda", "rtn", "compressed-tensors", "5.01-bit", "pruned"]
+    assert front(text)["library_name"] == "transformers" and front(text)["pipeline_tag"] == "text-generation"
+    assert "base_model" not in front(text)  # a local folder is no model of the hub
+    quality = report.evaluations["perplexity"][0]
+    assert f"| {quality.base.perplexity:.2f} | {quality.compressed.perplexity:.2f} |" in text
+    assert compress.Recipe.from_text(text.split("```yaml\n")[1].split("```")[0]).passes
+    assert "README.md" not in report.files and not list(finished.glob("*.part"))
+
+
+def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
+    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    text = card(report, "owner/some-model", FACTS, {"license": "apache-2.0"})
+    assert front(text)["base_model"] == "owner/some-model" and front(text)["license"] == "apache-2.0"
+    assert front(text)["base_model_relation"] == "quantized"
+    assert "[owner/some-model](https://huggingface.co/owner/some-model)" in text
+    pruned = card(report, "owner/some-model", CardFacts(frozenset({"masked"}), generates=True), {})
+    assert front(pruned)["base_model_relation"] == "finetune" and "license" not in front(pruned)
+    (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\ntags: [x]\n---\n# A model\n")
+    assert base_metadata(str(tmp_path)) == {"license": "mit", "language": ["en"]}
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
+    assert base_metadata(str(tmp_path)) == base_metadata("none.gguf") == base_metadata("no/such-model") == {}
+
+
+def test_only_programs_that_read_the_format_are_named(finished):
+    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    text = card(report, "m", FACTS, {})
+    assert "AutoModelForCausalLM" in text and "vLLM" in text and "compress.load" in text
+    native = card(changed(report, format="native"), "m", FACTS, {})
+    assert "Other programs do not read the format native" in native and "AutoModel" not in native
+    assert front(native)["library_name"] == "compress-llm"
+    masked = card(report, "m", CardFacts(frozenset(), generates=False), {})
+    assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked and "vLLM" not in masked
+
+
+def test_it_claims_no_test_that_was_not_made(finished):
+    report = Report.from_json(json.loads((finished / "report.json").read_text()))
+    untested = report.model_copy(
+        update={"verified": report.verified.model_copy(update={"transformers": None, "skipped": "too old"})}
+    )
+    assert "AutoModel" not in card(untested, "m", FACTS, {})  # the run tried, and transformers cannot read it
+    own = changed(untested, verify="own")
+    assert "transformers and the package compressed-tensors (not tested in this run)" in card(own, "m", FACTS, {})

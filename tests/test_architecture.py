@@ -68,7 +68,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 ENVIRONMENT = {"compress.cli.commands": "sets the defaults of libraries for the process that it owns"}
 BROAD = {
-    "compress.cli:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
+    "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",

@@ -41,7 +41,7 @@ from compress.pipeline.engine import Memory, engine
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.progress import shown_progress
-from compress.pipeline.provenance import UNKNOWN, identity, written
+from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.sources import open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
@@ -282,7 +282,7 @@ def finish(job: Job) -> Result:
             recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids), job.uses
         ),
     )
-    write_text(folder / "recipe.yaml", recipe.to_yaml())  # `eval` may differ from that of the run that made the bytes
+    write_text(folder / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder)
     write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
     return Result(folder, report.to_json(), context.journal)

@@ -70,9 +70,10 @@ def _put(holder: Any, setting: Setting, depth: int = 0) -> None:
     else:
         raise _error(setting, depth, f"is the value {holder!r}, which has no options")
     if depth == len(setting.place) - 1:
-        for name in setting.removes if isinstance(holder, dict) else ():
-            dict.pop(holder, name, None)
         holder[part] = setting.value
+        if isinstance(holder, dict):
+            for name in setting.removes:
+                holder.pop(name, None)
         return
     if isinstance(inner, str) and depth == 1 and setting.place[0] == "passes":
         inner = {inner: None}  # a pass without options is spelled by its name alone

@@ -104,7 +104,7 @@ def test_files_that_are_no_run_are_left_alone(tmp_path):
 
 
 def test_order_is_checked_before_anything_loads():
-    with pytest.raises(RecipeError, match=r"recipe:5:5: .*wanda: the model is quantized"):
+    with pytest.raises(RecipeError, match=r"recipe:5:5: .*wanda: the layers are already quantized"):
         compress.Recipe.from_text("model: x\npasses:\n  - rtn\n  - wanda\n".replace("model: x\n", "model: x\n\n"))
 
 

@@ -364,7 +364,7 @@ def test_another_scale_than_was_computed_is_found(damaged, recipe, monkeypatch):
 
 def test_what_is_rounded_is_a_model_to_start_from(dense):
     assert len(compress.plan(compress.Recipe(model=str(dense), passes=[RTN(group_size=32)])).layers) == 21
-    with pytest.raises(TargetError, match="is given a rounded KV cache by earlier passes already"):
+    with pytest.raises(TargetError, match="is already given a rounded KV cache by earlier passes"):
         compress.plan(compress.Recipe(model=str(dense), passes=[KVCache()]))
 
 

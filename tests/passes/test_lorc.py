@@ -90,11 +90,11 @@ def test_without_the_weight_before_rounding_it_is_an_error(layer_of):
     ("passes", "error", "message"),
     [
         ((LoRC(),), RecipeError, "the model must be quantized first"),
-        ((compress.Wanda(), compress.RTN(**INT3), LoRC()), RecipeError, "is pruned"),
+        ((compress.Wanda(), compress.RTN(**INT3), LoRC()), RecipeError, "are already pruned"),
         (
             (compress.RTN(**INT3), compress.Distill(), LoRC()),
             TargetError,
-            "no earlier pass of the same sweep quantizes the layer",
+            "no pass right before it quantizes the layer",
         ),
         ((compress.RTN(**INT3), LoRC(rank=64)), TargetError, "rank 64 is not below its 64 outputs"),
     ],

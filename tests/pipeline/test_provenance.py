@@ -137,7 +137,7 @@ def test_the_package_is_one_digest_without_what_only_shows(tmp_path):
 
     assert digest("numerics/scores.py", "a") != digest("numerics/scores.py", "ab")
     assert digest("report/build.py", "a") == digest("report/build.py", "ab")
-    assert digest("cli.py", "a") == digest("cli.py", "ab")
+    assert digest("cli/show.py", "a") == digest("cli/show.py", "ab")
     assert package_sha256() == code_of(Recipe(model="m", passes=[Wanda()]))["compress"]
 
 

@@ -50,7 +50,9 @@ def test_a_mistake_after_a_preset_is_at_its_own_line():
     written = "model: m\npasses:\n  - scheme: W4A16-asym\n  - rtn:\n      weigths: int8\n"
     with pytest.raises(RecipeError, match=r"^f:5:7: passes\[2\] rtn weigths: unknown option; did you mean 'weights'"):
         Recipe.from_text(written, "f")
-    with pytest.raises(RecipeError, match=r"^f:4:5: passes\[1\] gptq: the model is quantized by passes\[0\] gptq"):
+    with pytest.raises(
+        RecipeError, match=r"^f:4:5: passes\[1\] gptq: the same layers would be quantized twice, by passes\[0\] gptq"
+    ):
         Recipe.from_text("model: m\npasses:\n  - scheme: W4A16\n  - scheme: W8A16\n", "f")
 
 

@@ -86,9 +86,11 @@ def test_a_preset_is_not_changed_by_those_who_use_it():
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "FP8" else pytest.mark.slow) for n in WORDS])
 def test_it_compresses_and_others_read_it(name, pico, texts, tmp_path):
     texts = {"calibration": {"source": texts["calibration"], "sequences": None, "length": None}}
-    recipe = Recipe(model=pico, passes=[{"scheme": name}], eval={"windows": 4, "length": 128}, **texts)
+    own = name == "W4A16-asym"  # pico's widths need two group sizes, which transformers cannot load with zero points
+    save = {"verify": "own"} if own else {}
+    recipe = Recipe(model=pico, passes=[{"scheme": name}], save=save, eval={"windows": 4, "length": 128}, **texts)
     report = compress.run(recipe, tmp_path, progress=False).report
     assert report["verified"]["own"] == 0
-    assert (report["verified"]["transformers"] is None) == (name == "W4A16-asym")  # pico's widths need two group sizes
+    assert (report["verified"]["transformers"] is None) == own
     quality = report["perplexity"][0]
     assert quality["compressed"]["perplexity"] < 1.05 * quality["base"]["perplexity"]

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from compress import AWQ, ChannelPermutation, SmoothQuant
 from compress.api.layers import Solution
 from compress.api.passes import LayerPass
 from compress.families.quantizing import WeightGrid
@@ -35,3 +36,24 @@ class Unrounded(WeightGrid, LayerPass):
 
     def solve(self, weight, seen, layer):
         return Solution()
+
+
+# Preparations that need no later pass, for chains in any order.
+
+
+class SmoothQuantAlone(SmoothQuant):
+    """SmoothQuant that any pass may follow."""
+
+    prepares: ClassVar[None] = None
+
+
+class AWQAlone(AWQ):
+    """AWQ that any pass may follow."""
+
+    prepares: ClassVar[None] = None
+
+
+class ChannelPermutationAlone(ChannelPermutation):
+    """Channel permutation that any pass may follow."""
+
+    prepares: ClassVar[None] = None

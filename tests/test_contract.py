@@ -90,7 +90,7 @@ def ids(pico_ids):
 
 @pytest.fixture(scope="module")
 def trial(ids):
-    """trial(key) -> a pass of the package behind the passes of its recipe, and before those that it prepares for."""
+    """trial(key) -> a pass of the package after the passes of its recipe, and before those that it prepares for."""
     made: dict[str, Trial] = {}
 
     def of(key):

@@ -1,4 +1,4 @@
-"""What a plan tells beside its figures: bits that cost more than the grid's, and pruning that saves no bytes."""
+"""Notes of a plan: stored bits above those of the grid, and pruning that saves no bytes."""
 
 from __future__ import annotations
 

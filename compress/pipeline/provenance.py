@@ -18,13 +18,13 @@ from compress.recipe.schema import Recipe
 from compress.version import __version__
 
 PACKAGE = "compress"
-BESIDE = ("__main__.py", "cli", "evaluate", "report", "testing")
-"""What has no effect on the bytes of a checkpoint."""
+WITHOUT_EFFECT = ("__main__.py", "cli", "evaluate", "report", "testing")
+"""Files and folders of the package that have no effect on the bytes of a checkpoint."""
 UNKNOWN = "unknown"
 """The digest of a pass without source."""
 RECIPE_FILE = "recipe.yaml"
 PLUGINS = "plugins"
-"""The folder beside recipe.yaml with copies of the recipe's plugins."""
+"""The folder next to recipe.yaml with copies of the recipe's plugins."""
 
 
 def fingerprint(**parts: Any) -> str:
@@ -67,11 +67,11 @@ def source_sha256(kind: type[Pass]) -> str:
 
 @cache
 def package_sha256(root: Path = Path(__file__).parents[1]) -> str:
-    """The sha256 of the Python files of this package, without those of `BESIDE`."""
+    """The sha256 of the Python files of this package, without those of `WITHOUT_EFFECT`."""
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
-        if inside.parts[0] not in BESIDE:
+        if inside.parts[0] not in WITHOUT_EFFECT:
             digest.update(inside.as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

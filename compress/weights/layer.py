@@ -71,7 +71,7 @@ class LayerScheme:
 
     @property
     def all_codes(self) -> tuple[CodesScheme, ...]:
-        """The parts that are codes, beside which other parts may stand."""
+        """All parts that are codes."""
         return tuple(part for part in self.parts if isinstance(part, CodesScheme))
 
     @property

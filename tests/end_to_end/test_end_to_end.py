@@ -134,7 +134,7 @@ def test_a_target_that_matches_nothing(tmp_path):
     "options",
     [
         {"weights": "int8", "group_size": "channel", "activations": "int8"},
-        {"weights": "int4", "group_size": 64, "symmetric": False},
+        {"weights": "int4", "group_size": 32, "symmetric": False},
         {"weights": "int3", "group_size": 32},
         {"weights": "int4", "group_size": 64, "scale": "mse"},
     ],

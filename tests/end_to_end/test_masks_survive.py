@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from followers import AWQAlone, ChannelPermutationAlone, SmoothQuantAlone
 from hypothesis import given, note, reject, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import compress
-from compress import AWQ, GPTQ, HQQ, RTN, ChannelPermutation, SignRound, SmoothQuant, Wanda
+from compress import GPTQ, HQQ, RTN, SignRound, Wanda
 from compress.api.journal import Journal
 from compress.formats import FORMATS
 from compress.model.linear import CompressedLinear, linears
@@ -37,7 +38,7 @@ def pruning(draw):
 @st.composite
 def preparing(draw):
     """Passes that rescale dense weights, each at most once and in any order."""
-    found = [SmoothQuant(alpha=draw(st.sampled_from([0.3, 0.5, 0.8]))), AWQ(weights="int4", group_size=16)]
+    found = [SmoothQuantAlone(alpha=draw(st.sampled_from([0.3, 0.5, 0.8]))), AWQAlone(weights="int4", group_size=16)]
     return draw(st.permutations(draw(st.lists(st.sampled_from(found), unique_by=type, max_size=2))))
 
 
@@ -64,10 +65,10 @@ def chains(draw):
         save["sparse"] = draw(st.sampled_from(["auto", "always", "off"]))
     steps = draw(st.lists(pruning(), min_size=1, max_size=2)) + draw(preparing())
     if draw(st.booleans()):
-        steps.insert(0, SmoothQuant())
+        steps.insert(0, SmoothQuantAlone())
     if draw(st.booleans()):  # an order that is kept with inputs is taken back where masks are not stored
         unlinked = "keep" if save.get("sparse") == "always" else "skip"
-        steps.insert(0, ChannelPermutation(score="magnitude", escapes=0, unlinked=unlinked))
+        steps.insert(0, ChannelPermutationAlone(score="magnitude", escapes=0, unlinked=unlinked))
     if draw(st.integers(0, 3)):
         steps.append(draw(quantizing(integers=name == "compressed-tensors")))
     return steps, save

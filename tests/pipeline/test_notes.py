@@ -1,4 +1,4 @@
-"""What a plan says beside its figures, by hand and for the report."""
+"""Notes of a plan, by hand and in the report."""
 
 import pytest
 import torch

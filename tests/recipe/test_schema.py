@@ -70,7 +70,12 @@ recipes = st.builds(
     calibration=st.builds(Calibration, source=some_text, sequences=counts, length=counts, batch=st.integers(1, 99)),
     passes=chains,
     save=st.builds(Save, format=st.sampled_from(list(FORMATS)), verify=st.sampled_from(["full", "own"])),
-    eval=st.builds(Evaluate, perplexity=patterns | st.just(()), windows=counts, length=counts),
+    eval=st.builds(
+        Evaluate,
+        perplexity=st.lists(some_text.filter(lambda text: text != "self"), unique=True, max_size=3).map(tuple),
+        windows=counts,
+        length=counts,
+    ),
 )
 
 

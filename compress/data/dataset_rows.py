@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def dataset_rows(source: TextSource, part: Part) -> list[Any]:
 def local_path(source: TextSource) -> Path | None:
     """The file or folder of a data set; None for one of the hub."""
     assert source.dataset is not None
-    path = Path(source.dataset).expanduser()
+    path = Path(expanduser(source.dataset))
     return path if path.exists() or _is_a_path(source.dataset) else None
 
 

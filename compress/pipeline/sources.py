@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from os.path import expanduser
 from pathlib import Path
 
 import yaml
@@ -21,7 +22,7 @@ def original_of(source: str) -> str:
     seen: set[str] = set()
     while source not in seen:
         seen.add(source)
-        folder = Path(source).expanduser()
+        folder = Path(expanduser(source))
         try:
             written = (folder / "report.json").exists()  # by a run
             recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8")) if written else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def base_metadata(source: str) -> dict[str, Any]:
 
     A model of the hub was fetched for the run; its folder in the cache is used.
     """
-    path = Path(source).expanduser() / FILE
+    path = Path(expanduser(source)) / FILE
     if _on_hub(source):
         from huggingface_hub import try_to_load_from_cache  # slow to import and not needed for local models
 
@@ -139,4 +140,4 @@ def base_metadata(source: str) -> dict[str, Any]:
 
 def _on_hub(source: str) -> bool:
     """Whether the source is a hub id, and neither a folder nor a file."""
-    return bool(HUB_ID.fullmatch(source)) and not source.endswith(".gguf") and not Path(source).expanduser().exists()
+    return bool(HUB_ID.fullmatch(source)) and not source.endswith(".gguf") and not Path(expanduser(source)).exists()

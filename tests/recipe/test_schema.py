@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import compress
 from compress import GPTQ, RTN, Calibration, Evaluate, Recipe, Save, SmoothQuant, Wanda
 from compress.api.passes import Pass
-from compress.errors import RecipeError, UserError
+from compress.errors import ModelError, RecipeError, UserError
 from compress.formats import FORMATS
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.numerics.sparse.masks import Pattern
@@ -93,6 +93,12 @@ def test_every_option_is_spelled_out(recipe):
     assert set(data) == set(Recipe.model_fields)
     for step, item in zip(recipe.passes, data["passes"], strict=True):
         assert set(item) == {step.key()} and set(item[step.key()]) == set(type(step).model_fields)
+
+
+def test_a_home_folder_that_does_not_exist_is_a_name_like_any_other():
+    assert Recipe(model="~nobody-here/model", passes=[RTN()]).model == "~nobody-here/model"
+    with pytest.raises(ModelError, match="~nobody-here/model"):
+        compress.plan(Recipe(model="~nobody-here/model", passes=[RTN()]))
 
 
 def test_a_recipe_is_read_from_a_file(tmp_path):

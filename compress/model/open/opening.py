@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -249,7 +250,7 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 
 def folder_of(source: str) -> Path:
     """Return a local folder that holds the model as safetensors; fetch or convert the model if needed."""
-    path = Path(source).expanduser()
+    path = Path(expanduser(source))
     if source.endswith(".gguf"):
         return gguf.as_safetensors(path)
     if path.is_dir():

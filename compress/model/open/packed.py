@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from os.path import expanduser
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ class Packed(Mapped):
 def is_compressed(source: str) -> bool:
     """Whether a model is a local folder with quantized weights or a rounded KV cache."""
     try:
-        config = json.loads((Path(source).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((Path(expanduser(source)) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and any(config.get(key) is not None for key in STATED)

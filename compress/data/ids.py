@@ -259,19 +259,6 @@ def _stored_ids(path: Path, sequences: int | None, length: int | None) -> Int[Te
     return ids
 
 
-def model_ids(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    source: str | TextSource,
-    part: Part,
-    count: int | None,
-    length: int | None,
-    seed: int = 0,
-) -> Int[Tensor, "count length"]:
-    """Return the token ids of a text for a model (`model_sample`)."""
-    return model_sample(model, tokenizer, source, part, count, length, seed)[0]
-
-
 def model_sample(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.api.context import Run
-from compress.data.ids import corpus_sha256, model_ids
+from compress.data.ids import corpus_sha256, model_sample
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.model.forward import total_loss
@@ -141,6 +141,6 @@ def evaluate_texts(
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", first.device, first.dtype)
     ModelShell(opened).check()
     objective_of(model, tokenizer)  # an unknown mask token is an error before texts are read
-    ids = {text: model_ids(model, tokenizer, text, "test", windows, length) for text in texts}
+    ids = {text: model_sample(model, tokenizer, text, "test", windows, length)[0] for text in texts}
     found = Perplexity().measure(model, EvaluationContext(Run(), texts=ids, tokenizer=tokenizer))
     return {text: Score.model_validate(values["score"]) for text, values in found.items()}

@@ -22,12 +22,12 @@ Layers = Sequence[tuple[str, LayerScheme, int]]
 def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storage: torch.dtype) -> list[str]:
     """A note for layers whose stored bits per weight are notably more than the nominal bits of their scheme."""
     found: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+    rounds = {name: where for where, step, names in steps if "quantized" in step.facts() for name in names}
     for name, scheme, size in layers:
         nominal = nominal_bits(scheme, storage)
         if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
             continue
-        where = next((w for w, step, names in reversed(steps) if name in names and "quantized" in step.facts()), "")
-        key = where, f"{nominal:.2f}", _reason(scheme, format_)
+        key = rounds.get(name, ""), f"{nominal:.2f}", _reason(scheme, format_)
         found.setdefault(key, []).append((size, prod(scheme.shape)))
     notes = []
     for (where, nominal, reason), sizes in found.items():

@@ -208,7 +208,7 @@ def _check_unmet(
 def _check_prepared(steps: Sequence[Step], shapes: Mapping[str, tuple[int, int]]) -> None:
     """Raise TargetError if no later pass does what a preparation prepared a layer for."""
     for index, (where, step, names) in enumerate(steps):
-        rest = steps[index + 1 :]
+        rest = [(there, later, frozenset(chosen)) for there, later, chosen in steps[index + 1 :]]
         if step.prepares is None or any(later.requires.new_shape for _, later, _ in rest):  # layers change their names
             continue
         for name in names:

@@ -137,9 +137,7 @@ def apply(
     missing mask token.
     """
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
-    check_order(passes, begun=True)
-    if not any(isinstance(module, CompressedLinear) for module in model.modules()):
-        check_order(passes)
+    check_order(passes, begun=any(isinstance(module, CompressedLinear) for module in model.modules()))
     check_language_model(model)
     guard_saving(model)
     first, journal = next(model.parameters()), journal or Journal()

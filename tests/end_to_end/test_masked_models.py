@@ -14,7 +14,7 @@ import compress
 from compress import RTN, Distill, DropBlocks, Finetune
 from compress.api.journal import Journal
 from compress.cli import main
-from compress.data.ids import model_ids, special_tokens_around
+from compress.data.ids import model_sample, special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.model.forward import mean_loss, skipping
 from compress.model.objective import objective_of
@@ -74,15 +74,15 @@ def test_the_triple_loss_from_a_recipe_to_a_checkpoint(asked, words, tmp_path):
 
 def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     text = tokenizer()(Path(words).read_text(encoding="utf-8"), add_special_tokens=False).input_ids
-    found = model_ids(tiny("bert"), tokenizer(), words, "test", 3, 10)
+    found, _ = model_sample(tiny("bert"), tokenizer(), words, "test", 3, 10)
     assert found.tolist() == [[2, *text[8 * i : 8 * i + 8], 3] for i in range(3)]
-    plain = model_ids(tiny("llama"), tokenizer(), words, "test", 3, 10)
+    plain, _ = model_sample(tiny("llama"), tokenizer(), words, "test", 3, 10)
     assert plain.tolist() == [text[10 * i : 10 * i + 10] for i in range(3)]
-    stored = model_ids(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
-    assert torch.equal(stored, model_ids(tiny("llama"), None, texts["tiny"], "test", None, None))
+    stored, _ = model_sample(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
+    assert torch.equal(stored, model_sample(tiny("llama"), None, texts["tiny"], "test", None, None)[0])
     assert special_tokens_around(tokenizer()) == ([2], [3])
     with pytest.raises(CalibrationError, match="test: length 2 leaves no room between the special tokens"):
-        model_ids(tiny("bert"), tokenizer(), words, "test", 3, 2)
+        model_sample(tiny("bert"), tokenizer(), words, "test", 3, 2)
 
 
 def loss_of(model, teacher, ids):

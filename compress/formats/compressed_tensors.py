@@ -75,6 +75,9 @@ class CompressedTensors(Format):
         reason = refuses_inputs(scheme, f"format {self.name}")
         if reason is not None or scheme.plain:
             return reason
+        if scheme.role != "linear":
+            what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
+            return f"transformers loads no format {self.name} with {what} in codes; use format: native"
         if scheme.codes is None:
             return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         if scheme.codes.float_zeros:

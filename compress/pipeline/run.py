@@ -36,6 +36,7 @@ from compress.model.open.packed import Packed, open_input, with_masks
 from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.ends import compressed_ends
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.output import WORK, check_folder, check_space
@@ -43,6 +44,7 @@ from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
+from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
@@ -54,7 +56,7 @@ from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
-from compress.stream.install import take_in
+from compress.stream.install import adapt, take_in
 from compress.weights.layer import LayerScheme
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -208,6 +210,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     if isinstance(opened.weights, Packed):
         opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
+        for name, layer in compressed_ends(opened.model).items():
+            adapt(layer, context, opened.dtype, f"model: {name}")
         if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
             journal.add(
                 "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
@@ -230,7 +234,8 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together)
+    loads_in = job.opened.dtype if job.recipe.save.dtype == "auto" else job.context.storage
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together, loads_in)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
@@ -273,7 +278,7 @@ def finish(job: Job) -> Result:
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],
-        layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
+        layers=[r for name in [*(b.name for b in opened.blocks), OUTSIDE] for r in manifest.shards[name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
         reproduce=reproduction(

@@ -44,7 +44,9 @@ class Save(Options):
 
     format: str = Field(default="compressed-tensors", description=f"one of {', '.join(FORMATS)}")
     dtype: DType = Field(
-        default="auto", description="dtype of scales and dense tensors; auto: the dtype of computation"
+        default="auto",
+        description="dtype of scales and dense tensors; auto: the 16-bit dtype of the model's weights (for quantized "
+        ".gguf files the one that loses least), or float32 if they are float32",
     )
     verify: Literal["full", "own"] = Field(
         default="full",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
 from compress.model.saving import MASKED_KEY, guard_saving
+from compress.model.structure.ends import find_ends, replace_end, tie
 from compress.weights.layer import LayerScheme
 
 
@@ -50,7 +51,7 @@ def load(
         if found.format is not None:
             fill(model, "", mapped.read_raw(list(found.stored)), schemes, found.format, found.dtype)
         opening.assign(model, opening.Mapped(found.files, found.dtype, device).read(found.dense_names()))
-        model.tie_weights()
+        tie(model)
         opening.to_device(model, device)
     scales = opening.Mapped(found.stored, found.dtype, device)
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
@@ -95,7 +96,9 @@ def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> 
     stored = opening.stored_tensors(folder)
     shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
     schemes = {} if format_ is None else _schemes(format_, described, shapes)
-    files = opening.match(model, stored, present=set(schemes))
+    ends = [end for end in find_ends(model) if end.name in schemes]
+    schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
+    files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
     caches = _cache_schemes(model, record, format_, described)
     return Description(model, compute, format_, schemes, caches, masked, stored, files)
 
@@ -190,7 +193,8 @@ def fill(
             continue
         start = full + "."
         inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
-        layer = replace_linear(root, full.removeprefix(prefix))
+        end = None if prefix else next((end for end in find_ends(root) if end.name == full), None)
+        layer = replace_linear(root, full.removeprefix(prefix)) if end is None else replace_end(root, end)
         if scheme.shape != layer.shape:
             here, there = list(layer.shape), list(scheme.shape)
             raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")

@@ -32,6 +32,7 @@ from compress.model.linear import linears
 from compress.model.open import gguf
 from compress.model.open.experts import open_experts, renamed
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.narrow import narrow_dtype
 from compress.model.open.supported import check_language_model, class_of
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES
@@ -110,6 +111,7 @@ class OpenModel:
 
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
     fingerprint: a digest of configuration and weights. processor: the text of each of `PROCESSOR_FILES` that exists.
+    narrow: the 16-bit dtype that holds the weights of the source; None: the source needs wider ones, or is unknown.
     """
 
     model: PreTrainedModel
@@ -122,6 +124,7 @@ class OpenModel:
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
     processor: dict[str, str] = field(default_factory=dict)
+    narrow: torch.dtype | None = None
 
     @property
     def config(self) -> PretrainedConfig:
@@ -198,6 +201,7 @@ def open_model(
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
     notes, files = open_experts(model), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
+    common["narrow"] = narrow_dtype(folder, stored)
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
         open_experts(whole)

@@ -66,8 +66,11 @@ class EndWork:
 
     def __post_init__(self) -> None:
         ends = find_ends(self.opened.model)
-        tasks = [(label, step, end) for label, step, names in self.steps for end in ends if end.name in names]
-        assert all(isinstance(step, LayerPass) for _, step, _ in tasks), "resolve checks this"
+        tasks: list[Task] = []
+        for label, step, names in self.steps:
+            for end in (end for end in ends if end.name in names):
+                assert isinstance(step, LayerPass), "resolve checks this"
+                tasks.append((label, step, end))
         self.first = [task for task in tasks if task[2].embedding is not None]
         self.last = [task for task in tasks if task[2].embedding is None]
 

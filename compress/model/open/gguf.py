@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from compress.errors import ModelError
+from compress.model.open.narrow import record_narrow
 
 CONVERTED = "compress/gguf-2"  # the number changes when the content of a folder does
 
@@ -55,8 +56,6 @@ def convert(path: Path, folder: Path) -> None:
     import torch  # this function runs in a subprocess
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from compress.model.open.narrow import record_narrow
 
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})

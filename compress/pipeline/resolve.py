@@ -57,6 +57,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
     _check_start(schemes, format_)
+    most = dict(schemes)
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
@@ -71,10 +72,12 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
+        _check_transforms(step, chosen, most, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
             opened = with_config(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
+            most = dict(schemes)
         else:
             for name in chosen:
                 facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
@@ -260,6 +263,21 @@ def _check_layers(
             reason = format_.refuses(after)
         if reason is not None:
             raise TargetError(f"{where}: {name}: {reason}")
+
+
+def _check_transforms(
+    step: Pass, names: Sequence[str], most: dict[str, LayerScheme], format_: Format, where: str
+) -> None:  # fmt: skip
+    """Raise TargetError if a transform may stay at a layer with which the format cannot store it.
+
+    most: the schemes of layers with all transforms that may stay (`Pass.at_most`); they are updated.
+    """
+    for name in names:
+        own = own_options(step, name)
+        after = most[name] = own.at_most(most[name])
+        reason = None if after.folds else format_.refuses(after)
+        if reason is not None and format_.refuses(own.becomes(LayerScheme(after.shape))) is None:
+            raise TargetError(f"{where}: {name}: it may be that {reason}")
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/kernels/cpu/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"

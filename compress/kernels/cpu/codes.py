@@ -156,6 +156,7 @@ def pack(part: Any) -> PackedCodes:
     codes = _unsigned(part)
     failed = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
     assert not failed, f"codes {rows} x {width} in groups of {group} do not fit the kernel"
+    native.compress_release(held.words.data_ptr(), held.words.nbytes)  # a mapped checkpoint is not in memory twice
     return packed
 
 

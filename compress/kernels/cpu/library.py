@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL | None:
     found.compress_product.argtypes = PRODUCT
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
-    found.compress_advise.argtypes = [c_void_p, c_int64]
+    found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
     found.compress_instruction_sets.restype = c_char_p
     found.compress_use.argtypes = [c_char_p]
     if wanted and found.compress_use(wanted.encode()) != 0:

@@ -8,6 +8,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "isa.hpp"
@@ -168,6 +169,17 @@ void compress_advise(void *data, int64_t bytes) {
     const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
     const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
     if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+void compress_release(const void *data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_PAGEOUT);
 #else
     (void)data, (void)bytes;
 #endif

@@ -66,6 +66,10 @@ COMPRESS_API int compress_codes(const struct compress_weight *weight, const int3
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);
 
+// Tells the system that a buffer is not needed for now: pages of a mapped file leave memory and are read again when they
+// are used; the contents do not change.
+COMPRESS_API void compress_release(const void *data, int64_t bytes);
+
 // The instruction sets of this build that the processor has, the best first, separated by commas; "generic" is the last.
 COMPRESS_API const char *compress_instruction_sets(void);
 

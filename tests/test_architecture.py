@@ -66,7 +66,10 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """'module' and 'module:function' that are longer, and why."""
 
-ENVIRONMENT = {"compress.cli.commands": "sets the defaults of libraries for the process that it owns"}
+ENVIRONMENT = {
+    "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
+    "compress.kernels.cpu.library": "COMPRESS_KERNELS forces an instruction set, for tests and comparisons",
+}
 BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",

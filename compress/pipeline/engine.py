@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.api.context import Run
 from compress.api.passes import ModelPass, Step
+from compress.kernels.dispatch import plain_torch
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.resolve import update_targets
@@ -96,6 +97,7 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
     return [Segment(i, len(parts), part[0][0], tuple(step for _, step in part)) for i, part in enumerate(parts)]
 
 
+@plain_torch()
 def engine(
     steps: Sequence[Step], opened: OpenModel, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink
 ) -> None:

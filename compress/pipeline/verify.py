@@ -20,6 +20,7 @@ from compress.api.memory import available_bytes
 from compress.errors import VerificationError
 from compress.formats import FORMATS
 from compress.formats.base import Format
+from compress.kernels.dispatch import plain_torch
 from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.linear import CompressedLinear, linears
@@ -48,6 +49,7 @@ class Verified:
     skipped: str | None
 
 
+@plain_torch()
 def verify(
     recipe: Recipe,
     dtype: torch.dtype,

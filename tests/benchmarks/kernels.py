@@ -67,11 +67,12 @@ def compared(
         calls[f"torch_{name}"] = partial(torch.nn.functional.linear, x, weight)
         calls[f"kernel_{name}"] = partial(dispatch.linear, x, [part], None, None)
     x = torch.randn(batch, part.shape[1])
-    calls["kernel_int8_inputs"] = partial(dispatch.linear, x, [part], rounding, None)
+    if KERNEL.supports(part, x, rounding):
+        calls["kernel_int8_inputs"] = partial(dispatch.linear, x, [part], rounding, None)
     with torch.no_grad():
         times = medians(calls)
     best = min(times["torch_float32"], times["torch_bfloat16"])
-    ratios = {f"ratio_{n}": round(best / times[f"kernel_{n}"], 2) for n in (*dense, "int8_inputs")}
+    ratios = {name.replace("kernel", "ratio"): round(best / times[name], 2) for name in times if "kernel" in name}
     return times, {name: round(value, 1) for name, value in times.items()} | ratios
 
 
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--shape", nargs="+", default=["4096x4096", "1536x576", "576x1536"], help="out x in")
     parser.add_argument("--grid", nargs="+", default=["int8", "int4", "int3", "int2"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 128])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 128, 512])
     parser.add_argument("--set", help="instruction set, such as avx2")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -98,7 +99,7 @@ def main() -> None:
         weight = torch.randn(rows, width) * 0.02
         dense = {"float32": weight, "bfloat16": weight.bfloat16()}
         for grid in arguments.grid:
-            part = CodesPart.of(quantize(weight, GRIDS[grid], 64))
+            part = CodesPart.of(quantize(weight, GRIDS[grid], GRIDS[grid].group_size or 64))
             packed = part.prepared(KERNEL)
             for batch in arguments.batch:
                 times, row = compared(part, dense, batch, rounding)

@@ -19,19 +19,13 @@ class Weight(ctypes.Structure):
     """`compress_weight` of compress_cpu.h."""
 
     _fields_ = [
-        ("words", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("order", c_void_p), ("zero_point", c_float),
-        ("bits", c_int32), ("rows", c_int64), ("width", c_int64), ("units", c_int64), ("group", c_int64),
-        ("groups", c_int64),
+        ("words", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("table", c_void_p), ("order", c_void_p),
+        ("zero_point", c_float), ("codec", c_int32), ("rows", c_int64), ("width", c_int64), ("units", c_int64),
+        ("group", c_int64), ("groups", c_int64),
     ]  # fmt: skip
 
 
-class Call(ctypes.Structure):
-    """`compress_call` of compress_cpu.h."""
-
-    _fields_ = [
-        ("weight", Weight), ("x", c_void_p), ("y", c_void_p), ("bias", c_void_p), ("static_scale", c_void_p),
-        ("m", c_int64), ("ldx", c_int64), ("type", c_int32), ("rounded", c_int32), ("threads", c_int32),
-    ]  # fmt: skip
+PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3
 
 
 @cache
@@ -45,9 +39,10 @@ def library() -> ctypes.CDLL | None:
     if path is None or wanted == "none":
         return None
     found = ctypes.CDLL(path)
-    found.compress_product.argtypes = [ctypes.POINTER(Call)]
-    found.compress_pack.argtypes = [ctypes.POINTER(Weight), c_void_p, c_void_p, c_int32]
-    found.compress_advise.argtypes = [c_void_p, c_int64]
+    found.compress_product.argtypes = PRODUCT
+    found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+    found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
+    found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
     found.compress_instruction_sets.restype = c_char_p
     found.compress_use.argtypes = [c_char_p]
     if wanted and found.compress_use(wanted.encode()) != 0:

@@ -8,6 +8,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "isa.hpp"
@@ -43,6 +44,7 @@ bool has_avx2() {
 const Set *sets() {
     static const Set found[] = {
 #if defined(COMPRESS_AVX512)
+        {"avx512_bf16", compress_cpu::avx512_bf16::product, has_avx512() && __builtin_cpu_supports("avx512bf16")},
         {"avx512", compress_cpu::avx512::product, has_avx512()},
 #endif
 #if defined(COMPRESS_AVX2)
@@ -66,41 +68,67 @@ Product best() {
     return found;
 }
 
+int bits_of(const compress_weight &w) { return w.codec > 4 ? 8 : w.codec; }
+
 bool consistent(const compress_weight &w) {
-    if (w.bits < 1 || (w.bits > 4 && w.bits != 8) || w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_E5M2 || (w.table && w.codec > 4)) return false;
+    if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
     if (!w.order && w.units * 32 < w.width) return false;
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
 }
 
 struct Packing {
     const compress_weight *w;
-    const uint8_t *codes;
+    uint8_t *codes;
     uint32_t *words;
+    const int32_t *columns;
+    int64_t count;
 };
+
+// Calls f(word, shift of the word, shift of the code, bits) for each piece of a code: its word in a tile, and where it stands.
+template <class F>
+void pieces(int bits, int64_t column, int lane, F f) {
+    const int64_t unit = column / 32;
+    const int quad = static_cast<int>(column % 32) / 4;
+    int first = 0, low = 0;
+    for (int width : {8, 4, 2, 1}) {  // of planes
+        if (width == 8 ? bits != 8 : bits == 8 || !(bits & width)) continue;
+        const int per = 8 / width;
+        f((unit * bits + first + quad / per) * 16 + lane, 8 * (column % 4) + width * (quad % per), low, width);
+        first += width, low += width;
+    }
+}
 
 void pack_tile(void *data, int64_t tile) {
     const Packing &p = *static_cast<Packing *>(data);
     const compress_weight &w = *p.w;
-    static const int widths[] = {8, 4, 2, 1};  // of planes
-    uint32_t *out = p.words + tile * w.units * w.bits * 16;
-    std::memset(out, 0, static_cast<size_t>(w.units) * w.bits * 16 * sizeof(uint32_t));
-    for (int64_t unit = 0; unit < w.units; ++unit, out += w.bits * 16)
-        for (int lane = 0; lane < 16; ++lane) {
-            const int64_t row = tile * 16 + lane;
-            if (row >= w.rows) continue;
-            for (int k = 0; k < 32; ++k) {
-                const int64_t packed = unit * 32 + k, column = w.order ? w.order[packed] : packed;
-                if (column < 0 || column >= w.width) continue;
-                uint32_t code = p.codes[row * w.width + column];
-                int first = 0, low = 0;
-                for (int bits : widths) {
-                    if (!(bits == 8 ? w.bits == 8 : w.bits != 8 && (w.bits & bits))) continue;
-                    const int per = 8 / bits, quad = k / 4;
-                    const uint32_t piece = (code >> low) & ((1u << bits) - 1);
-                    out[(first + quad / per) * 16 + lane] |= piece << (8 * (k % 4) + bits * (quad % per));
-                    first += bits, low += bits;
-                }
-            }
+    const int bits = bits_of(w);
+    uint32_t *out = p.words + tile * w.units * bits * 16;
+    std::memset(out, 0, static_cast<size_t>(w.units) * bits * 16 * sizeof(uint32_t));
+    for (int64_t packed = 0; packed < w.units * 32; ++packed) {
+        const int64_t column = w.order ? w.order[packed] : packed;
+        if (column < 0 || column >= w.width) continue;
+        for (int lane = 0; lane < 16 && tile * 16 + lane < w.rows; ++lane) {
+            const uint32_t code = p.codes[(tile * 16 + lane) * w.width + column];
+            pieces(bits, packed, lane, [&](int64_t word, int shift, int low, int width) {
+                out[word] |= ((code >> low) & ((1u << width) - 1)) << shift;
+            });
+        }
+    }
+}
+
+void codes_of_tile(void *data, int64_t tile) {
+    const Packing &p = *static_cast<Packing *>(data);
+    const compress_weight &w = *p.w;
+    const int bits = bits_of(w);
+    const uint32_t *words = w.words + tile * w.units * bits * 16;
+    for (int lane = 0; lane < 16 && tile * 16 + lane < w.rows; ++lane)
+        for (int64_t i = 0; i < p.count; ++i) {
+            uint32_t code = 0;
+            pieces(bits, p.columns[i], lane, [&](int64_t word, int shift, int low, int width) {
+                code |= ((words[word] >> shift) & ((1u << width) - 1)) << low;
+            });
+            p.codes[(tile * 16 + lane) * p.count + i] = static_cast<uint8_t>(code);
         }
 }
 
@@ -108,10 +136,12 @@ void pack_tile(void *data, int64_t tile) {
 
 extern "C" {
 
-int compress_product(const compress_call *call) {
-    const compress_weight &w = call->weight;
-    if (!consistent(w) || call->m < 0 || call->threads < 1 || (call->m > 1 && call->ldx < w.width)) return -1;
-    return best()(call);
+int compress_product(const compress_weight *weight, const void *x, void *y, const void *bias, const float *static_scale,
+                     int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t threads) {
+    const compress_weight &w = *weight;
+    if (!consistent(w) || m < 0 || threads < 1 || (m > 1 && ldx < w.width)) return -1;
+    const compress_call call = {weight, x, y, bias, static_scale, m, ldx, type, rounded, threads};
+    return best()(&call);
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {
@@ -119,8 +149,17 @@ int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t 
     if (weight->order)
         for (int64_t k = 0; k < weight->units * 32; ++k)
             if (weight->order[k] >= weight->width) return -1;
-    Packing packing{weight, codes, words};
+    Packing packing{weight, const_cast<uint8_t *>(codes), words, nullptr, 0};
     compress_cpu::parallel(pack_tile, &packing, (weight->rows + 15) / 16, threads);
+    return 0;
+}
+
+int compress_codes(const compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes, int32_t threads) {
+    if (!consistent(*weight) || threads < 1 || count < 0) return -1;
+    for (int64_t i = 0; i < count; ++i)
+        if (columns[i] < 0 || columns[i] >= weight->units * 32) return -1;
+    Packing packing{weight, codes, nullptr, columns, count};
+    compress_cpu::parallel(codes_of_tile, &packing, (weight->rows + 15) / 16, threads);
     return 0;
 }
 
@@ -130,6 +169,17 @@ void compress_advise(void *data, int64_t bytes) {
     const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
     const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
     if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+void compress_release(const void *data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_PAGEOUT);
 #else
     (void)data, (void)bytes;
 #endif

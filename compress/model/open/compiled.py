@@ -1,4 +1,4 @@
-"""Generation with torch.compile and a static cache, which saves the framework's time for each operator and token."""
+"""Generation with torch.compile and a static cache."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ TOP = {"__init__", "__main__", "errors", "version"}
 """The files at the top of the package; all others are in folders."""
 
 LATE_IMPORTS = {
+    "compress.cli.bench": "as in compress.cli.commands",
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",

@@ -17,6 +17,11 @@ from compress.version import __version__
 if TYPE_CHECKING:
     from compress.recipe.schema import Recipe
 
+SPINNING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+"""Variables that say how long a waiting thread of OpenMP spins; its runtime reads them when torch is imported."""
+
+SPINS = "1000"  # some microseconds; the default of 300,000 and more takes the processor from others at every barrier
+
 
 @click.group(cls=ErrorGroup)
 @click.version_option(__version__, prog_name="compress")
@@ -25,6 +30,8 @@ def main(debug: bool) -> None:
     """Make language models smaller and faster by chaining small passes."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not any(name in os.environ for name in SPINNING):
+        os.environ[SPINNING[0]] = SPINS
 
 
 class SchemesCommand(click.Command):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run
 from compress.api.passes import Step
+from compress.recipe.schema import Evaluate
 
 Texts = Mapping[str, Int[Tensor, "windows length"]]
 """Token ids of the evaluation texts, by the name of the text."""
@@ -29,7 +30,8 @@ class EvaluationContext:
     run: its device, storage dtype, format and journal. which: whether the base or the compressed model is measured.
     texts: the evaluation texts. tokenizer: None if the model comes without one.
     probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
-    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings.
+    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings. settings: what the recipe
+    measures. base: the source of the base model, None outside of a run.
     """
 
     run: Run
@@ -39,6 +41,8 @@ class EvaluationContext:
     probe: Int[Tensor, "1 length"] | None = None
     steps: Sequence[Step] = ()
     layers: Sequence[Mapping[str, Any]] = ()
+    settings: Evaluate = field(default_factory=Evaluate)
+    base: str | None = None
 
 
 class Record(BaseModel):

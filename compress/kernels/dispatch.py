@@ -74,6 +74,28 @@ KERNELS: list[Kernel] = find_kernels()
 """All kernels; the first that supports a call computes it."""
 
 
+TORCH = "torch"
+"""The name of plain torch among the kernels."""
+
+
+def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
+    """The first kernel that supports a call; None: plain torch computes it."""
+    return next((kernel for kernel in KERNELS if kernel.supports(part, x, rounding)), None)
+
+
+def kernel_name(part: Part, x: Tensor, rounding: RoundingLike | None) -> str:
+    """The file of this folder whose kernel computes a call, or `TORCH`."""
+    kernel = kernel_for(part, x, rounding)
+    return TORCH if kernel is None else type(kernel).__module__.removeprefix(f"{kernels.__name__}.").partition(".")[0]
+
+
+def prepare(part: Part, x: Tensor, rounding: RoundingLike | None) -> None:
+    """Convert the weights for the kernel of a call now, not in the first call."""
+    kernel = kernel_for(part, x, rounding)
+    if kernel is not None:
+        part.prepared(kernel)
+
+
 _plain: list[bool] = []  # of the process: a context variable would be lost in the greenlets of a sweep
 
 
@@ -96,8 +118,7 @@ def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias
     total: Tensor | None = None
     rounded: Tensor | None = None
     for part in parts:
-        known = () if _plain else KERNELS
-        kernel = next((kernel for kernel in known if kernel.supports(part, x, rounding)), None)
+        kernel = None if _plain else kernel_for(part, x, rounding)
         if kernel is not None:
             y = kernel.product(x, part, part.prepared(kernel), rounding, bias)
         else:

@@ -46,9 +46,7 @@ EARLIER: dict[Fact, str] = {
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
     """The dtype of stored scales and dense tensors; auto: 16 bits unless the source needs more."""
-    if recipe.save.dtype != "auto":
-        return DTYPES[recipe.save.dtype]
-    return opened.dtype if opened.narrow is None or opened.dtype.itemsize <= opened.narrow.itemsize else opened.narrow
+    return opened.storage if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
 
 
 def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:

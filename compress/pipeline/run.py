@@ -50,7 +50,7 @@ from compress.pipeline.sources import open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
-from compress.recipe.schema import Recipe, read_passes
+from compress.recipe.schema import Evaluate, Recipe, read_passes
 from compress.recipe.starts import folder_of
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.card import CardFacts, write_card
@@ -270,7 +270,8 @@ def finish(job: Job) -> Result:
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
     evaluated = EvaluationContext(
-        context, "compressed", job.texts, opened.tokenizer, reference["ids"], job.steps, results
+        context, "compressed", job.texts, opened.tokenizer, reference["ids"], job.steps, results,
+        recipe.eval or Evaluate(), recipe.model,
     )  # fmt: skip
     compressed = _measure(job, model, evaluated)
     del model

@@ -88,6 +88,7 @@ class Evaluate(Options):
     )
     windows: int | None = Field(default=16, gt=0, description="non-overlapping windows per text; null: all")
     length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
+    speed: bool = Field(default=False, description="measure decoding and prefill of both models, which takes a minute")
 
     @field_validator("perplexity")
     @classmethod
@@ -109,7 +110,10 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(description="hub id, local folder, or .gguf file")
-    dtype: DType = Field(default="auto", description="dtype of computation; auto: the checkpoint's")
+    dtype: DType = Field(
+        default="auto",
+        description="dtype of computation; auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions",
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="seed of all random numbers")
     trust_remote_code: bool = Field(default=False, description="run the model's own code")

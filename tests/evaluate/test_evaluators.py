@@ -7,9 +7,9 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from compress import RTN, KVCache, Wanda, apply
+from compress import RTN, Evaluate, KVCache, Wanda, apply
 from compress.api.context import Run
-from compress.evaluate import EVALUATORS, combine_all, measure_all
+from compress.evaluate import EVALUATORS, combine_all, measure_all, speed
 from compress.evaluate.base import EvaluationContext
 from compress.report.schema import Report
 
@@ -34,13 +34,16 @@ def test_an_evaluator_is_a_frozen_value_with_defaults(key):
 
 
 @pytest.fixture
-def measured(pico_model, pico_ids):
+def measured(pico_model, pico_ids, monkeypatch):
     """The results on a model that is pruned, quantized and rounds its KV cache, and on the base model."""
     steps = [Wanda(sparsity=0.5), KVCache(), RTN(group_size=32)]
     targets = [name for name, m in pico_model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
     layers = [{"layer": n, "by": "passes[0] wanda", "asked": 0.5, "due": 0.5} for n in targets]
     located = [("passes[0] wanda", steps[0], targets)]
-    context = EvaluationContext(Run(), "base", {"a": pico_ids[:2]}, None, pico_ids[:1], located, layers)
+    for name, value in {"TOKENS": 4, "PREFILL": 8, "ROUNDS": 1, "READ_BYTES": 1 << 16}.items():
+        monkeypatch.setattr(speed, name, value)
+    asked = Evaluate(speed=True)
+    context = EvaluationContext(Run(), "base", {"a": pico_ids[:2]}, None, pico_ids[:1], located, layers, asked)
     base = measure_all(pico_model, context)
     model = apply(pico_model, steps, pico_ids)
     compressed = measure_all(model, replace(context, which="compressed"))
@@ -69,4 +72,4 @@ def test_results_are_plain_json_of_the_type_that_is_declared(measured):
 
 def test_what_does_not_apply_is_none(pico_model, pico_ids):
     found = measure_all(pico_model, EvaluationContext(Run(), probe=pico_ids[:1]))
-    assert found == {"kv_cache": None, "sparsity": None, "perplexity": {}}
+    assert found == {"kv_cache": None, "sparsity": None, "speed": None, "perplexity": {}}

@@ -17,6 +17,8 @@ from compress.formats.base import CacheScheme, Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
+from compress.model.open.compiled import compile_generation
+from compress.model.open.computation import compute_dtype
 from compress.model.open.experts import open_experts
 from compress.model.saving import MASKED_KEY, guard_saving
 from compress.model.structure.ends import find_ends, replace_end, tie
@@ -28,19 +30,23 @@ def load(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
     Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass. Save such a
     model with `compress.save`.
-    dtype: of the computation; 'auto' is the dtype of the checkpoint.
+    dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
+    instructions for bfloat16 products, where bfloat16 is several times slower.
+
+    compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`).
 
     Raises ModelError for a folder without a model, an unknown quantization method, or missing or truncated tensors.
     """
     folder, device = Path(folder), torch.device(device)
     if not folder.is_dir():
         raise ModelError(f"model: no folder {folder}")
-    found = describe(folder, str(folder), dtype, trust_remote_code)
+    found = describe(folder, str(folder), dtype, device, trust_remote_code)
     model, schemes = found.model, found.schemes
     if found.files is None:
         if schemes:
@@ -57,6 +63,8 @@ def load(
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
     model.eval().requires_grad_(False)
     guard_saving(model)
+    if compile:
+        compile_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
 
@@ -64,6 +72,7 @@ def load(
 class Description:
     """What the files of a checkpoint state, with its model without weights.
 
+    dtype: of the computation. narrow: that of the checkpoint if 'auto' chose a wider one for the computation.
     format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
     values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
     stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
@@ -71,6 +80,7 @@ class Description:
 
     model: PreTrainedModel
     dtype: torch.dtype
+    narrow: torch.dtype | None
     format: Format | None
     schemes: dict[str, LayerScheme]
     caches: dict[str, CacheScheme]
@@ -84,13 +94,15 @@ class Description:
         return [name for name in self.files or () if name not in packed]
 
 
-def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> Description:
+def describe(
+    folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool
+) -> Description:  # fmt: skip
     """Read the description of a checkpoint, compressed or dense. source: its name in messages. Raises ModelError."""
     config = opening.read_config(folder, source, trust_remote_code)
     quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
     format_, described = _format_of(quantization, source)
     masked = masked_in(config)
-    compute = opening.compute_dtype(config, dtype)
+    compute, narrow = compute_dtype(config, dtype, device)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
     stored = opening.stored_tensors(folder)
@@ -100,7 +112,7 @@ def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> 
     schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
     files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
     caches = _cache_schemes(model, record, format_, described)
-    return Description(model, compute, format_, schemes, caches, masked, stored, files)
+    return Description(model, compute, narrow, format_, schemes, caches, masked, stored, files)
 
 
 def masked_in(config: Any) -> frozenset[str]:

@@ -21,6 +21,7 @@ from compress.formats.base import Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES
 from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
+from compress.model.open.computation import widened
 from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.load import describe, fill, fill_caches, masked_in
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
@@ -187,7 +188,7 @@ def _open_compressed(
     folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> OpenModel:  # fmt: skip
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
-    found = describe(folder, source, dtype, trust_remote_code)
+    found = describe(folder, source, dtype, device, trust_remote_code)
     model = found.model.eval()
     check_language_model(model)
     if found.files is None:
@@ -212,6 +213,6 @@ def _open_compressed(
     paths = sorted({path for path, _ in found.stored.values()})
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
-        fingerprint_of(folder, paths), device, found.dtype, processor=read_processor(folder),
-        narrow=narrow_dtype(folder, files),
+        fingerprint_of(folder, paths), device, found.dtype, widened(found.narrow), read_processor(folder),
+        narrow_dtype(folder, files),
     )  # fmt: skip

@@ -24,10 +24,10 @@ def compile_generation(model: PreTrainedModel) -> None:
     if device.type == "cpu":
         check_compiler()
     prepare(model)
-    config = CompileConfig(mode="default")
+    config: Any = CompileConfig(mode="default")
     config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
     run: Any = model.generate  # not in its generation config, whose copies lose the flag
-    model.generate = partial(run, cache_implementation="static", compile_config=config)
+    vars(model)["generate"] = partial(run, cache_implementation="static", compile_config=config)
 
 
 def check_compiler() -> None:

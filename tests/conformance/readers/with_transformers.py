@@ -34,12 +34,13 @@ def weight_of(module):
 def read(folder, ids, out):
     """Write the logits, and the dequantized weights as [out, in]."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}).eval()
+    found = {}
     with torch.no_grad():
-        found = {"logits": model(load_file(ids)["ids"]).logits.float().contiguous()}
-        for name, module in model.named_modules():
+        for name, module in model.named_modules():  # first: some CPUs repack the codes of bitsandbytes when they run
             weight = weight_of(module)
             if weight is not None:
-                found[f"{name}.weight"] = weight.contiguous()
+                found[f"{name}.weight"] = weight.clone().contiguous()
+        found["logits"] = model(load_file(ids)["ids"]).logits.float().contiguous()
     save_file(found, out)
 
 

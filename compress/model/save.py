@@ -68,7 +68,8 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
         weight = layer.weight
         found = {"weight": _in_storage(weight.T if layer.transposed else weight, storage)}
     else:
-        parts = [part.in_storage(storage) for part in layer.all_parts]
+        scales = format_.scales_in(storage)
+        parts = [part.in_storage(scales if part.scheme.quantized else storage) for part in layer.all_parts]
         found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
         found["bias"] = _in_storage(layer.bias, storage)

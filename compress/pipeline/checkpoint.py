@@ -34,6 +34,7 @@ from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
+from compress.pipeline.readers import check_together
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.shards import ShardEntry, record, write_entry
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
@@ -349,6 +350,7 @@ class Shards:
             schemes = manifest.schemes_of(self.opened)
             ignore = dense_linear_names(self.opened, set(schemes))
             stated = stated_scheme(self.opened.model, manifest.caches, format_)
+            check_together(format_, schemes)
             config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
             names = {entry.file: entry.names for entry in manifest.shards.values()}

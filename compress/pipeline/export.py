@@ -37,6 +37,7 @@ from compress.model.structure.blocks import Block, find_blocks
 from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.pipeline.readers import check_together
 from compress.stream.install import adapt, take_in
 from compress.stream.reference import twin
 from compress.version import __version__
@@ -67,7 +68,12 @@ def save(
     storage = first.dtype if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)
-    run = Run(first.device, storage, format=FORMATS[format], sparse=sparse if FORMATS[format].sparse else "off")
+    run = Run(
+        first.device,
+        storage,
+        format=FORMATS[format].stored_in(storage),
+        sparse=sparse if FORMATS[format].sparse else "off",
+    )
     with _new_folder(Path(folder)) as part:
         written = _Written(part, opened, run)
         for block in opened.blocks:
@@ -161,7 +167,8 @@ class _Written:
     def _stored(self, name: str, layer: CompressedLinear) -> None:
         """Record a layer in its stored form."""
         if not layer.scheme.plain:
-            layer.change_parts(lambda part: part.in_storage(self.run.storage))
+            run = self.run
+            layer.change_parts(lambda p: p.in_storage(run.scale_dtype if p.scheme.quantized else run.storage))
             self.schemes[name], self.digests[name] = layer.scheme, layer.sha256()
 
     def close(self) -> None:
@@ -174,6 +181,7 @@ class _Written:
         self._write(1, outside_tensors(opened, layers, run.format, run.storage))
         stated = stated_scheme(opened.model, self.caches, run.format)
         ignore = dense_linear_names(opened, set(self.schemes))
+        check_together(run.format, self.schemes)
         config = run.format.config(self.schemes, ignore, __version__, stated)
         own = self.caches if stated is None else {}
         write_description(opened, self.folder, self.shards, self.size_bytes, config, run.storage, own, self.masked)

@@ -26,7 +26,7 @@ from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
+from compress.pipeline.readers import check_reader, check_together
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -167,7 +167,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
+    storage = storage_dtype(recipe, form)
+    format_ = FORMATS[recipe.save.format].stored_in(storage)
     starts, masks, layers = schemes_of(form), starting_sparsities(form), []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
@@ -186,6 +187,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
         if most.transforms != scheme.transforms and format_.adapt(most) is not None:
             kept.append(format_.size_bytes(most, storage) - size)
+    check_together(format_, {layer.name: layer.scheme for layer in layers})
     weights = sum(layer.size_bytes for layer in layers)
     rest = _rest_bytes(form, storage, ends)
     dense = rest + _dense_bytes(shapes, storage)

@@ -202,8 +202,9 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
-    format_ = FORMATS[recipe.save.format]
-    context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
+    storage = storage_dtype(recipe, opened)
+    format_ = FORMATS[recipe.save.format].stored_in(storage)
+    context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:

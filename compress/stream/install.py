@@ -147,7 +147,7 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     scheme, multiplied_out = layer.scheme, run.format.adapt(layer.scheme) is None
     if not scheme.quantized and not (multiplied_out and scheme.parts != (DenseScheme(),)):
         return
-    layer.change_parts(lambda part: part.in_storage(run.storage if part.scheme.quantized else dtype))
+    layer.change_parts(lambda part: part.in_storage(run.scale_dtype if part.scheme.quantized else dtype))
     if multiplied_out:
         layer.put(layer.weight_as(dtype))
         for transform in layer.absorb_inputs():

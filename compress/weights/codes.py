@@ -227,7 +227,10 @@ class CodesPart(WeightPart):
         if self.grid.scaling.stored is not None:
             return self
         zero = self.zero.to(dtype) if self.zero is not None and self.scheme.float_zeros else self.zero
-        return self.changed(scale=self.scale.to(dtype), zero=zero)
+        scale = self.scale.to(dtype)
+        if (self.scale.dtype, dtype) == (torch.float16, torch.bfloat16) and not torch.equal(scale.half(), self.scale):
+            scale = self.scale  # read from a format with float16 scales; bfloat16 has fewer digits and no fewer bytes
+        return self.changed(scale=scale, zero=zero)
 
     def vanished(self, weight: Float[Tensor, "out in"]) -> int:
         return vanished(weight, self.codes())

@@ -107,7 +107,7 @@ def describe(
     open_experts(model)
     stored = opening.stored_tensors(folder)
     shapes = {name: shape_of(module) for name, module in linears(model).items()}
-    schemes = {} if format_ is None else _schemes(format_, described, shapes)
+    schemes = {} if format_ is None else _schemes(format_, described, shapes, opening.stored_shapes(stored))
     ends = [end for end in find_ends(model) if end.name in schemes]
     schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
     files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
@@ -131,15 +131,16 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         raise ModelError(
             f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
         )
-    return found, described
+    return found.of_config(described), described
 
 
 def _schemes(
-    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]
+    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]],
+    stored: Mapping[str, tuple[int, ...]],
 ) -> dict[str, LayerScheme]:  # fmt: skip
     """The schemes of a checkpoint's linears by name. Raises ModelError for an invalid quantization_config."""
     try:
-        return format_.schemes(described, shapes)
+        return format_.schemes(described, shapes, stored)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"model: quantization_config of its config.json cannot be read ({error!r})") from error
 

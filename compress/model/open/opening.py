@@ -359,6 +359,11 @@ def match(
     return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
 
 
+def stored_shapes(stored: dict[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every stored tensor by name."""
+    return {name: tuple(shape) for name, shape in _shapes(stored)}
+
+
 def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
     """(name in the model, shape in the file) of every tensor."""
     for path in sorted({path for path, _ in files.values()}):

@@ -94,32 +94,28 @@ class Tasks(Evaluator):
 
         scores: dict[str, Any] = {}
         failed: dict[str, str] = {}
+        harness: Any = None
         for name in settings.tasks:
             try:
+                check_model(name, model, context)
+                harness = harness or harness_of(model, context)
                 for part, task in load_tasks(name, manager, settings).items():
-                    scores[part] = self._score(part, task, model, context)
+                    scores[part] = self._score(part, task, harness, context)
             except TaskError as failure:
                 failed[name] = str(failure)
                 context.run.journal.add("note", f"tasks {context.which}", str(failure))
         facts = {"chat_template": settings.chat_template, "limit": settings.limit, "seed": settings.seed}
         return {"scores": scores, "failed": failed, **facts, "lm_eval": lm_eval.__version__}
 
-    def _score(self, name: str, task: Any, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
-        if context.tokenizer is None:
-            raise TaskError(f"task {name}: the model has no tokenizer; add its tokenizer files to the folder")
-        if not model.can_generate():
-            raise TaskError(f"task {name}: {type(model).__name__} predicts masked tokens; tasks need next tokens")
-        if context.settings.chat_template and context.tokenizer.chat_template is None:
-            raise TaskError(f"task {name}: the tokenizer has no chat template; write chat_template: false")
-        begin = perf_counter()
-        results = context.store.results("requests")
-        tell = context.telling(f"{name} of the {context.which} model")
-        note = lambda text: context.run.journal.add("note", name, text)  # noqa: E731
-        harness = harness_model(model, context.tokenizer, results, tell, note)
+    def _score(self, name: str, task: Any, harness: Any, context: EvaluationContext) -> dict[str, Any]:
+        begin, before = perf_counter(), harness.answers.truncated
+        harness.answers.progress = context.telling(f"{name} of the {context.which} model")
         found = run_task(name, task, harness, context.settings)
-        cut = harness.answers.truncated
-        if cut:
-            note(f"{cut} requests are longer than the model's context of {harness.max_length} and lost their beginning")
+        if cut := harness.answers.truncated - before:
+            message = (
+                f"{cut} requests are longer than the model's context of {harness.max_length} and lost their beginning"
+            )
+            context.run.journal.add("note", name, message)
         return TaskScore.model_validate({**found, "seconds": perf_counter() - begin}).model_dump()
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -147,6 +143,24 @@ class Tasks(Evaluator):
             )
             for row in result.scores
         ]
+
+
+def check_model(name: str, model: PreTrainedModel, context: EvaluationContext) -> None:
+    """Raise TaskError for a model that cannot answer tasks."""
+    if context.tokenizer is None:
+        raise TaskError(f"task {name}: the model has no tokenizer; add its tokenizer files to the folder")
+    if not model.can_generate():
+        raise TaskError(f"task {name}: {type(model).__name__} predicts masked tokens; tasks need next tokens")
+    if context.settings.chat_template and context.tokenizer.chat_template is None:
+        raise TaskError(f"task {name}: the tokenizer has no chat template; write chat_template: false")
+
+
+def harness_of(model: PreTrainedModel, context: EvaluationContext) -> Any:
+    """The model as an LM of lm-eval, with its kept results."""
+    assert context.tokenizer is not None
+    note = lambda text: context.run.journal.add("note", "tasks", text)  # noqa: E731
+    results = context.store.results("requests")
+    return harness_model(model, context.tokenizer, results, lambda done, of: None, note)
 
 
 def compare(base: TaskScore, compressed: TaskScore, metric: str) -> TaskComparison:

@@ -22,7 +22,7 @@ class Backend:
     """Answers the requests of lm-eval from kept results and by a `Scorer`."""
 
     def __init__(self, scorer: Scorer, results: Results, progress: Progress) -> None:
-        self._scorer, self._results, self._progress = scorer, results, progress
+        self._scorer, self._results, self.progress = scorer, results, progress
 
     def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """The answers to requests of token ids; those that are kept are not computed again."""
@@ -32,7 +32,7 @@ class Backend:
             for batch in self._scorer.score(missing):
                 self._results.put((key(missing[index]), list(answer)) for index, answer in batch)
                 done += len(batch)
-                self._progress(done, len(missing))
+                self.progress(done, len(missing))
 
         def key(request: Request) -> str:
             return digest_of("loglikelihood", request.context, request.continuation)
@@ -54,7 +54,7 @@ class Backend:
             for start in range(0, len(missing), GENERATED):
                 some = missing[start : start + GENERATED]
                 self._results.put((key(args), text) for args, text in zip(some, generate(some), strict=True))
-                self._progress(min(start + GENERATED, len(missing)), len(missing))
+                self.progress(min(start + GENERATED, len(missing)), len(missing))
 
         def key(args: Any) -> str:
             return digest_of("generate", list(args))

@@ -1,12 +1,13 @@
 """Loglikelihoods of continuations: each distinct input is computed once, and the choices of an item share its prefix.
 
-The choices of a multiple-choice item begin with the same tokens. Items whose common prefix has the same length are
-computed together in two steps without padding of the prefix: the prefixes fill the KV cache, and the remaining tokens
-of every choice continue it. Only positions that are asked for reach the output head.
+The choices of a multiple-choice item begin with the same tokens. Items with prefixes of similar length are computed
+together in two steps, without padding of the prefix: their first tokens, as many as the shortest prefix has, fill the
+KV cache, and the remaining tokens of every choice continue it. Only positions that are asked for reach the output head.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ Tokens = tuple[int, ...]
 Logs = Float[Tensor, "positions vocabulary"]
 
 SHORTEST = 4  # tokens; a shorter common prefix is not worth a second forward pass
+CALL_TOKENS = 24  # cost of a forward pass in tokens; SmolLM2-135M, float32, one thread: 95 ms, and 5 ms per token
+CALL_TOKENS_GPU = 2048  # below this number of tokens a forward pass on a GPU takes about the same time
 PROBED = 3  # items that are computed both ways before the cache is trusted
 TOLERANCE = 2e-4  # relative, in float32; the order of sums differs
 TOLERANCE_16 = 5e-2  # in 16-bit floats
@@ -74,7 +77,9 @@ class Scorer:
         """The answers with the indices of their requests, after each batch. Raises NumericError for NaN logits."""
         groups = self._inputs(requests)
         if self.shares and not self.proven:
-            self.shares = self.proven = self._proven(groups)
+            tried = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
+            self.proven = bool(tried)
+            self.shares = self._proven(tried)
         shared = [group for group in groups if self.shares and common(group) >= SHORTEST]
         alone = [one for group in groups if not (self.shares and common(group) >= SHORTEST) for one in group]
         answers: list[tuple[int, Answer]] = []
@@ -86,7 +91,7 @@ class Scorer:
             self._plain(batch, take)
             yield answers
             answers = []
-        for items in by_prefix(shared, self.batch_tokens):
+        for items in by_prefix(shared, self.batch_tokens, self.call_tokens):
             self._shared(items, take)
             yield answers
             answers = []
@@ -117,29 +122,34 @@ class Scorer:
             take(one, logs)
 
     def _shared(self, groups: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> None:
-        """Items whose common prefixes have one length: prefixes first, then the rest of every input."""
-        length = common(groups[0])
+        """Items that begin with prefixes of one length: prefixes first, then the rest of every input."""
+        length = min(common(group) for group in groups)
         prefixes = torch.tensor([group[0].tokens[:length] for group in groups])
         starts = [min(min(one.start for one in group), length) for group in groups]
         cache: list[Any] = []
         first = self._logits(
             prefixes, [(row, slice(start, length)) for row, start in enumerate(starts)], cache, use_cache=True
         )
-        rest = [(row, one) for row, group in enumerate(groups) for one in group if len(one.tokens) > length]
-        logits: list[Logs] = []
-        if rest:
-            cache[0].batch_select_indices(torch.tensor([row for row, _ in rest], device=self.model.device))
-            ids = padded([one.tokens[length:] for _, one in rest])
-            places = [
-                (i, slice(max(one.start - length, 0), len(one.tokens) - length)) for i, (_, one) in enumerate(rest)
-            ]
-            logits = self._logits(ids, places, past_key_values=cache[0], use_cache=True)
-        after = {id(one): logs for (_, one), logs in zip(rest, logits, strict=True)}
+        after: dict[int, Logs] = {}
+        rows = {id(one): row for row, group in enumerate(groups) for one in group}
+        rest = sorted((o for group in groups for o in group if len(o.tokens) > length), key=lambda o: -len(o.tokens))
+        for batch in by_padding(rest, length, self.call_tokens):
+            selected = copy.deepcopy(cache[0])
+            selected.batch_select_indices(torch.tensor([rows[id(one)] for one in batch], device=self.model.device))
+            ids = padded([one.tokens[length:] for one in batch])
+            places = [(i, slice(max(o.start - length, 0), len(o.tokens) - length)) for i, o in enumerate(batch)]
+            logits = self._logits(ids, places, past_key_values=selected, use_cache=True)
+            after |= {id(one): logs for one, logs in zip(batch, logits, strict=True)}
         for row, group in enumerate(groups):
             for one in group:
                 parts = [first[row][max(one.start - starts[row], 0) :]] if one.start < length else []
                 parts += [after[id(one)]] if id(one) in after else []
                 take(one, torch.cat(parts))
+
+    @property
+    def call_tokens(self) -> int:
+        """The number of tokens whose computation costs as much as one more forward pass."""
+        return CALL_TOKENS if self.model.device.type == "cpu" else CALL_TOKENS_GPU
 
     @torch.no_grad()
     def _logits(
@@ -157,11 +167,8 @@ class Scorer:
             raise NumericError("the model's logits are NaN; evaluate it with --dtype float32, or write it again")
         return list(logits.split([at.stop - at.start for _, at in places]))
 
-    def _proven(self, groups: Sequence[Sequence[Input]]) -> bool:
+    def _proven(self, tried: Sequence[Sequence[Input]]) -> bool:
         """Whether some items give the same logits with and without a shared prefix."""
-        tried = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
-        if not tried:
-            return True
         plain: dict[int, Tensor] = {}
         shared: dict[int, Tensor] = {}
         for group in tried:
@@ -172,9 +179,10 @@ class Scorer:
                 self.note(f"prefixes are not shared: the model's cache cannot be used ({type(error).__name__})")
                 return False
         limit = TOLERANCE if self.model.dtype == torch.float32 else TOLERANCE_16
-        worst = max(
+        differences = (
             float((shared[i] - logits).abs().max() / logits.abs().max().clamp(min=1)) for i, logits in plain.items()
         )
+        worst = max(differences, default=0.0)
         if worst > limit:
             self.note(
                 f"prefixes are not shared: with the cache the logits differ by {worst:.2g} of their largest value"
@@ -211,21 +219,38 @@ def by_tokens(inputs: Sequence[Input], most: int) -> Iterator[list[Input]]:
         yield batch
 
 
-def by_prefix(groups: Sequence[list[Input]], most: int) -> Iterator[list[list[Input]]]:
-    """Batches of items whose common prefixes have one length; the tokens in the cache stay below `most`."""
-    lengths: dict[int, list[list[Input]]] = defaultdict(list)
-    for group in groups:
-        lengths[common(group)].append(group)
-    for _, found in sorted(lengths.items(), reverse=True):
-        batch: list[list[Input]] = []
-        size = 0
-        for group in found:
-            tokens = len(group) * max(len(one.tokens) for one in group)
-            if batch and size + tokens > most:
-                yield batch
-                batch, size = [], 0
-            batch.append(group)
-            size += tokens
+def by_padding(inputs: Sequence[Input], length: int, call: int) -> Iterator[list[Input]]:
+    """Batches of inputs in descending order of length, after a prefix of a length.
+
+    A batch ends where the padding of one more input costs more than another forward pass.
+    """
+    batch: list[Input] = []
+    for one in inputs:
+        if batch and len(batch[0].tokens) - len(one.tokens) > max(call // 4, 1):
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def by_prefix(groups: Sequence[list[Input]], most: int, call: int) -> Iterator[list[list[Input]]]:
+    """Batches of items with common prefixes of similar length; the tokens in the cache stay below `most`.
+
+    All items of a batch share as many tokens as the item with the shortest prefix; the others compute the rest of their
+    prefix for each choice. A batch ends where that costs more than the two forward passes of another batch.
+    """
+    batch: list[list[Input]] = []
+    size = rows = 0
+    for group in sorted(groups, key=lambda group: -common(group)):
+        tokens = len(group) * max(len(one.tokens) for one in group)
+        waste = (common(batch[-1]) - common(group)) * rows if batch else 0
+        if batch and (size + tokens > most or waste > 2 * call):
+            yield batch
+            batch, size, rows = [], 0, 0
+        batch.append(group)
+        size, rows = size + tokens, rows + len(group) - 1
+    if batch:
         yield batch
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.errors import NumericError
-from compress.evaluate.harness.scoring import Input, Request, Scorer, answer, by_prefix, common
+from compress.evaluate.harness.scoring import Input, Request, Scorer, answer, by_padding, by_prefix, common
 
 FAMILIES = ["llama", "gpt2", "opt", "gpt-neox", "gemma2", "bloom", "falcon", "qwen3"]
 
@@ -119,8 +119,16 @@ def item(length, rests):
     return [Input(tuple(range(2, 2 + length)) + (60 + i,) * rest, length) for i, rest in enumerate(rests)]
 
 
-def test_batches_hold_items_with_prefixes_of_one_length():
+def test_batches_hold_items_with_prefixes_of_similar_length():
     items = [item(8, [1, 2]), item(5, [2, 2]), item(8, [3, 3]), item(5, [1, 1])]
-    assert [[common(one) for one in batch] for batch in by_prefix(items, 1000)] == [[8, 8], [5, 5]]
-    assert [len(batch) for batch in by_prefix(items, 25)] == [1, 1, 1, 1]  # tokens in the cache: 20, 22, 14, 12
+    lengths = lambda **limits: [[common(one) for one in batch] for batch in by_prefix(items, **limits)]  # noqa: E731
+    assert lengths(most=1000, call=1) == [[8, 8], [5, 5]]  # 3 tokens more for each of two other choices cost too much
+    assert lengths(most=1000, call=4) == [[8, 8, 5, 5]]
+    assert lengths(most=25, call=1) == [[8], [8], [5], [5]]  # tokens in the cache: 20, 22, 14, 12
     assert common(items[0][:1]) == 0
+
+
+def test_rests_of_similar_length_are_padded_together():
+    inputs = sorted(item(4, [9, 1, 8, 2]), key=lambda one: -len(one.tokens))
+    assert [[len(one.tokens) for one in batch] for batch in by_padding(inputs, 4, 8)] == [[13, 12], [6, 5]]
+    assert len(list(by_padding(inputs, 4, 100))) == 1

@@ -1,9 +1,14 @@
-"""Divergence from the base model: KL and top-1 agreement, against the base's kept most likely tokens.
+"""Divergence from the base model: KL and top-1 agreement, against tokens that are kept of the base.
 
-The base model runs once. For each target its `top_k` largest log-probabilities, their token ids and the probability of
-all other tokens are kept in 16 bits. A variant is compared on these k + 1 outcomes: the k tokens, and the rest as one.
-This gives a lower bound of the KL divergence over the whole vocabulary (the log sum inequality), in nats. What is lost
-is tail mass times the divergence within the tail: at most 1% of the KL on the models of `eval/README.md`.
+The base model runs once. For each target its `top_k` most likely tokens are kept with their log-probabilities, and
+`SAMPLES` tokens that are drawn from its distribution over all others, in 16 bits. The KL divergence of a variant is
+
+    sum over the top k of p (log p - log q)  +  p(rest) * mean over the samples of (log p - log q),
+
+an unbiased estimate of the KL over the whole vocabulary, in nats. (The k + 1 outcomes "top k, or any other" alone give
+a lower bound that is far too low: with k = 128, 79% of the KL of SmolLM2-135M rounded to int4.) Drawing adds to each
+target an error of p(rest) * std(log p - log q) / sqrt(SAMPLES), which the mean over thousands of targets removes and
+the standard error contains.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from compress.formats.containers.files import atomic
 from compress.numerics.statistics import mean, quantile, ratio
 
 SHORT_IDS = 1 << 16  # vocabularies up to this size keep token ids in 16 bits
+SAMPLES = 32  # tokens drawn from the tail of each distribution
 LEAST = torch.finfo(torch.float16).min
 
 
@@ -29,44 +35,58 @@ class Kept(NamedTuple):
     """What is kept of the base model for some targets.
 
     ids: the most likely tokens, in descending order. logs: their log-probabilities. rest: the log-probability of all
-    other tokens.
+    other tokens. drawn: tokens drawn from these others; drawn_logs: their log-probabilities.
     """
 
     ids: Int[Tensor, "targets k"]
     logs: Float[Tensor, "targets k"]
     rest: Float[Tensor, " targets"]
+    drawn: Int[Tensor, "targets samples"]
+    drawn_logs: Float[Tensor, "targets samples"]
 
     @classmethod
-    def of(cls, logits: Float[Tensor, "targets vocabulary"], top_k: int) -> Kept:
-        """Choose the most likely tokens; logs are rounded to 16 bits."""
+    def of(cls, logits: Float[Tensor, "targets vocabulary"], top_k: int, seed: int = 0) -> Kept:
+        """Choose the tokens; log-probabilities are rounded to 16 bits."""
         every = logits.float().log_softmax(-1)
         logs, ids = every.topk(min(top_k, every.shape[1]), dim=-1)
-        return cls(ids, logs.half(), rest_of(every, ids).clamp(min=LEAST).half())
+        rest = rest_of(every, ids).clamp(min=LEAST)
+        chances = every.exp().scatter(-1, ids, 0.0)
+        chances[chances.sum(-1) == 0] = 1.0  # nothing is left; what is drawn has the weight p(rest) = 0
+        generator = torch.Generator(device=every.device).manual_seed(seed)
+        drawn = chances.multinomial(SAMPLES, replacement=True, generator=generator)
+        return cls(ids, logs.half(), rest.half(), drawn, every.gather(-1, drawn).clamp(min=LEAST).half())
 
     def save(self, path: Path) -> None:
         """Write a file atomically."""
-        short = bool((self.ids < SHORT_IDS).all())
-        ids = self.ids.to(torch.int32)
+        short = bool((self.ids < SHORT_IDS).all()) and bool((self.drawn < SHORT_IDS).all())
+        kind = torch.int16 if short else torch.int32
+        found = {
+            name: tensor if tensor.is_floating_point() else tensor.to(torch.int32).to(kind)
+            for name, tensor in self._asdict().items()
+        }
         with atomic(path) as part:
-            tensors = {"ids": ids.to(torch.int16) if short else ids, "logs": self.logs, "rest": self.rest}
-            save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, part)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, part)
 
     @classmethod
     def load(cls, path: Path) -> Kept:
         """Read a file of `save`."""
         found = load_file(path)
-        ids = found["ids"].long()
-        return cls(ids & (SHORT_IDS - 1) if found["ids"].dtype == torch.int16 else ids, found["logs"], found["rest"])
+        for name in ("ids", "drawn"):
+            short = found[name].dtype == torch.int16
+            found[name] = found[name].long() & (SHORT_IDS - 1) if short else found[name].long()
+        return cls(**found)
 
     def divergence(self, logits: Float[Tensor, "targets vocabulary"]) -> tuple[Float[Tensor, " targets"], Tensor]:
-        """The KL divergence of another model's logits on the kept outcomes, and whether the first tokens agree."""
+        """The estimated KL divergence of another model's logits, and whether the most likely tokens agree."""
         every = logits.float().log_softmax(-1)
-        ids = self.ids.to(every.device)
-        base = torch.cat([self.logs, self.rest[:, None]], -1).double().to(every.device)
+        known = Kept(*(tensor.to(every.device) for tensor in self))
+        base = torch.cat([known.logs, known.rest[:, None]], -1).double()
         base = base - base.logsumexp(-1, keepdim=True)  # rounding to 16 bits changed the sum
-        other = torch.cat([every.gather(-1, ids), rest_of(every, ids)[:, None]], -1).double()
-        other = (other - other.logsumexp(-1, keepdim=True)).clamp(min=LEAST)
-        return (base.exp() * (base - other)).sum(-1), every.argmax(-1) == ids[:, 0]
+        other = every.gather(-1, known.ids).double().clamp(min=LEAST)
+        top = (base[:, :-1].exp() * (base[:, :-1] - other)).sum(-1)
+        drawn = every.gather(-1, known.drawn).double().clamp(min=LEAST)
+        rest = base[:, -1].exp() * (known.drawn_logs.double() - drawn).mean(-1)
+        return top + rest, every.argmax(-1) == known.ids[:, 0]
 
 
 def rest_of(every: Float[Tensor, "targets vocabulary"], ids: Int[Tensor, "targets k"]) -> Float[Tensor, " targets"]:

@@ -112,9 +112,7 @@ class Tasks(Evaluator):
         harness.answers.progress = context.telling(f"{name} of the {context.which} model")
         found = run_task(name, task, harness, context.settings)
         if cut := harness.answers.truncated - before:
-            message = (
-                f"{cut} requests are longer than the model's context of {harness.max_length} and lost their beginning"
-            )
+            message = f"{cut} requests are longer than the model's context of {harness.max_length} and lost their start"
             context.run.journal.add("note", name, message)
         return TaskScore.model_validate({**found, "seconds": perf_counter() - begin}).model_dump()
 

@@ -104,7 +104,7 @@ def _compared(logits: Tensor, positions: Tensor, index: int, top_k: int, task: W
     """Keep the base model's tokens, or compare a variant with them, some rows at a time."""
     path = task.path(index)
     if task.which == "base":
-        kept = [Kept.of(part, top_k) for part in logits.split(ROWS)]
+        kept = [Kept.of(part, top_k, seed=i) for i, part in enumerate(logits.split(ROWS))]
         path.parent.mkdir(parents=True, exist_ok=True)
         Kept(*(torch.cat(parts) for parts in zip(*kept, strict=True))).save(path)
         return {}

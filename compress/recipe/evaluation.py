@@ -44,7 +44,7 @@ class Evaluate(Options):
     top_k: int | None = Field(
         default=128,
         gt=0,
-        description="tokens of the base model's distribution that the divergence compares; null: no divergence",
+        description="most likely tokens of the base model that the divergence compares; null: no divergence",
     )
     tasks: tuple[str, ...] = Field(default=(), description="tasks of lm-eval, by name or as a YAML file")
     data: str | None = Field(

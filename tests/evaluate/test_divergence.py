@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.evaluate.divergence import Kept, summarized
+from compress.evaluate.divergence import SAMPLES, Kept, summarized
 
 
 def logits(seed, rows=64, vocabulary=200, scale=3.0):
@@ -22,18 +22,27 @@ def test_with_all_tokens_it_is_the_whole_divergence():
     assert torch.allclose(found, full_kl(base, other), atol=2e-3, rtol=2e-3)
 
 
-def test_with_some_tokens_it_is_a_lower_bound_that_grows():
-    base, other = logits(0), logits(0) + 0.3 * logits(1)
-    whole = full_kl(base, other).mean()
-    found = [Kept.of(base, k).divergence(other)[0].mean() for k in (1, 4, 16, 64, 128)]
-    assert found == sorted(found) and found[-1] <= whole + 1e-3
-    assert found[-1] > 0.97 * whole
+@pytest.mark.parametrize("top_k", [1, 8, 64])
+def test_with_some_tokens_it_is_an_unbiased_estimate(top_k):
+    base = logits(0, rows=2000)
+    other = base + 0.5 * logits(1, rows=2000)
+    found, whole = Kept.of(base, top_k).divergence(other)[0], full_kl(base, other)
+    error = (found - whole).std() / len(whole) ** 0.5
+    assert abs(float((found - whole).mean())) < 4 * float(error) + 1e-3  # 1e-3: log-probabilities have 16 bits
+    assert float(error) < 0.02 * float(whole.mean())
+
+
+def test_more_tokens_leave_less_to_chance():
+    base = logits(0)
+    other = base + 0.5 * logits(1)
+    spread = [float((Kept.of(base, k).divergence(other)[0] - full_kl(base, other)).std()) for k in (1, 16, 128)]
+    assert spread == sorted(spread, reverse=True)
 
 
 def test_a_model_does_not_diverge_from_itself():
     base = logits(0)
     found, same = Kept.of(base, 16).divergence(base)
-    assert float(found.abs().max()) < 1e-5 and bool(same.all()) and float(found.min()) > -1e-12
+    assert float(found.abs().max()) < 5e-3 and abs(float(found.mean())) < 5e-4 and bool(same.all())
 
 
 def test_agreement_is_that_of_the_first_tokens():
@@ -49,15 +58,15 @@ def test_kept_tokens_come_back_from_disk(vocabulary, tmp_path):
     again = Kept.load(tmp_path / "kept.safetensors")
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
     ids = 2 if vocabulary < 1 << 16 else 4
-    tensors = 3 * 8 * (ids + 2) + 3 * 2
-    assert tensors <= (tmp_path / "kept.safetensors").stat().st_size < tensors + 400
+    tensors = 3 * (8 + SAMPLES) * (ids + 2) + 3 * 2
+    assert tensors <= (tmp_path / "kept.safetensors").stat().st_size < tensors + 600
 
 
 def test_certain_predictions_stay_finite():
     base = torch.full((1, 50), -1e4)
     base[0, 3] = 1e4
     found, same = Kept.of(base, 50).divergence(base)
-    assert float(found) == pytest.approx(0, abs=1e-6) and bool(same)
+    assert float(found) == pytest.approx(0, abs=1e-3) and bool(same)
 
 
 def test_the_summary_by_hand():

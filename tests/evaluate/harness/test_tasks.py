@@ -142,7 +142,7 @@ def test_a_killed_evaluation_continues(pico_model, measure, tmp_path):
 def test_prompts_that_are_too_long_are_noted(pico_model, measure):
     pico_model.config.max_position_embeddings = 12
     _, journal = measure(pico_model, tasks=("piqa",))
-    assert "are longer than the model's context of 12 and lost their beginning" in journal.entries[0].message
+    assert "are longer than the model's context of 12 and lost their start" in journal.entries[0].message
 
 
 def test_rolling_loglikelihoods_and_generation_are_those_of_lm_eval(pico_model, pico):

@@ -66,7 +66,9 @@ def evaluate_models(
     processes = Processes.launched(cpu=where.type == "cpu")
     base = sources[0] if base is None and len(sources) > 1 else base
     order = list(dict.fromkeys(([] if base is None else [base]) + list(sources)))
-    folders = {source: Path(folder_of(source)) for source in order}  # errors before the first model is measured
+    folders = {source: model_folder(source) for source in order}  # errors before the first model is measured
+    if base is None:
+        settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
     found: list[ModelEvaluation] = []
     measured: dict[str, Any] = {}
     first: tuple[dict[str, Tensor], PreTrainedTokenizerBase | None] | None = None
@@ -97,6 +99,14 @@ def evaluate_models(
 def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
     """The results of the evaluators that compare two models, by key."""
     return {key: kind().measure(model, context) for key, kind in EVALUATORS.items() if kind.needs_base}
+
+
+def model_folder(source: str) -> Path:
+    """The local folder of a model. Raises ModelError for a folder without a model."""
+    folder = Path(folder_of(source))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
+    return folder
 
 
 def weight_files(folder: Path) -> list[Path]:

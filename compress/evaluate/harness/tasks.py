@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,15 +52,21 @@ def check_tasks(settings: Evaluate) -> None:
 
 def task_manager(settings: Evaluate) -> Any:
     """The index of lm-eval's tasks and of the task files in the data folder. Raises RecipeError without lm-eval."""
+    own = settings.data is not None and any(Path(settings.data).glob("**/*.yaml"))
+    return _index(settings.data if own else None)
+
+
+@cache
+def _index(folder: str | None) -> Any:
+    """lm-eval reads thousands of files for an index, which takes seconds."""
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise RecipeError(
             f"eval tasks: the package lm-eval cannot be imported ({error}); pip install 'compress-llm[eval]'"
         ) from error
-    own = settings.data if settings.data is not None and any(Path(settings.data).glob("**/*.yaml")) else None
     with quiet():
-        return TaskManager(include_path=own)
+        return TaskManager(include_path=folder)
 
 
 def local_files(name: str, data: str | None) -> dict[str, str]:

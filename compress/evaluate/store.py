@@ -73,11 +73,11 @@ class Results:
 
         compute: puts the values of some items.
         """
-        wanted = dict.fromkeys(key(item) for item in items)
-        missing = {key(item): item for item in items if key(item) not in self._known}
-        mine = self._processes.share(list(missing))
-        if mine:
-            compute([missing[name] for name in mine])
+        wanted = {key(item): item for item in items}
+        mine = self._processes.share(list(wanted))  # of all keys: processes may know different ones
+        missing = [wanted[name] for name in mine if name not in self._known]
+        if missing:
+            compute(missing)
         for part in self._processes.gather({name: self._known[name] for name in mine}):
             self._known |= part
         assert all(name in self._known for name in wanted)

@@ -55,7 +55,10 @@ TOP = {"__init__", "__main__", "errors", "version"}
 LATE_IMPORTS = {
     "compress.cli.bench": "as in compress.cli.commands",
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
+    "compress.cli.compare": "as in compress.cli.commands",
+    "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -74,6 +77,7 @@ ENVIRONMENT = {
 }
 BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
+    "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",

@@ -2,7 +2,10 @@
 
 from compress.cli.bench import bench
 from compress.cli.commands import main as main
+from compress.cli.compare import compare
+from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.report import report
 
-main.add_command(bench)
-main.add_command(export)
+for command in (bench, compare, evaluate, export, report):
+    main.add_command(command)

@@ -10,7 +10,7 @@ import click
 
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
-from compress.cli.show import print_json, print_pass, print_plan, print_report, print_table, summary_of
+from compress.cli.show import print_json, print_pass, print_plan, print_report, summary_of
 from compress.errors import RecipeError, did_you_mean
 from compress.version import __version__
 
@@ -127,29 +127,6 @@ def plan(recipe: Path, model: str | None, out: Path | None, every: bool, as_json
         print_json(planned.to_json())
     else:
         print_plan(planned, every)
-
-
-@main.command("eval")
-@click.argument("model")
-@click.option(
-    "--text",
-    multiple=True,
-    default=("embedded",),
-    help="Text source: embedded, wikitext, or a .txt, .jsonl or .npy file.",
-)
-@click.option("--windows", type=click.IntRange(min=1), default=16, help="Number of windows per text.")
-@click.option("--length", type=click.IntRange(min=2), default=512, help="Tokens per window.")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
-    """Measure the perplexity of MODEL, a compressed checkpoint or any other model."""
-    from compress.evaluate.perplexity import evaluate_texts
-
-    found = evaluate_texts(model, text, windows, length, dtype)
-    rows = [
-        (name, p.of, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
-        for name, p in found.items()
-    ]
-    print_table(model, ("text", "predicted", "perplexity", "loss", "tokens", "seconds"), rows)
 
 
 @main.command()

@@ -66,7 +66,7 @@ class CacheScheme:
 
 
 def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format that transformers reads cannot store a layer in codes, because it is an embedding; None if it can."""
+    """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
     if scheme.role == "linear" or scheme.plain:
         return None
     what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"

@@ -24,6 +24,8 @@ from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
+from compress.evaluate.harness.tasks import check_tasks
+from compress.evaluate.store import Store, digest_of
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.formats.native import Native
@@ -37,6 +39,7 @@ from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.ends import compressed_ends
+from compress.numerics.dtypes import dtype_name
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.needs import check_original_given
@@ -49,8 +52,9 @@ from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
-from compress.recipe.schema import Evaluate, Recipe, read_passes
+from compress.recipe.schema import Recipe, read_passes
 from compress.recipe.starts import folder_of
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.card import CardFacts, write_card
@@ -211,6 +215,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
+    if recipe.eval is not None:
+        check_tasks(recipe.eval)
     evaluated = eval_ids(recipe, opened)
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):
@@ -262,6 +268,11 @@ def finish(job: Job) -> Result:
     recipe, context, manifest, folder = job.recipe, job.context, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
     opened, planned = final_plan(recipe, job.steps, job.opened, job.planned, folder)
+    evaluated = evaluation_context(job)
+    base: dict[str, Any] = {}
+    if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
+        with open_source(recipe.model, recipe, opened) as original:
+            base = _measure(job, original, evaluated.of_base())
     with context.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
         reference = load_file(folder / WORK / PROBE_FILE)
@@ -270,17 +281,10 @@ def finish(job: Job) -> Result:
         settled = update_plan(planned, manifest.schemes_of(opened), context.format, context.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
-    evaluated = EvaluationContext(
-        context, "compressed", job.texts, opened.tokenizer, reference["ids"], job.steps, results,
-        recipe.eval or Evaluate(), recipe.model,
-    )  # fmt: skip
+    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    base: dict[str, Any] = {}
-    if recipe.eval is not None:
-        with open_source(recipe.model, recipe, opened) as original:
-            base = _measure(job, original, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -301,6 +305,21 @@ def finish(job: Job) -> Result:
     write_report(report, folder)
     write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
     return Result(folder, report.to_json(), context.journal)
+
+
+def evaluation_context(job: Job) -> EvaluationContext:
+    """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
+    settings = job.recipe.eval or Evaluate()
+    digests = sorted(entry.sha256 for entry in job.manifest.shards.values())
+    store = Store(
+        job.manifest.folder / WORK / "evaluation",
+        digest_of(digests, dtype_name(job.opened.dtype)),
+        digest_of(job.opened.fingerprint, dtype_name(job.opened.dtype)),
+    )
+    return EvaluationContext(
+        job.context, "compressed", job.texts, job.opened.tokenizer, steps=job.steps, settings=settings, store=store,
+        base=job.recipe.model,
+    )  # fmt: skip
 
 
 def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from pydantic import (
 from compress.api.context import DEVICES
 from compress.api.options import Options, Place, mistake
 from compress.api.passes import Pass
-from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
 from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.recipe.calibration import Calibration, EvaluatedTexts
+from compress.recipe.calibration import Calibration
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
@@ -73,32 +73,6 @@ class Save(Options):
         if policy == "always" and name is not None and not FORMATS[name].sparse:
             raise ValueError(f"'always' is not possible: format {name} stores the zeros; use format: native")
         return policy
-
-
-class Evaluate(Options):
-    """The evaluation of the reloaded checkpoint and of the base model."""
-
-    @classmethod
-    def key(cls) -> str:
-        """The key in a recipe."""
-        return "eval"
-
-    perplexity: EvaluatedTexts = Field(
-        default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
-    )
-    windows: int | None = Field(default=16, gt=0, description="non-overlapping windows per text; null: all")
-    length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
-    speed: bool = Field(default=False, description="measure decoding and prefill of both models, which takes a minute")
-
-    @field_validator("perplexity")
-    @classmethod
-    def _different(cls, texts: tuple[TextSource | str, ...]) -> tuple[TextSource | str, ...]:
-        labels = [as_source(text).label for text in texts]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"{twice[0]} is listed twice; remove one of them")
-        if "self" in labels:
-            raise ValueError("self is sampled from the model, which is no text to measure; use another source")
-        return texts
 
 
 class Recipe(BaseModel):

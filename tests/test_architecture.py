@@ -61,6 +61,7 @@ LATE_IMPORTS = {
     "compress.cli.export": "as in compress.cli.commands",
     "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.roofline": "as in compress.cli.commands",
+    "compress.cli.sensitivity": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }

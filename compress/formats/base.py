@@ -181,8 +181,11 @@ class Format(ABC):
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`."""
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.
+
+        stored: the dtype of the layer's scales on disk.
+        """
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:

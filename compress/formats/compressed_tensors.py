@@ -64,6 +64,11 @@ def layout_of(scheme: LayerScheme) -> Layout | None:
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
 
+def _dequantized_early(scheme: LayerScheme) -> bool:
+    """Whether transformers has to dequantize a layer while it loads; it does so in the stored dtype."""
+    return not codes_of(scheme).symmetric and scheme.rounding is None
+
+
 class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
@@ -143,9 +148,11 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         layout = layout_of(scheme)
-        return torch.bfloat16 if layout is not None and layout.name in IN_BFLOAT16 else dtype
+        if layout is not None and layout.name in IN_BFLOAT16:
+            return torch.bfloat16
+        return stored if _dequantized_early(scheme) else dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         coded = [layer for layer in layers if not layer.scheme.plain]
@@ -166,7 +173,7 @@ class CompressedTensors(Format):
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
                 "group_size that divides the inputs of all layers, or symmetric: true"
             )
-        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
@@ -204,7 +211,7 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
+        zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
             # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).

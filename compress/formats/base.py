@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.numerics.quant.grids import GRIDS, Grid
-from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.numerics.quant.grids import Grid
+from compress.weights.base import InputTransform, TensorSpec, WeightPart, read_grid
 from compress.weights.layer import LayerScheme
 
 
@@ -40,9 +40,13 @@ class CacheScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
-        """The inverse of to_json. Raises KeyError for an unknown grid or a missing field."""
-        grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
-        return cls(grids[0], grids[1], values["scale"], values["symmetric"])
+        """The inverse of to_json. Raises ValueError for an unknown grid, and for a missing or wrong field."""
+        names = ("keys", "values", "scale", "symmetric")
+        if not isinstance(values, Mapping) or values.keys() != set(names):
+            raise ValueError(f"{str(values)[:100]!r} describes no rounding of keys and values: {', '.join(names)}")
+        if values["scale"] not in ("token", "static") or not isinstance(values["symmetric"], bool):
+            raise ValueError(f"{str(values)[:100]!r} has a scale other than token and static, or no bool as symmetric")
+        return cls(read_grid(values["keys"]), read_grid(values["values"]), values["scale"], values["symmetric"])
 
     @property
     def grids(self) -> tuple[Grid | None, Grid | None]:
@@ -76,6 +80,14 @@ def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
     if mapped is not None:
         return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
     return None
+
+
+def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key of a config. Raises ValueError if there is none."""
+    found = values.get(key)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"it has no object {key!r}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,19 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from math import prod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from compress.errors import did_you_mean
 from compress.kernels import dispatch
+from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.sparse.positions import Kept, Value
 
@@ -57,8 +61,17 @@ def plain(value: Any) -> Any:
 
 
 def read_grid(name: Any) -> Grid | None:
-    """Look up a grid by name; None stays None. Raises KeyError for an unknown name."""
+    """Look up a grid by name; None stays None. Raises ValueError for an unknown name."""
+    if name is not None and (not isinstance(name, str) or name not in GRIDS):
+        raise ValueError(f"grid {name!r} is not known{did_you_mean(str(name), GRIDS)}")
     return None if name is None else GRIDS[name]
+
+
+def read_dtype(name: Any) -> str | None:
+    """The name of a dtype of floats, or None. Raises ValueError for an unknown name."""
+    if name is not None and (not isinstance(name, str) or name not in DTYPES):
+        raise ValueError(f"dtype {name!r} is not known{did_you_mean(str(name), DTYPES)}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -99,18 +112,55 @@ class Scheme(ABC):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError or TypeError for values of another kind of scheme."""
+        """The inverse of to_json. Raises ValueError for values of another kind of scheme."""
         given = {name: value for name, value in values.items() if name != "kind"}
-        return cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
+        known = {f.name: f.default is MISSING for f in fields(cls)}
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        if missing := sorted(name for name, required in known.items() if required and name not in given):
+            raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
+        found = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            try:
+                hint.validate_python(value)
+            except ValidationError as error:
+                raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
+            if isinstance(value, Scheme):
+                value.check()
+
+
+@cache
+def _hints(kind: type[Scheme]) -> dict[str, TypeAdapter[Any]]:
+    """A validator of each field of a kind of scheme, from its annotation."""
+    known = get_type_hints(kind)
+    return {f.name: _validator(known[f.name]) for f in fields(kind)}
+
+
+def _validator(hint: Any) -> TypeAdapter[Any]:
+    """A validator of an annotation. Grids and schemes must be instances, and are not validated field by field."""
+    if isinstance(hint, type) and not issubclass(hint, (str, int, float)):
+        return TypeAdapter(InstanceOf[hint])
+    return TypeAdapter(hint, config=ConfigDict(strict=True))
 
 
 def _identity(value: Any) -> Any:
     return value
 
 
-def read_scheme(values: Mapping[str, Any]) -> Any:
-    """Read a scheme of any kind. Raises KeyError for an unknown kind."""
-    return SCHEMES[values["kind"]].from_json(values)
+def read_scheme(values: Any) -> Any:
+    """Read a scheme of any kind. Raises ValueError for values that describe none."""
+    kind = values.get("kind") if isinstance(values, Mapping) else None
+    if not isinstance(kind, str) or kind not in SCHEMES:
+        raise ValueError(f"{str(values)[:100]!r} describes no part or transform; kinds: {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[kind].from_json(values)
 
 
 @dataclass(frozen=True)

@@ -171,10 +171,32 @@ class LayerScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError, TypeError or ValueError for values that do not describe a layer."""
-        rows, width = values["shape"]
-        parts = tuple(read_scheme(part) for part in values["parts"])
-        return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())))
+        """The inverse of to_json. Raises ValueError for values that do not describe a layer."""
+        if not isinstance(values, Mapping) or not {"shape", "parts"} <= values.keys() <= {
+            "shape",
+            "parts",
+            "transforms",
+        }:
+            raise ValueError(f"{str(values)[:100]!r} describes no layer; its fields are shape, parts and transforms")
+        shape, lists = values["shape"], (values["parts"], values.get("transforms", []))
+        if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+            raise ValueError(f"shape is {str(shape)[:100]}, but it must be two numbers: outputs and inputs")
+        if not all(isinstance(one, list) for one in lists) or not lists[0]:
+            raise ValueError("parts must be a list with at least one part, transforms a list")
+        parts, mapped = (tuple(read_scheme(one) for one in given) for given in lists)
+        found = cls((shape[0], shape[1]), parts, mapped)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError for a description that no layer can have; for layers that were read from files."""
+        if min(self.shape) < 1:
+            raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be at least 1")
+        kinds = (self.parts, PartScheme), (self.transforms, TransformScheme)
+        if wrong := [one.kind for held, kind in kinds for one in held if not isinstance(one, kind)]:
+            raise ValueError(f"{wrong[0]} stands among parts, but is a transform, or the other way round")
+        for scheme in (*self.parts, *self.transforms):
+            scheme.check()
 
 
 def transform_class(kind: str) -> type[InputTransform]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.numerics.dtypes import DTYPES
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.base import PartScheme, TensorSpec, WeightPart, read_dtype, stored_name
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class OutliersScheme(PartScheme):
     """`count` columns, or `count` single weights. dtype: of the values, by name; None: the storage dtype."""
 
     kind: ClassVar[str] = "outliers"
+    readers: ClassVar[Mapping[str, Any]] = {"dtype": read_dtype}
 
     count: int
     by: Literal["column", "position"] = "column"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +14,9 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,18 +25,25 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError, did_you_mean
+from compress.formats.containers.digests import SUMS
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
-from compress.model.open.experts import open_experts, renamed
+from compress.model.open.experts import open_experts
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.limits import limited, limited_modules
+from compress.model.open.matching import lacking, match
+from compress.model.open.stored import headers_of, opened_file, stored_tensors
 from compress.model.open.supported import check_language_model, class_of
+from compress.model.open.tokenizer import read_tokenizer
+from compress.model.open.untrusted import check_config, check_folder, read_json
 from compress.model.structure.blocks import Block, find_blocks
-from compress.numerics.dtypes import DTYPES
+from compress.numerics.dtypes import DTYPES, dtype_name
 
-PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
+SMALL_MODEL = 1 << 24
+"""Numbers of a model that may be missing in its files before transformers is asked, which allocates them."""
 
 
 class Weights(Protocol):
@@ -88,7 +93,7 @@ class Mapped:
         """Tensors by name, on the device, in their stored dtype."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.files[name][0] for name in names}):
-            with _opened(path) as file:
+            with opened_file(path) as file:
                 for name in names:
                     if self.files[name][0] == path:
                         found[name] = file.get_tensor(self.files[name][1]).to(self.device)
@@ -196,10 +201,11 @@ def open_model(
     check_language_model(model)
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
-    notes, files = open_experts(model), match(model, stored)
+    with limited_modules(folder):
+        notes, files = open_experts(model), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     if files is None:
-        whole = load_whole(type(model), folder, compute, device)
+        whole = load_whole(model, folder, stored, compute, device)
         open_experts(whole)
         notes.append(
             "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
@@ -222,8 +228,9 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
-    with init_empty_weights(), no_init_weights():  # the latter skips random initialization: 5 ms per linear
-        kind = class_of(config, trust_remote_code)
+    kind = class_of(config, trust_remote_code)
+    # no_init_weights skips random initialization: 5 ms per linear
+    with init_empty_weights(), no_init_weights(), limited(folder):
         try:
             model = kind._from_config(config, dtype=dtype)
         except (*UNREADABLE, RuntimeError, ImportError) as error:
@@ -232,11 +239,16 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
                 f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
             ) from error
     model.tie_weights()
+    generation = folder / "generation_config.json"
     try:
-        if (folder / "generation_config.json").exists():
+        if generation.exists():
+            read_json(generation)
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model: {folder / 'generation_config.json'} cannot be read ({error})") from error
+    except (OSError, *UNREADABLE) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ModelError(
+            f"model: {generation} cannot be read ({reason}); correct the file, or fetch it again"
+        ) from error
     return model
 
 
@@ -259,7 +271,7 @@ def folder_of(source: str) -> Path:
         raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
     from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]  # the last states the license
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md"]  # the last: the license
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except Exception as error:
@@ -271,7 +283,9 @@ def folder_of(source: str) -> Path:
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
+    check_folder(folder)
     try:
+        check_config(read_json(folder / "config.json"), trust_remote_code)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *UNREADABLE) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -285,100 +299,36 @@ def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
             raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
         return DTYPES[dtype]
     found = getattr(config, "dtype", None)
+    if isinstance(found, torch.dtype) and found not in DTYPES.values():
+        known = ", ".join(DTYPES)
+        raise ModelError(
+            f"model: config.json states the dtype {dtype_name(found)}; choose a dtype of computation: {known}"
+        )
     return found if isinstance(found, torch.dtype) else torch.float32
 
 
-def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None when it has none."""
-    if not any(
-        (folder / name).exists()
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    ):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model: the tokenizer in {folder} cannot be read ({error}); fetch it again") from error
+def load_whole(
+    model: PreTrainedModel, folder: Path, stored: dict[str, tuple[Path, str]], dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Load the model with transformers, which converts stored layouts to those of the model.
 
-
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if index.exists():
-        try:
-            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
-    else:
-        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
-    return {name: place for path in paths for name, place in stored_in(path).items()}
-
-
-def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for one safetensors file."""
-    with _opened(path) as file:
-        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped; ModelError when it is missing, truncated or not a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
-
-
-def match(
-    model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
-) -> dict[str, tuple[Path, str]] | None:
-    """Model tensor name -> stored tensor, or None when a shape differs or a name cannot be resolved by renaming.
-
-    present: linears whose weight is stored in another form.
+    model: without weights. transformers gets the tensors, and opens no files itself.
     """
-    wanted = dict(model.state_dict(keep_vars=True))
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    stored = {new: stored[old] for old, new in renamed(model, list(stored)).items()} | stored
-    found: dict[str, tuple[Path, str]] = {}
-    for name in wanted:
-        for spelling in (name, name.removeprefix(prefix), prefix + name):
-            if spelling in stored:
-                found[name] = stored[spelling]
-                break
-        else:
-            if name not in tied and wanted[name].is_meta and name.rpartition(".")[0] not in present:
-                return None
-    plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
-    return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
-
-
-def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
-    """(name in the model, shape in the file) of every tensor."""
-    for path in sorted({path for path, _ in files.values()}):
-        with _opened(path) as file:
-            for name, (place, key) in files.items():
-                if place == path:
-                    yield name, torch.Size(file.get_slice(key).get_shape())
-
-
-def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load the model with transformers, which converts stored layouts to those of the model."""
+    wanted = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
+    held = sum(prod(header.shape) for header in headers_of(stored).values())
+    if wanted > 2 * held + SMALL_MODEL:
+        raise lacking(model, folder, stored)
+    tensors = Mapped(stored, dtype, torch.device("cpu")).read_raw(list(stored))
     try:
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
-        model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+        built, info = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=dtype, **options)
+    except (OSError, *UNREADABLE, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
     if info["mismatched_keys"]:
-        name, stored, wanted = min(info["mismatched_keys"])
-        raise ModelError(f"model: {name} is {list(stored)} in {folder}, but {list(wanted)} by its config.json")
+        name, there, here = min(info["mismatched_keys"])
+        raise ModelError(f"model: {name} is {list(there)} in {folder}, but {list(here)} by its config.json")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")
-    return model.eval().requires_grad_(False).to(device)
+    built.generation_config = model.generation_config
+    return built.eval().requires_grad_(False).to(device)

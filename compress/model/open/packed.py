@@ -62,7 +62,7 @@ class Packed(Mapped):
         dense = {name: tensors.pop(f"{name}.weight") for name in self.masked if f"{name}.weight" in tensors}
         opening.assign(block.module, {name.removeprefix(prefix): t for name, t in tensors.items()})
         if self.format is not None:
-            fill(block.module, prefix, self._packed(prefix), self.schemes, self.format, self.dtype)
+            fill(block.module, prefix, self._packed(prefix), self.schemes, self.format, self.dtype, self.stored)
         for name, weight in dense.items():
             layer = block.module.get_submodule(name.removeprefix(prefix))
             assert isinstance(layer, CompressedLinear)
@@ -189,7 +189,7 @@ def _open_compressed(
     model = found.model.eval()
     check_language_model(model)
     if found.files is None:
-        raise ModelError(f"model: {source} lacks tensors of its model; write it again")
+        raise opening.lacking(model, folder, found.stored, set(found.schemes))
     blocks = find_blocks(model)
     inside = tuple(f"{block.name}." for block in blocks)
     if outside := [name for name in found.schemes if not name.startswith(inside)]:

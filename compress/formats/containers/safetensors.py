@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.formats.containers.files import atomic, file_sha256
+
+BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
+"""The bits of dtypes whose name does not begin with a letter and their number, such as BF16 and F8_E4M3."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file states about a tensor. dtype: in the spelling of safetensors, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def floating(self) -> bool:
+        """Whether it holds floats."""
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
+    def count(self) -> int:
+        """The number of its values."""
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes."""
+        digits = "".join(c for c in self.dtype.partition("_")[0] if c.isdigit())
+        return self.count * (BITS.get(self.dtype) or int(digits or 8)) // 8
 
 
 def shard_name(number: int, count: int) -> str:

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from compress.errors import ModelError
+from compress.formats.containers.safetensors import Header
 from compress.model.open.untrusted import is_inside, read_json
 
 INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file states about a tensor. dtype: in the spelling of safetensors, such as BF16."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def floating(self) -> bool:
-        """Whether it holds floats."""
-        return self.dtype.startswith(("F", "BF"))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,13 +1,15 @@
 """Make language models smaller and faster: quantize, prune and distil by chaining small passes.
 
 The classes of all passes (`compress.GPTQ`, `compress.Wanda`, ...) are public names too. Public names are imported on
-first use: torch takes seconds to import, and `compress --help` does not need it.
+first use: torch takes seconds to import, and `compress --help` does not need it. After `import compress`, transformers
+loads checkpoints of format `native`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compress.errors import CompressError as CompressError
+from compress.model import registration as _registration
 from compress.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ _HOMES = {
     "save": "pipeline.export",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
+
+_registration.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from compress.errors import ModelError
-from compress.formats.containers.files import file_sha256, write_text
+from compress.formats.containers.files import file_sha256, is_inside, write_text
 
 SUMS = "SHA256SUMS"
 LOADED = (".json", ".safetensors", ".model", ".jinja", ".gguf")
@@ -31,15 +31,17 @@ def read_digests(folder: Path) -> dict[str, str]:
     """The digests that a folder states, by file. Raises ModelError if it states none."""
     path = folder / SUMS
     try:
+        if path.exists() and not (path.is_file() and is_inside(path, folder)):
+            raise ValueError("it is not a regular file of the folder")
         if path.stat().st_size > LARGEST:
-            raise ValueError("is too large")
+            raise ValueError("it is too large")
         lines = path.read_bytes().decode("utf-8").splitlines()
     except FileNotFoundError as error:
         raise ModelError(
             f"model: {folder} has no file {SUMS}, so its files cannot be checked; checkpoints that compress wrote "
             "have one: fetch it again"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"model: {path} cannot be read ({error}); fetch it again") from error
     found = {}
     for number, line in enumerate(lines, 1):
@@ -59,9 +61,12 @@ def damaged(folder: Path) -> dict[str, str]:
     for name, digest in sums.items():
         path = folder / name
         try:
+            if not is_inside(path, folder):
+                found[name] = f"is a link to a file outside of {folder}"
+                continue
             actual = file_sha256(path) if path.is_file() else None
-        except OSError as error:
-            found[name] = f"cannot be read ({error.strerror})"
+        except (OSError, RuntimeError) as error:
+            found[name] = f"cannot be read ({error})"
             continue
         if actual is None:
             found[name] = "is missing"

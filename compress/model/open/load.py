@@ -107,9 +107,9 @@ def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> 
         open_experts(model)
     stored = opening.stored_tensors(folder)
     shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
-    schemes = {} if format_ is None else _schemes(format_, described, shapes)
+    schemes = {} if format_ is None else schemes_of(format_, described, shapes)
     files = opening.match(model, stored, present=set(schemes))
-    caches = _cache_schemes(model, record, format_, described)
+    caches = cache_schemes(model, record, format_, described)
     return Description(model, compute, format_, schemes, caches, masked, stored, files)
 
 
@@ -134,7 +134,7 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
     return found, described
 
 
-def _schemes(
+def schemes_of(
     format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, LayerScheme]:  # fmt: skip
     """The schemes of a checkpoint's linears by name. Raises ModelError for an invalid quantization_config."""
@@ -152,7 +152,7 @@ def _schemes(
     return schemes
 
 
-def _cache_schemes(
+def cache_schemes(
     model: nn.Module, record: Any, format_: Format | None, described: Mapping[str, Any]
 ) -> dict[str, CacheScheme]:
     """The cache schemes by name of the attention. record: the value of `CONFIG_KEY`. Raises ModelError."""

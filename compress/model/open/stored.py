@@ -10,8 +10,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from compress.errors import ModelError
+from compress.formats.containers.files import is_inside
 from compress.formats.containers.safetensors import Header
-from compress.model.open.untrusted import is_inside, read_json
+from compress.model.open.untrusted import read_json
 
 INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"

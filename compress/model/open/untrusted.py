@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import ModelError
+from compress.formats.containers.digests import SUMS
+from compress.formats.containers.files import is_inside
 
 READ = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
 """The suffixes of files that are read from a model's folder."""
@@ -24,24 +26,13 @@ FILE_LISTS = ("fast_tokenizer_files",)
 """Entries of tokenizer_config.json that list names of files."""
 
 
-def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, with its links followed, is inside of a folder.
-
-    The hub's cache stores the files of `snapshots/REVISION` as links to the folder `blobs` next to `snapshots`; these
-    links count as inside.
-    """
-    real, root = path.resolve(), folder.resolve()
-    blobs = root.parent.parent / "blobs"
-    return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.parent == blobs)
-
-
 def check_folder(folder: Path) -> None:
     """Raise ModelError for a file of a model that is a link out of its folder, or neither a file nor a folder."""
     try:
         inner = folder / TEMPLATES
         found = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]
         for path in found:
-            if path.suffix not in READ and path.name != TEMPLATES:
+            if path.suffix not in READ and path.name not in (TEMPLATES, SUMS):
                 continue
             if not is_inside(path, folder):
                 raise ModelError(f"model: {path} is a link to a file outside of {folder}; put a copy in its place")

@@ -223,7 +223,7 @@ def tensors(draw: Draw) -> None:
         return
     tensor = held.pop(name)
     changes: list[Callable[[], torch.Tensor | None]] = [
-        lambda: tensor.T.contiguous(), lambda: tensor.flatten(), lambda: tensor[:1].contiguous(), lambda: tensor[None],
+        lambda: tensor.t().contiguous(), lambda: tensor.flatten(), lambda: tensor[:1].contiguous(), lambda: tensor[None],
         lambda: tensor.float() if tensor.dtype is not torch.float32 else tensor.half(), lambda: tensor.to(torch.int8),
         lambda: tensor.to(torch.int64), lambda: torch.zeros_like(tensor), lambda: torch.zeros(0), lambda: None,
         lambda: torch.full_like(tensor, -1) if not tensor.is_floating_point() else tensor * float("nan"),

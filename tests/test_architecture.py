@@ -54,6 +54,7 @@ TOP = {"__init__", "__main__", "errors", "version"}
 
 LATE_IMPORTS = {
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
+    "compress.cli.inspect": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -70,6 +71,7 @@ ENVIRONMENT = {"compress.cli.commands": "sets the defaults of libraries for the 
 BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
+    "compress.model.open.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.numerics.quant.grids import Grid
-from compress.weights.base import InputTransform, TensorSpec, WeightPart, read_grid
+from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.fields import read_grid
 from compress.weights.layer import LayerScheme
 
 

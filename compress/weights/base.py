@@ -11,21 +11,20 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from math import prod
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.errors import did_you_mean
 from compress.kernels import dispatch
-from compress.numerics.dtypes import DTYPES
-from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.grids import Grid
 from compress.numerics.sparse.positions import Kept, Value
+from compress.weights.fields import validators
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every kind of scheme by its name; a class is registered when it is defined."""
@@ -58,20 +57,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Grid):
         return value.name
     return list(value) if isinstance(value, tuple) else value
-
-
-def read_grid(name: Any) -> Grid | None:
-    """Look up a grid by name; None stays None. Raises ValueError for an unknown name."""
-    if name is not None and (not isinstance(name, str) or name not in GRIDS):
-        raise ValueError(f"grid {name!r} is not known{did_you_mean(str(name), GRIDS)}")
-    return None if name is None else GRIDS[name]
-
-
-def read_dtype(name: Any) -> str | None:
-    """The name of a dtype of floats, or None. Raises ValueError for an unknown name."""
-    if name is not None and (not isinstance(name, str) or name not in DTYPES):
-        raise ValueError(f"dtype {name!r} is not known{did_you_mean(str(name), DTYPES)}")
-    return name
 
 
 @dataclass(frozen=True)
@@ -125,7 +110,7 @@ class Scheme(ABC):
 
     def check(self) -> None:
         """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
-        for name, hint in _hints(type(self)).items():
+        for name, hint in validators(type(self)).items():
             value = getattr(self, name)
             try:
                 hint.validate_python(value)
@@ -135,20 +120,6 @@ class Scheme(ABC):
                 raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
             if isinstance(value, Scheme):
                 value.check()
-
-
-@cache
-def _hints(kind: type[Scheme]) -> dict[str, TypeAdapter[Any]]:
-    """A validator of each field of a kind of scheme, from its annotation."""
-    known = get_type_hints(kind)
-    return {f.name: _validator(known[f.name]) for f in fields(kind)}
-
-
-def _validator(hint: Any) -> TypeAdapter[Any]:
-    """A validator of an annotation. Grids and schemes must be instances, and are not validated field by field."""
-    if isinstance(hint, type) and not issubclass(hint, (str, int, float)):
-        return TypeAdapter(InstanceOf[hint])
-    return TypeAdapter(hint, config=ConfigDict(strict=True))
 
 
 def _identity(value: Any) -> Any:

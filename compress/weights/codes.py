@@ -25,7 +25,8 @@ from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store, vanished
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.numerics.sparse.positions import PART, Kept, Value
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, read_grid, stored_name
+from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.fields import read_grid
 
 
 @dataclass(frozen=True)

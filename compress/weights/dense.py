@@ -13,7 +13,8 @@ from typing_extensions import Self
 
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.sparse.positions import Kept, Value
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, read_dtype
+from compress.weights.base import PartScheme, TensorSpec, WeightPart
+from compress.weights.fields import read_dtype
 
 
 @dataclass(frozen=True)

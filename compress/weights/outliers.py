@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from compress.numerics.dtypes import DTYPES
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, read_dtype, stored_name
+from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.fields import read_dtype
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from compress.model.kv_cache import CONFIG_KEY, SCALES, rounded_caches
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.open.experts import Experts, open_experts
 from compress.model.open.load import cache_schemes, fill, fill_caches, schemes_of
+from compress.model.open.matching import lacking, match
 from compress.model.open.opening import Mapped
 from compress.model.open.stored import stored_in
 from compress.weights.layer import LayerScheme
@@ -71,10 +72,15 @@ class Filling:
         schemes = schemes_of(NATIVE, config, shapes)
         caches = cache_schemes(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
         stored = {name: place for path in files for name, place in stored_in(path).items()}
+        if match(model, stored, present=set(schemes)) is None:
+            raise lacking(model, files[0].parent, stored, set(schemes))
         layers = {}
         for name in schemes:
             layers[name] = replace_linear(model, name)
             model.set_submodule(name, Unfilled(layers[name].bias))
+        for module in model.modules():  # no random weights in the place of those that come later
+            if not module._non_persistent_buffers_set:
+                vars(module)["_is_hf_initialized"] = True
         ignored = [rf"^{re.escape(name)}\.(?!bias$)" for name in schemes]
         ignored += [rf"\.{scale}$" for scale in SCALES]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}

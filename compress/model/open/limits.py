@@ -25,7 +25,7 @@ BYTES = 1 << 26
 RESERVED, WRITTEN = 32, 2
 """The limits of the size of one tensor relative to the bytes of the files."""
 WIDEST = 8  # bytes of the widest number that a tensor holds
-MODULES, PER_MODULE = 20_000, 256
+MODULES, PER_MODULE = 5_000, 256
 """The number of modules that any model may have, and the bytes of the files that allow another one."""
 
 

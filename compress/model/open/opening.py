@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -40,7 +40,7 @@ from compress.model.open.untrusted import check_config, check_folder, read_json
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES, dtype_name
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
 SMALL_MODEL = 1 << 24
 """Numbers of a model that may be missing in its files before transformers is asked, which allocates them."""
@@ -101,7 +101,7 @@ class Mapped:
 
     def bring(self, block: Block) -> None:
         tensors = self.read(self.names(block.name))
-        check_finite("", tensors)
+        check_finite("", tensors, self.files)
         assign(block.module, {name.removeprefix(block.name + "."): t for name, t in tensors.items()})
 
     def release(self, block: Block) -> None:
@@ -167,14 +167,15 @@ def is_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
-def check_finite(prefix: str, tensors: dict[str, Tensor]) -> None:
-    """Raise ModelError, naming the tensor, when a weight holds NaN or infinity."""
+def check_finite(prefix: str, tensors: dict[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
+    """Raise ModelError, naming the tensor and its file, when a weight holds NaN or infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
+            where = f" (in {files[name][0]})" if files and name in files else ""
             raise ModelError(
-                f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged; fetch it again"
+                f"model: {full} holds {bad} NaN or infinite weights{where}; the checkpoint is damaged; fetch it again"
             )
 
 
@@ -198,7 +199,7 @@ def open_model(
     compute = compute_dtype(config, dtype)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
-    check_language_model(model)
+    check_language_model(model, f"model: {source}")
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
     with limited_modules(folder):
@@ -220,7 +221,7 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
     """Read the tensors outside of the blocks. Raises ModelError."""
     inside = tuple(f"{block.name}." for block in blocks)
     tensors = weights.read([name for name in weights.files if not name.startswith(inside)])
-    check_finite("", tensors)
+    check_finite("", tensors, weights.files)
     assign(model, tensors)
     model.tie_weights()
     to_device(model, weights.device)

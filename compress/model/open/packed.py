@@ -58,7 +58,7 @@ class Packed(Mapped):
             if isinstance(layer, CompressedLinear) or prefix + name in self.masked:
                 renew_linear(block.module, name)
         tensors = self.read(self.names(block.name))
-        opening.check_finite("", tensors)
+        opening.check_finite("", tensors, self.files)
         dense = {name: tensors.pop(f"{name}.weight") for name in self.masked if f"{name}.weight" in tensors}
         opening.assign(block.module, {name.removeprefix(prefix): t for name, t in tensors.items()})
         if self.format is not None:
@@ -84,7 +84,8 @@ class Packed(Mapped):
         """The tensors of the compressed linears of a block, in their stored dtype."""
         starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
         found = Mapped(self.stored, self.dtype, self.device).read_raw([n for n in self.stored if n.startswith(starts)])
-        opening.check_finite("", {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1})
+        wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
+        opening.check_finite("", wide, self.stored)
         return found
 
     def _unpack(self, layer: CompressedLinear) -> None:
@@ -187,7 +188,7 @@ def _open_compressed(
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
     found = describe(folder, source, dtype, trust_remote_code)
     model = found.model.eval()
-    check_language_model(model)
+    check_language_model(model, f"model: {source}")
     if found.files is None:
         raise opening.lacking(model, folder, found.stored, set(found.schemes))
     blocks = find_blocks(model)

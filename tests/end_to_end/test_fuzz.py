@@ -1,0 +1,160 @@
+"""Damaged checkpoints end in a model that its digests judge, or in one line that names a file; `make fuzz` tries more."""
+
+import json
+import os
+import shutil
+import struct
+
+import pytest
+from fuzzing import Fuzzer
+
+import compress
+from compress.errors import ModelError
+
+INPUTS = 200
+
+
+@pytest.fixture(scope="module")
+def fuzzer(tmp_path_factory):
+    return Fuzzer(tmp_path_factory.mktemp("fuzz"))
+
+
+def test_damaged_checkpoints(fuzzer):
+    found = {seed: fuzzer.outcome(seed) for seed in range(INPUTS)}
+    failed = {seed: vars(outcome) for seed, outcome in found.items() if outcome.failure}
+    assert not failed, f"{len(failed)} inputs failed: {json.dumps(failed, indent=1)}"
+    ends = {outcome.end for outcome in found.values()}
+    assert {"error", "model that its digests reject"} <= ends  # both kinds of inputs were drawn
+
+
+@pytest.fixture
+def folder(fuzzer, tmp_path):
+    return shutil.copytree(fuzzer.made["native-int4"], tmp_path / "model")
+
+
+def edit(path, change):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def layers(config):
+    return config["quantization_config"]["layers"]["model.layers.0.mlp.up_proj"]
+
+
+def nested(folder, levels):
+    (folder / "config.json").write_text('{"a":' * levels + "1" + "}" * levels)
+
+
+def pipe(folder):
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+
+
+def huge_header(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(struct.pack("<Q", 2**40) + path.read_bytes()[8:])
+
+
+def config(change):
+    return lambda folder: edit(folder / "config.json", change)
+
+
+def weight_map(name):
+    index = "model.safetensors.index.json"
+    return lambda folder: edit(folder / index, lambda v: v["weight_map"].update({"lm_head.weight": name}))
+
+
+CASES = {
+    "a field that no scheme has": (
+        config(lambda v: layers(v)["parts"][0].update(zork=1)), r"config\.json .*up_proj: codes has no field 'zork'"
+    ),
+    "a scheme without grid": (
+        config(lambda v: layers(v)["parts"][0].pop("grid")), r"up_proj: codes lacks its field 'grid'"
+    ),
+    "an unknown grid": (
+        config(lambda v: layers(v)["parts"][0].update(grid="int99")), "grid 'int99' is not known; did you mean 'int"
+    ),
+    "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be at least 1"),
+    "a group of a wrong type": (
+        config(lambda v: layers(v)["parts"][0].update(group_size=[16])), r"group_size of codes is \[16\]"
+    ),
+    "a group of nothing": (
+        config(lambda v: layers(v)["parts"][0].update(group_size=0)), "group_size of codes is 0, but .* at least 1"
+    ),
+    "a negative width": (config(lambda v: v.update(hidden_size=-32)), r"config\.json"),
+    "a huge width": (config(lambda v: v.update(hidden_size=2**40)), r"config\.json"),
+    "many layers": (config(lambda v: v.update(num_hidden_layers=10**9)), "num_hidden_layers is 1000000000, but .* at most"),
+    "rather many layers": (
+        config(lambda v: v.update(num_hidden_layers=9_000)), r"more than \d+ modules, which the files .* too small for"
+    ),
+    "a huge vocabulary": (config(lambda v: v.update(vocab_size=2**33)), r"asks for a tensor \[8589934592, 32\]"),
+    "deep JSON": (lambda f: nested(f, 100), "nested in more than 64 levels"),
+    "very deep JSON": (lambda f: nested(f, 100_000), "nested in more than 64 levels"),
+    "another encoding": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "byte 0 is not UTF-8"),
+    "an index that leaves the folder": (weight_map("../outside/model.safetensors"), "outside of the folder"),
+    "an index with a device": (weight_map("/dev/zero"), "which is no .safetensors file"),
+    "an index with a number": (weight_map(7), "which is no .safetensors file"),
+    "a pipe": (pipe, r"tokenizer_config\.json is not a regular file; put the file itself in its place"),
+    "a long header": (huge_header, r"model-00001-of-00002\.safetensors is truncated or not a safetensors file"),
+    "a tokenizer without model": (lambda f: edit(f / "tokenizer.json", lambda v: v.pop("model")), r"the tokenizer in .*tokenizer\.json"),
+    "a special token of a wrong type": (
+        lambda f: edit(f / "tokenizer_config.json", lambda v: v.update(eos_token=[3])), r"the tokenizer in .*tokenizer_config\.json"
+    ),
+    "a file of the tokenizer elsewhere": (
+        lambda f: edit(f / "tokenizer_config.json", lambda v: v.update(fast_tokenizer_files=["../tokenizer.4.0.json"])),
+        "fast_tokenizer_files must be a list of names of files in the folder",
+    ),
+    "code of the hub": (
+        config(lambda v: v.update(attn_implementation="some/kernel")), "names code of the hub, 'some/kernel'; set trust_remote"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_kind_of_damage_has_its_message(case, folder):
+    change, message = CASES[case]
+    change(folder)
+    with pytest.raises(ModelError, match=message):
+        compress.load(folder)
+
+
+def test_a_link_out_of_the_folder(folder, fuzzer):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(fuzzer.outside / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json is a link to a file outside of .*; put a copy in its place"):
+        compress.load(folder)
+
+
+def test_links_of_the_hubs_cache_are_read(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    model, _ = compress.load(snapshot, verify=True)
+    assert model.config.hidden_size == 32
+
+
+def test_load_verifies_when_asked(folder):
+    compress.load(folder, verify=True)
+    path = sorted(folder.glob("*.safetensors"))[1]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    (folder / "extra.safetensors").write_bytes(data)
+    compress.load(folder)  # the file is valid
+    with pytest.raises(ModelError) as caught:
+        compress.load(folder, verify=True)
+    first, second = str(caught.value).splitlines()
+    assert path.name in first and "is damaged: its sha256 is" in first
+    assert "extra.safetensors is not listed in SHA256SUMS" in second
+
+
+def test_a_checkpoint_without_digests(folder):
+    (folder / "SHA256SUMS").unlink()
+    with pytest.raises(ModelError, match="has no file SHA256SUMS, so its files cannot be checked"):
+        compress.load(folder, verify=True)
+    (folder / "SHA256SUMS").write_text("zork\n")
+    with pytest.raises(ModelError, match="SHA256SUMS, line 1, is not a digest and the name of a file"):
+        compress.load(folder, verify=True)

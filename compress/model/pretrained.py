@@ -61,8 +61,7 @@ class NativeQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Mapping[str, Any], dict[str, str]]:
         """The tensors of format `native` for `save_pretrained`. Raises SaveError for layers that it cannot hold."""
         state, layers = import_module("compress.model.open.filling").native_state(model)
-        self.quantization_config.layers = layers
-        model.config.quantization_config = self.quantization_config
+        model.config.quantization_config = NativeConfig(**{**self.quantization_config.to_dict(), "layers": layers})
         return state, {}
 
     @property

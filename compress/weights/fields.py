@@ -37,5 +37,6 @@ def validators(kind: type[Any]) -> dict[str, TypeAdapter[Any]]:
 def _validator(hint: Any) -> TypeAdapter[Any]:
     """A validator of an annotation. Grids and schemes must be instances, and are not validated field by field."""
     if isinstance(hint, type) and not issubclass(hint, (str, int, float)):
-        return TypeAdapter(InstanceOf[hint])
+        instance: Any = InstanceOf
+        return TypeAdapter(instance[hint])
     return TypeAdapter(hint, config=ConfigDict(strict=True))

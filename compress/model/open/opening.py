@@ -173,9 +173,9 @@ def check_finite(prefix: str, tensors: dict[str, Tensor], files: Mapping[str, tu
         if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
-            where = f" (in {files[name][0]})" if files and name in files else ""
+            where = f" ({files[name][0]})" if files and name in files else ""
             raise ModelError(
-                f"model: {full} holds {bad} NaN or infinite weights{where}; the checkpoint is damaged; fetch it again"
+                f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged; fetch it again{where}"
             )
 
 
@@ -322,7 +322,9 @@ def load_whole(
     tensors = Mapped(stored, dtype, torch.device("cpu")).read_raw(list(stored))
     try:
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
-        built, info = type(model).from_pretrained(None, config=model.config, state_dict=tensors, dtype=dtype, **options)
+        options |= {"config": model.config, "state_dict": tensors, "dtype": dtype}
+        loaded: Any = type(model).from_pretrained(None, **options)
+        built, info = loaded
     except (OSError, *UNREADABLE, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
     if info["mismatched_keys"]:

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compress.errors import CompressError as CompressError
-from compress.model import registration as _registration
 from compress.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ _HOMES = {
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 
-_registration.register()
+import_module("compress.model.registration").register()
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from compress.api.facts import Fact, LayerFacts, Requirements
 from compress.api.layers import Layer, Solution
 from compress.api.observers import InputAbsMax, Observer
-from compress.api.options import Override, read_overrides, resolve_overrides
+from compress.api.options import INHERITED, Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, LayerPass, Pass
 from compress.errors import NumericError, TargetError
 from compress.model.structure.select import ModuleNames
@@ -200,7 +200,7 @@ class Quantizing(WeightGrid):
             own.pop("group_size")  # the grid fixes it
         if grid is not None and grid.averaged != self.grid.averaged:
             own.pop("scale")
-        return type(self).model_validate({**own, **override.options})
+        return type(self).model_validate({**own, **override.options}, context=INHERITED)
 
     def variants(self) -> list[Self]:
         """The pass with its own options, and with those of each override."""

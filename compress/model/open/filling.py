@@ -16,7 +16,7 @@ from compress.errors import ModelError, SaveError
 from compress.formats.base import CacheScheme
 from compress.formats.native import Native
 from compress.model.kv_cache import CONFIG_KEY, SCALES, rounded_caches
-from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.linear import CompressedLinear, linears, replace_linear, shape_of
 from compress.model.open.experts import Experts, open_experts
 from compress.model.open.load import cache_schemes, fill, fill_caches, schemes_of
 from compress.model.open.matching import lacking, match
@@ -68,7 +68,7 @@ class Filling:
             raise ModelError("model: format native is loaded from safetensors files; name a folder or a hub id")
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
-        shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
+        shapes = {name: shape_of(module) for name, module in linears(model).items()}
         schemes = schemes_of(NATIVE, config, shapes)
         caches = cache_schemes(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
         stored = {name: place for path in files for name, place in stored_in(path).items()}

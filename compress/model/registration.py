@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -23,7 +22,7 @@ def register() -> None:
     if REGISTRIES in sys.modules:
         _enter(sys.modules[REGISTRIES])
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _Finder())  # not a subclass of importlib.abc, which takes 15 ms to import
 
 
 def _enter(registries: ModuleType) -> None:
@@ -35,7 +34,7 @@ def _enter(registries: ModuleType) -> None:
         registries.register_quantizer(own.METHOD)(own.NativeQuantizer)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds `REGISTRIES` as python does, and wraps its loader."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
@@ -44,14 +43,15 @@ class _Finder(MetaPathFinder):
             return None
         spec: ModuleSpec | None = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            own: Any = _Loader(spec.loader)
+            spec.loader = own
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """Executes a module as its own loader does, and registers then."""
 
-    def __init__(self, own: Loader) -> None:
+    def __init__(self, own: Any) -> None:
         self._own = own
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

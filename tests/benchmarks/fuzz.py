@@ -68,9 +68,9 @@ def main() -> int:
             if late():
                 child.terminate()
                 break
-        code = child.wait()
-        if code not in (0, -15):
-            print(f"input {current} ended the process with {code}", flush=True)
+        child.stdout.close()
+        if child.wait() != 0 and not late():
+            print(f"input {current} ended the process with {child.returncode}", flush=True)
             failures.append(current)
             ends["crash"] += 1
             if current is None:

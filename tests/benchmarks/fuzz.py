@@ -18,6 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 CHUNK = 2_000
+MARK = "input: "
+"""The beginning of a line of the child."""
 
 
 def work(first: int, count: int, show: bool) -> None:
@@ -27,10 +29,10 @@ def work(first: int, count: int, show: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(Path(folder))
         for seed in range(first, first + count):
-            print(json.dumps({"begin": seed}), flush=True)
+            print(MARK + json.dumps({"begin": seed}), flush=True)
             found = fuzzer.outcome(seed)
             line = {"seed": seed, **vars(found)}
-            print(json.dumps(line if show or found.failure else {**line, "text": ""}), flush=True)
+            print(MARK + json.dumps(line if show or found.failure else {**line, "text": ""}), flush=True)
 
 
 def main() -> int:
@@ -55,7 +57,9 @@ def main() -> int:
         assert child.stdout is not None
         current = None
         for text in child.stdout:
-            line = json.loads(text)
+            if not text.startswith(MARK):
+                continue  # printed by a library
+            line = json.loads(text.removeprefix(MARK))
             current = line.get("begin", current)
             if "end" not in line:
                 continue

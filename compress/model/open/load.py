@@ -186,7 +186,7 @@ def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], cac
         attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "" is the root
         if attention is None:
             raise ModelError(
-                f"model: {full} has no cache whose keys and values could be rounded; correct config.json, or fetch it again"
+                f"model: {full} has no cache with keys and values to round; correct config.json, or fetch it again"
             )
         scales: list[Tensor | None] = [None, None]
         for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):

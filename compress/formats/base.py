@@ -70,11 +70,22 @@ class CacheScheme:
         return heads * (width * grid.bits / 8 + overhead)
 
 
+def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
+    if scheme.role == "linear" or scheme.plain:
+        return None
+    what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
+    return f"transformers loads no {here} with {what} in codes; use format: native"
+
+
 def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
     """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can.
 
     here: the name of the format, for the message.
     """
+    ends = refuses_embeddings(scheme, here)
+    if ends is not None:
+        return ends
     if scheme.rounding is not None and scheme.rounding.outliers:
         return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     mapped = scheme.maps_inputs
@@ -105,17 +116,45 @@ class Format(ABC):
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does.
+    empty if only `compress.load` does. scale_dtype: of the stored scales; None: the storage dtype of the run.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()
+    scale_dtype: torch.dtype | None = None
+
+    def scales_in(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype of stored scales. storage: the storage dtype of the run."""
+        return self.scale_dtype or storage
+
+    def stored_in(self, storage: torch.dtype) -> Format:
+        """The format of a run with this storage dtype, for formats whose files state it."""
+        return self
+
+    def of_config(self, config: Mapping[str, Any]) -> Format:
+        """The format of a checkpoint with this `quantization_config`, for formats with several versions.
+
+        Raises ModelError for a version that cannot be read.
+        """
+        return self
+
+    @property
+    def unverified(self) -> str | None:
+        """Why a run does not reload its checkpoint with transformers; None if it does."""
+        return None if self.readers else f"format {self.name} is read by compress.load only"
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
         """Why a layer of this scheme cannot be stored, and how to change the recipe; None if it can."""
+
+    def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        """Why layers, each of which can be stored, cannot be stored together, and how to change the recipe; or None.
+
+        schemes: the stored schemes of all compressed layers by full name.
+        """
+        return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
         """The scheme of the layer in its stored form; None for a layer that is stored dequantized."""
@@ -177,5 +216,11 @@ class Format(ABC):
         return None
 
     @abstractmethod
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
-        """The inverse of `config`. shapes: (out, in) of every linear of the model by name."""
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
+        """The inverse of `config`.
+
+        shapes: (out, in) of every linear of the model by name. stored: the shape of every stored tensor by name, for
+        formats whose config does not list the quantized layers.
+        """

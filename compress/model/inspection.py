@@ -154,7 +154,7 @@ def _own_schemes(config: Mapping[str, Any], folder: Path) -> dict[str, LayerSche
     if config.get("quant_method") != Native.quant_method:
         return {}
     try:
-        return Native().schemes(config, {})
+        return Native().schemes(config, {}, {})
     except ValueError as error:
         raise ModelError(f"model: {folder / 'config.json'}: quantization_config cannot be read ({error})") from error
 

@@ -20,12 +20,13 @@ from compress.model.linear import linears
 from compress.model.open.opening import OpenModel, read_config
 from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
+from compress.model.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
+from compress.pipeline.readers import check_reader, check_together
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -43,7 +44,7 @@ from compress.weights.layer import LayerScheme
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear: its shape (out, in), its passes, its final storage scheme, and its bytes in the checkpoint."""
+    """One linear in a block, or one compressed end: shape (out, in), passes, final storage scheme, and stored bytes."""
 
     name: str
     shape: tuple[int, int]
@@ -152,7 +153,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         dense = planned.dense_bytes
     else:
         storage = storage_dtype(recipe, opened)
-        dense = _rest_bytes(opened, storage) + _dense_bytes(layer_shapes(opened), storage)
+        inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
+        dense = _rest_bytes(opened, storage) + _dense_bytes(inside, storage)
     shapes, starts = layer_shapes(form) | layer_shapes(opened), schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
@@ -165,10 +167,16 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
-    shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
+    storage = storage_dtype(recipe, form)
+    format_ = FORMATS[recipe.save.format].stored_in(storage)
+    starts, masks, layers = schemes_of(form), starting_sparsities(form), []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
+    ends = [
+        e for e in find_ends(form.model) if not starts[e.name].plain or any(e.name in names for *_, names in chosen)
+    ]
+    worked = {*form.linear_names(), *(end.name for end in ends)}
+    shapes = {name: shape for name, shape in layer_shapes(form).items() if name in worked}
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in chosen if name in names]
         policy = recipe.save.sparse if format_.sparse else "off"
@@ -179,8 +187,9 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
         if most.transforms != scheme.transforms and format_.adapt(most) is not None:
             kept.append(format_.size_bytes(most, storage) - size)
+    check_together(format_, {layer.name: layer.scheme for layer in layers})
     weights = sum(layer.size_bytes for layer in layers)
-    rest = _rest_bytes(form, storage)
+    rest = _rest_bytes(form, storage, ends)
     dense = rest + _dense_bytes(shapes, storage)
     scales = sum(
         sum(step.cache.static) * len(attentions_containing(form.model, names))
@@ -224,9 +233,10 @@ def final_plan(
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
-def _rest_bytes(opened: OpenModel, storage: torch.dtype) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks."""
-    found = outside_state(opened)
+def _rest_bytes(opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = ()) -> int:
+    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends."""
+    apart = {f"{name}.weight" for end in ends for name in end.names}
+    found = {name: tensor for name, tensor in outside_state(opened).items() if name not in apart}
     for block in opened.blocks:
         inside = tuple(f"{name}." for name in linears(block.module))
         state = block.module.state_dict().items()

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 INPUT, WEIGHT = "input", "weight"
 """Prefixes of stored names: of transforms, and of the first part. Further parts have their kind as prefix."""
 
+Role = Literal["linear", "embedding", "tied"]
+"""How a layer's weight is used: as a matrix, as a table of rows to look up, or as both (tied embedding and head)."""
+
+ROLES = ("linear", "embedding", "tied")
+
 for _package in (weights, transforms):  # import every kind, so that it is registered
     for _found in pkgutil.iter_modules(_package.__path__):
         if f"{_package.__name__}.{_found.name}" != __name__:
@@ -42,11 +47,12 @@ for _package in (weights, transforms):  # import every kind, so that it is regis
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """The description of a layer: shape (out, in), parts of the weight, and transforms of the input in order."""
+    """The description of a layer: shape (out, in), parts of the weight, transforms of the input in order, and role."""
 
     shape: tuple[int, int]
     parts: tuple[PartScheme, ...] = (DenseScheme(),)
     transforms: tuple[TransformScheme, ...] = ()
+    role: Role = "linear"
 
     @property
     def plain(self) -> bool:
@@ -167,24 +173,24 @@ class LayerScheme:
         """Plain values."""
         transforms = [t.to_json() for t in self.transforms]
         found = {"shape": list(self.shape), "parts": [part.to_json() for part in self.parts]}
-        return found | ({"transforms": transforms} if transforms else {})
+        found |= {"transforms": transforms} if transforms else {}
+        return found | ({} if self.role == "linear" else {"role": self.role})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of to_json. Raises ValueError for values that do not describe a layer."""
-        if not isinstance(values, Mapping) or not {"shape", "parts"} <= values.keys() <= {
-            "shape",
-            "parts",
-            "transforms",
-        }:
-            raise ValueError(f"{str(values)[:100]!r} describes no layer; its fields are shape, parts and transforms")
+        known = {"shape", "parts", "transforms", "role"}
+        if not isinstance(values, Mapping) or not {"shape", "parts"} <= values.keys() <= known:
+            raise ValueError(
+                f"{str(values)[:100]!r} describes no layer; its fields are shape, parts, transforms and role"
+            )
         shape, lists = values["shape"], (values["parts"], values.get("transforms", []))
         if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
             raise ValueError(f"shape is {str(shape)[:100]}, but it must be two numbers: outputs and inputs")
         if not all(isinstance(one, list) for one in lists) or not lists[0]:
             raise ValueError("parts must be a list with at least one part, transforms a list")
         parts, mapped = (tuple(read_scheme(one) for one in given) for given in lists)
-        found = cls((shape[0], shape[1]), parts, mapped)
+        found = cls((shape[0], shape[1]), parts, mapped, values.get("role", "linear"))
         found.check()
         return found
 
@@ -192,6 +198,8 @@ class LayerScheme:
         """Raise ValueError for a description that no layer can have; for layers that were read from files."""
         if min(self.shape) < 1:
             raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be at least 1")
+        if self.role not in ROLES:
+            raise ValueError(f"role {str(self.role)[:100]!r} is none of {', '.join(ROLES)}")
         kinds = (self.parts, PartScheme), (self.transforms, TransformScheme)
         if wrong := [one.kind for held, kind in kinds for one in held if not isinstance(one, kind)]:
             raise ValueError(f"{wrong[0]} stands among parts, but is a transform, or the other way round")

@@ -72,6 +72,11 @@ def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
     return found
 
 
+def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of these tensors, by the name that is given for it."""
+    return {name: header.shape for name, header in headers_of(files).items()}
+
+
 @contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
     """Open a safetensors file, memory-mapped; ModelError when it is missing, truncated or not a safetensors file."""

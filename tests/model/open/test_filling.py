@@ -65,6 +65,21 @@ def test_other_families(family, tiny, ids, tmp_path):
     assert torch.equal(logits(theirs.eval(), ids()), logits(ours, ids()))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt"])  # untied, tied, with positions
+def test_quantized_ends(family, tiny, ids, tmp_path):
+    model = tiny(family)
+    step = compress.RTN(weights="int8", group_size="channel", targets=["*", "lm_head", "embed_tokens"])
+    compress.apply(model, step)
+    compress.save(model, tmp_path / "out")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    ours = compress.load(tmp_path / "out")[0]
+    assert torch.equal(logits(theirs.eval(), ids()), logits(ours, ids()))
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    theirs.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again"), compress.load(tmp_path / "again")[0]
+    assert all(torch.equal(logits(after.eval(), ids()), logits(ours, ids())) for after in again)
+
+
 def test_a_pipeline_needs_no_word_about_compress(written):
     found = pipeline("text-generation", model=str(written))
     ours, tokenizer = compress.load(written)

@@ -52,7 +52,9 @@ def steps() -> dict[str, list[Any]]:
         "plain": [],
         "int4": [int4],
         "int4-asymmetric": [compress.RTN(weights="int4", group_size=16, symmetric=False)],
-        "nf4": [compress.RTN(weights="nf4", group_size=64)],
+        "nf4": [compress.RTN(weights="nf4", group_size=32)],
+        "nf4-double": [compress.RTN(weights="nf4_bnb_dq", group_size=32)],
+        "ends": [compress.RTN(weights="int8", group_size="channel", targets=["*", "lm_head", "embed_tokens"])],
         "w8a8": [compress.RTN(weights="int8", group_size="channel", activations="int8")],
         "fp8": [compress.RTN(weights="fp8_e4m3", group_size="channel")],
         "mxfp4": [compress.RTN(weights="mxfp4", group_size=32)],
@@ -69,7 +71,7 @@ def make(folder: Path) -> dict[str, Path]:
     """Write a checkpoint of a tiny model in every format and every form that the format takes; by name."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     tokenizer, made = AutoTokenizer.from_pretrained(PICO), {}
     for label, passes in steps().items():

@@ -185,7 +185,7 @@ class BitsAndBytes(Format):
         codes, (rows, width) = codes_of(scheme), scheme.shape
         specs = self.tensors(scheme)
         if codes.grid is INT8:
-            if int(tensors.get("weight_format", torch.tensor(0))) != 0:
+            if tensors.get("weight_format", torch.tensor(0)).tolist() not in (0, [0]):
                 raise ValueError("weight_format is not 0; only rows one after the other can be read")
             del specs["weight_format"]
             known = checked(specs, tensors, "")
@@ -290,7 +290,7 @@ def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict
             float(state["nested_offset"])
         elif KINDS[codes_of(scheme).grid][1]:
             raise KeyError("nested_offset")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read ({error!r})") from error
     wanted = scheme.shape, codes_of(scheme).group_size, NESTED
     if found != wanted:

@@ -98,8 +98,8 @@ class Scheme(ABC):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of to_json. Raises ValueError for values of another kind of scheme."""
-        given = {name: value for name, value in values.items() if name != "kind"}
-        known = {f.name: f.default is MISSING for f in fields(cls)}
+        known, given = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
+        given.pop("kind", None)
         if unknown := sorted(given.keys() - known.keys()):
             raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
         if missing := sorted(name for name, required in known.items() if required and name not in given):
@@ -111,9 +111,8 @@ class Scheme(ABC):
     def check(self) -> None:
         """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
         for name, hint in validators(type(self)).items():
-            value = getattr(self, name)
             try:
-                hint.validate_python(value)
+                hint.validate_python(value := getattr(self, name))
             except ValidationError as error:
                 raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
@@ -290,7 +289,7 @@ class WeightPart(Component):
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight of the part, computed in `dtype`."""
 
-    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         """Some rows of the weight, computed in `dtype`; equal to those of `dense`."""
         return self.dense(dtype)[ids]
 

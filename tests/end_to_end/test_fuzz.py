@@ -6,10 +6,14 @@ import shutil
 import struct
 
 import pytest
+import torch
 from fuzzing import Fuzzer
+from safetensors.torch import load_file, save_file
 
 import compress
 from compress.errors import ModelError
+from compress.formats import FORMATS
+from compress.pipeline.convert import export
 
 INPUTS = 200
 
@@ -117,6 +121,102 @@ def test_each_kind_of_damage_has_its_message(case, folder):
     change(folder)
     with pytest.raises(ModelError, match=message):
         compress.load(folder)
+
+
+def foreign(change):
+    return lambda folder: edit(folder / "config.json", lambda v: change(v["quantization_config"]))
+
+
+def tensor(suffix, change):
+    def changed(folder):
+        for path in sorted(folder.glob("*.safetensors")):
+            held = load_file(path)
+            found = [name for name in held if name.endswith(suffix)]
+            if found:
+                held = {name: change(t.clone()) if name == found[0] else t.clone() for name, t in held.items()}
+                save_file(held, path, metadata={"format": "pt"})
+                return
+        raise AssertionError(suffix)
+
+    return changed
+
+
+def text(value):
+    return lambda _: torch.tensor(list(value.encode()), dtype=torch.uint8)
+
+
+FOREIGN = {
+    "gptq: a version of a wrong type": (
+        "gptq-int4", foreign(lambda v: v.update(checkpoint_format=["gptq"])), r"config\.json cannot be read \(TypeError"
+    ),
+    "gptq: an invalid pattern": (
+        "gptq-int4", foreign(lambda v: v.update(dynamic={"+:(": {"bits": 8}})), r"'\(' in dynamic is no regular expression"
+    ),
+    "gptq: patterns that are no object": (
+        "gptq-int4", foreign(lambda v: v.update(dynamic=[7])), r"config\.json cannot be read \(AttributeError"
+    ),
+    "gptq: a group size of a wrong type": (
+        "gptq-int4", foreign(lambda v: v.update(group_size="x")), r"config\.json cannot be read \(TypeError"
+    ),
+    "gptq: no group size": (
+        "gptq-int4", foreign(lambda v: v.pop("group_size")), r"config\.json cannot be read \(it lacks 'group_size'"
+    ),
+    "gptq: scales without shape": (
+        "gptq-int4", tensor(".scales", lambda t: t.flatten()[0]), r"config\.json cannot be read \(IndexError"
+    ),
+    "gptq: other zero points": (
+        "gptq-int4", tensor(".qzeros", lambda t: t * 0), r"qzeros holds 0 to 0, but .*sym.* \(in .*\.safetensors\)"
+    ),
+    "awq: zero_point of a wrong group size": (
+        "awq-int4", foreign(lambda v: v.update(group_size=0)), r"config\.json cannot be read \(ZeroDivisionError"
+    ),
+    "awq: a version of a wrong type": ("awq-int4", foreign(lambda v: v.update(version={})), r"gemm with 4 bits|lacks"),
+    "bitsandbytes: a threshold": (
+        "bitsandbytes-llm-int8", foreign(lambda v: v.update(llm_int8_threshold="x")), r"config\.json cannot be read"
+    ),
+    "bitsandbytes: several formats of a weight": (
+        "bitsandbytes-llm-int8", tensor(".weight_format", lambda t: torch.zeros(3, dtype=torch.uint8)),
+        "weight_format is not 0"
+    ),
+    "bitsandbytes: a state that is no object": (
+        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[1]")), r"bitsandbytes__nf4 cannot be read"
+    ),
+    "bitsandbytes: a deep state": (
+        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[" * 100_000)), r"bitsandbytes__nf4 cannot be read"
+    ),
+    "bitsandbytes: a huge offset": (
+        "bitsandbytes-nf4-double", tensor("bitsandbytes__nf4", text(json.dumps(
+            {"shape": [32, 32], "blocksize": 32, "nested_offset": 10**400}
+        ))), r"bitsandbytes__nf4 cannot be read \(OverflowError"
+    ),
+    "native: a role": (
+        "native-ends", foreign(lambda v: v["layers"]["lm_head"].update(role="zork")), r"lm_head: role 'zork' is none of linear"
+    ),
+    "native: a table of another shape": (
+        "native-ends", foreign(lambda v: v["layers"]["model.embed_tokens"].update(shape=[63, 32])),
+        r"model\.embed_tokens is \[63, 32\] in the checkpoint, but \[64, 32\] by its config\.json"
+    ),
+}  # fmt: skip
+"""(checkpoint, damage, message) of formats of other programs, and of quantized ends."""
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_each_kind_of_damage_of_other_formats_has_its_message(case, fuzzer, tmp_path):
+    name, change, message = FOREIGN[case]
+    folder = shutil.copytree(fuzzer.made[name], tmp_path / "model")
+    change(folder)
+    with pytest.raises(ModelError, match=message):
+        compress.load(folder)
+
+
+def test_every_format_takes_part(fuzzer):
+    assert {name.partition("-")[0] for name in fuzzer.made} >= {name.partition("-")[0] for name in FORMATS}
+
+
+def test_an_export_has_digests(fuzzer, tmp_path):
+    export(fuzzer.made["gptq-int4"], tmp_path / "out", "native")
+    compress.load(tmp_path / "out", verify=True)
+    assert "model.safetensors.index.json" in (tmp_path / "out" / "SHA256SUMS").read_text()
 
 
 def test_a_link_out_of_the_folder(folder, fuzzer):

@@ -145,7 +145,10 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         raise ModelError(
             f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
         )
-    return found.of_config(described), described
+    try:
+        return found.of_config(described), described
+    except MISSHAPEN as error:
+        raise ModelError(f"model: quantization_config of its config.json cannot be read ({_reason(error)})") from error
 
 
 def schemes_of(

@@ -170,7 +170,7 @@ FOREIGN = {
     "awq: zero_point of a wrong group size": (
         "awq-int4", foreign(lambda v: v.update(group_size=0)), r"config\.json cannot be read \(ZeroDivisionError"
     ),
-    "awq: a version of a wrong type": ("awq-int4", foreign(lambda v: v.update(version={})), r"gemm with 4 bits|lacks"),
+    "awq: a version of a wrong type": ("awq-int4", foreign(lambda v: v.update(version=[1])), r"known: gemm with 4 bits"),
     "bitsandbytes: a threshold": (
         "bitsandbytes-llm-int8", foreign(lambda v: v.update(llm_int8_threshold="x")), r"config\.json cannot be read"
     ),

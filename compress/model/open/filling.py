@@ -23,7 +23,7 @@ from compress.model.open.load import cache_schemes, fill, fill_caches, schemes_o
 from compress.model.open.matching import lacking, match
 from compress.model.open.opening import Mapped
 from compress.model.open.stored import stored_in
-from compress.model.structure.ends import compressed_ends, find_ends, replace_end
+from compress.model.structure.ends import compressed_ends, find_ends, replace_end, tie_recorded
 from compress.weights.layer import LayerScheme
 
 NATIVE = Native()
@@ -70,7 +70,7 @@ class Filling:
             raise ModelError("model: format native is loaded from safetensors files; name a folder or a hub id")
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
-        model.tie_weights()  # transformers does this later, but tied ends are found by their shared weight
+        tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight
         caches = cache_schemes(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
         stored = {name: place for path in files for name, place in stored_in(path).items()}
         schemes = schemes_of(model, NATIVE, config, stored)

@@ -37,7 +37,7 @@ from compress.model.inspection import inspect
 from compress.model.open.packed import STATED, open_input
 
 PICO = Path(__file__).parent / "pico" / "model"
-SECONDS = 20.0
+SECONDS = 60.0
 CONSTANT = 96 << 20
 """Seconds for an input, and bytes of memory for any input beyond twice its files."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 from compress.cli.show import print_json, print_table
 
 if TYPE_CHECKING:
-    from compress.model.inspection import Inspection
+    from compress.model.inspection import Inspection, Module
 
 
 @click.command("inspect")
@@ -48,20 +49,24 @@ def _verify(path: Path) -> None:
 
 
 def _print(found: Inspection, every: bool) -> None:
-    head = ("module", "shape", "stored as", "bits/weight", "dtypes", "bytes")
-    zeros = any(module.zeros is not None for module in found.modules)
-    rows = []
-    for module in found.modules if every else found.groups():
-        shape = "?" if module.shape is None else " x ".join(str(n) for n in module.shape)
-        row = (module.name, shape, module.stored_as, f"{module.bits_per_weight:.2f}", " ".join(module.dtypes))
-        share = ("" if module.zeros is None else f"{module.zeros:.1%}",) if zeros else ()
-        count = () if every else (f"{module.count}",)
-        rows.append((row[0], *count, *row[1:], *share, f"{module.size_bytes}"))
-    head = (*head[:-1], *(("zeros",) if zeros else ()), head[-1])
-    print_table("", head if every else ("modules", "count", *head[1:]), rows)
+    columns: dict[str, Callable[[Module], str]] = {
+        "module" if every else "modules": lambda m: m.name,
+        "count": lambda m: f"{m.count}",
+        "shape": lambda m: "?" if m.shape is None else " x ".join(map(str, m.shape)),
+        "stored as": lambda m: m.stored_as,
+        "bits/weight": lambda m: f"{m.bits_per_weight:.2f}",
+        "dtypes": lambda m: " ".join(m.dtypes),
+        "zeros": lambda m: "" if m.zeros is None else f"{m.zeros:.1%}",
+        "bytes": lambda m: f"{m.size_bytes}",
+    }
+    if every:
+        del columns["count"]
+    if all(module.zeros is None for module in found.modules):
+        del columns["zeros"]
+    modules = found.modules if every else found.groups()
+    print_table("", tuple(columns), [tuple(text(module) for text in columns.values()) for module in modules])
     for note in found.notes:
         click.echo(f"note: {note}")
-    bits = found.size_bytes * 8 / max(1, found.weights)
     click.echo(f"{found.source}: {found.method}; {len(found.modules)} modules in {len(found.files)} files")
     click.echo(f"weights: {found.weights}, bytes: {found.size_bytes} ({sum(found.files.values())} in the files), "
-               f"bits per weight: {bits:.2f}")  # fmt: skip
+               f"bits per weight: {found.bits_per_weight:.2f}")  # fmt: skip

@@ -136,7 +136,7 @@ class Format(ABC):
     def of_config(self, config: Mapping[str, Any]) -> Format:
         """The format of a checkpoint with this `quantization_config`, for formats with several versions.
 
-        Raises ModelError for a version that cannot be read.
+        Raises ValueError for a version that cannot be read.
         """
         return self
 

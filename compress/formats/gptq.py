@@ -29,7 +29,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
@@ -70,7 +69,7 @@ class GPTQ(Format):
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in VERSIONS or config.get("pack_dtype", "int32") != "int32":
             known = ", ".join(VERSIONS)
-            raise ModelError(f"model: the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
+            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
         return GPTQ(VERSIONS[version])
 
     @property

@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from compress.errors import ModelError
+from compress.errors import ModelError, one_line
 from compress.formats import FORMATS
 from compress.formats.containers.safetensors import Header
 from compress.formats.native import Native
 from compress.formats.recognize import Recognized, recognize
 from compress.model.linear import CompressedLinear
 from compress.model.open.load import load
-from compress.model.open.stored import headers_of, opened_file, stored_tensors
+from compress.model.open.stored import headers_of, opened_file, stored_in, stored_tensors
 from compress.model.open.untrusted import check_folder, read_json
 from compress.weights.layer import LayerScheme
 
@@ -73,6 +73,11 @@ class Inspection:
         """The number of all weights."""
         return sum(module.weights for module in self.modules)
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of storage per weight."""
+        return self.size_bytes * 8 / max(1, self.weights)
+
     def groups(self) -> list[Module]:
         """The modules by kind: those that differ in the numbers of their names only."""
         found: dict[Any, list[Module]] = {}
@@ -91,9 +96,8 @@ class Inspection:
         """Plain values."""
         modules = [{**asdict(m), "bits_per_weight": round(m.bits_per_weight, 4)} for m in self.modules]
         totals = {"weights": self.weights, "bytes": self.size_bytes, "file_bytes": sum(self.files.values())}
-        bits = self.size_bytes * 8 / max(1, self.weights)
         shown = {"source": self.source, "method": self.method, "files": self.files, "modules": modules}
-        return {**shown, "totals": {**totals, "bits_per_weight": round(bits, 4)}, "notes": self.notes}
+        return {**shown, "totals": {**totals, "bits_per_weight": round(self.bits_per_weight, 4)}, "notes": self.notes}
 
 
 def inspect(source: str | Path, values: bool = False) -> Inspection:
@@ -105,7 +109,7 @@ def inspect(source: str | Path, values: bool = False) -> Inspection:
     if path.suffix == ".gguf":
         return _inspect_gguf(path)
     if path.is_file() and path.suffix == ".safetensors":
-        return _inspect_files(str(source), path.parent, {}, _stored_in_file(path), values)
+        return _inspect_files(str(source), path.parent, {}, stored_in(path), values)
     if not path.is_dir():
         raise ModelError(f"model: no folder {source}; use a local folder, a .safetensors file, or a .gguf file")
     check_folder(path)
@@ -117,11 +121,6 @@ def inspect(source: str | Path, values: bool = False) -> Inspection:
     if gguf and not any(path.glob("*.safetensors")):
         return _inspect_gguf(gguf[0])
     return _inspect_files(str(source), path, config, stored_tensors(path), values)
-
-
-def _stored_in_file(path: Path) -> dict[str, tuple[Path, str]]:
-    with opened_file(path) as file:
-        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
 def _inspect_files(
@@ -238,6 +237,7 @@ def _inspect_gguf(path: Path) -> Inspection:
             modules.append(Module(name, text, grid, shape, group, parts, (kind,), weights, int(tensor.n_bytes)))
         stated = "" if architecture is None else f", architecture {architecture.contents()}"
     except UNREADABLE as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelError(f"model: {path} is truncated or not a GGUF file ({reason}); fetch it again") from error
+        raise ModelError(
+            f"model: {path} is truncated or not a GGUF file ({one_line(error)}); fetch it again"
+        ) from error
     return Inspection(str(path), f"GGUF{stated}", {path.name: path.stat().st_size}, modules)

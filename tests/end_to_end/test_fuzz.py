@@ -95,6 +95,9 @@ CASES = {
     "a huge vocabulary": (config(lambda v: v.update(vocab_size=2**33)), r"asks for a tensor \[8589934592, 32\]"),
     "deep JSON": (lambda f: nested(f, 100), "nested in more than 64 levels"),
     "very deep JSON": (lambda f: nested(f, 100_000), "nested in more than 64 levels"),
+    "large JSON": (
+        lambda f: (f / "tokenizer.json").write_bytes(b" " * ((64 << 20) + 1)), r"tokenizer\.json has more than 64 MiB; fetch it"
+    ),
     "another encoding": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "byte 0 is not UTF-8"),
     "an index that leaves the folder": (weight_map("../outside/model.safetensors"), "outside of the folder"),
     "an index with a device": (weight_map("/dev/zero"), "which is no .safetensors file"),
@@ -182,7 +185,17 @@ FOREIGN = {
         "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[1]")), r"bitsandbytes__nf4 cannot be read"
     ),
     "bitsandbytes: a deep state": (
-        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[" * 100_000)), r"bitsandbytes__nf4 cannot be read"
+        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[" * 4_000)), r"bitsandbytes__nf4 cannot be read"
+    ),
+    "bitsandbytes: a long state": (
+        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text(" " * 5000)), r"__nf4 has 5000 bytes, but it can have at most 4096"
+    ),
+    "gptq: another version": (
+        "gptq-int4", foreign(lambda v: v.update(checkpoint_format="marlin")), r"config\.json cannot be read \(the layout 'marlin' of GPTQ"
+    ),
+    "fp8: weights that nothing describes": (
+        "compressed-tensors-fp8", config(lambda v: v.pop("quantization_config")),
+        r"weight in .*\.safetensors holds F8_E4M3, not floats of 16 bits or more, and quantization_config"
     ),
     "bitsandbytes: a huge offset": (
         "bitsandbytes-nf4-double", tensor("bitsandbytes__nf4", text(json.dumps(
@@ -217,6 +230,14 @@ def test_an_export_has_digests(fuzzer, tmp_path):
     export(fuzzer.made["gptq-int4"], tmp_path / "out", "native")
     compress.load(tmp_path / "out", verify=True)
     assert "model.safetensors.index.json" in (tmp_path / "out" / "SHA256SUMS").read_text()
+
+
+def test_a_recipe_whose_model_is_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "recipe.yaml").write_text(f"model: {tmp_path}\npasses: [rtn]\n")
+    recipe = compress.Recipe.from_yaml(tmp_path / "recipe.yaml")  # looks whether the model is compressed
+    with pytest.raises(ModelError, match=r"config\.json is not a regular file; put the file itself in its place"):
+        compress.load(recipe.model)
 
 
 def test_a_link_out_of_the_folder(folder, fuzzer):

@@ -13,8 +13,8 @@ from compress.errors import ModelError
 from compress.formats.containers.files import file_sha256, is_inside, write_text
 
 SUMS = "SHA256SUMS"
-LOADED = (".json", ".safetensors", ".model", ".jinja", ".gguf")
-"""The suffixes of files that loading reads; each must be listed."""
+LOADED = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
+"""The suffixes of files that are read from a model's folder; each must be listed."""
 OTHERS = frozenset({"report.json"})
 """Files with such a suffix that are no part of the model."""
 LINE = re.compile(r"([0-9a-f]{64}) [ *]([^/\\\0]+)")
@@ -77,13 +77,9 @@ def damaged(folder: Path) -> dict[str, str]:
     return found
 
 
-def verify_digests(folder: Path) -> int:
-    """Check every file of a checkpoint against SHA256SUMS; returns the number of files.
-
-    Raises ModelError with a line for each damaged file.
-    """
+def verify_digests(folder: Path) -> None:
+    """Check every file of a checkpoint against SHA256SUMS. Raises ModelError with a line for each damaged file."""
     found = damaged(folder)
     if found:
         lines = "\n".join(f"{folder / name} {reason}; fetch it again" for name, reason in found.items())
         raise ModelError(f"model: {lines}")
-    return len(read_digests(folder))

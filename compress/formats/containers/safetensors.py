@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -10,9 +11,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.formats.containers.files import atomic, file_sha256
-
-BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64}
-"""The bits of dtypes whose name does not begin with a letter and their number, such as BF16 and F8_E4M3."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,15 @@ class Header:
         return prod(self.shape)
 
     @property
+    def bits(self) -> int:
+        """The bits of a value: the first number in the name of the dtype, as in BF16 and F8_E4M3; BOOL has none."""
+        found = re.search(r"\d+", self.dtype)
+        return 8 if found is None else int(found[0])
+
+    @property
     def size_bytes(self) -> int:
         """Its bytes."""
-        digits = "".join(c for c in self.dtype.partition("_")[0] if c.isdigit())
-        return self.count * (BITS.get(self.dtype) or int(digits or 8)) // 8
+        return self.count * self.bits // 8
 
 
 def shard_name(number: int, count: int) -> str:

@@ -17,7 +17,7 @@ def match(
 ) -> dict[str, tuple[Path, str]] | None:
     """Model tensor name -> stored tensor, or None when a shape differs or a name cannot be resolved by renaming.
 
-    present: linears whose weight is stored in another form. Raises ModelError for integers in place of floats.
+    present: linears whose weight is stored in another form. Raises ModelError for integers and 8-bit floats.
     """
     found, missing = _places(model, stored, present)
     if missing:
@@ -26,9 +26,12 @@ def match(
     plain = {name: place for name, place in found.items() if not _is_packed(name, present)}
     headers = headers_of(plain)
     for name, header in headers.items():
-        if wanted[name].is_floating_point() and not header.floating:
+        if wanted[name].is_floating_point() and not (header.floating and header.bits >= 16):
             path, key = plain[name]
-            raise ModelError(f"model: {key} in {path} holds {header.dtype}, not floats; fetch the file again")
+            raise ModelError(
+                f"model: {key} in {path} holds {header.dtype}, not floats of 16 bits or more, and quantization_config "
+                "of config.json does not describe it; fetch the files again"
+            )
     return found if all(header.shape == tuple(wanted[name].shape) for name, header in headers.items()) else None
 
 

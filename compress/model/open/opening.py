@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from compress.errors import ModelError
+from compress.errors import ModelError, one_line
 from compress.formats.containers.digests import SUMS
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
@@ -262,9 +262,8 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
             read_json(generation)
             model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, *UNREADABLE) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(
-            f"model: {generation} cannot be read ({reason}); correct the file, or fetch it again"
+            f"model: {generation} cannot be read ({one_line(error)}); correct the file, or fetch it again"
         ) from error
     return model
 
@@ -305,8 +304,7 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
         check_config(read_json(folder / "config.json"), trust_remote_code)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *UNREADABLE) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
+        raise ModelError(f"model: {source} has no readable config.json ({one_line(error)})") from error
 
 
 def load_whole(

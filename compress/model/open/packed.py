@@ -7,7 +7,6 @@ dense checkpoint stores no masks; there the zeros of a linear are its mask (`mod
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
@@ -28,6 +27,7 @@ from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, record
 from compress.model.open.narrow import narrow_dtype
 from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.supported import check_language_model
+from compress.model.open.untrusted import read_json
 from compress.model.structure.blocks import Block, find_blocks
 from compress.model.structure.ends import find_ends
 from compress.numerics.sparse.positions import Sparsity, sparsities
@@ -104,10 +104,10 @@ class Packed(Mapped):
 def is_compressed(source: str) -> bool:
     """Whether a model is a local folder with quantized weights or a rounded KV cache."""
     try:
-        config = json.loads((Path(expanduser(source)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(Path(expanduser(source)) / "config.json")
+    except ValueError:
         return False
-    return isinstance(config, dict) and any(config.get(key) is not None for key in STATED)
+    return any(config.get(key) is not None for key in STATED)
 
 
 def open_input(

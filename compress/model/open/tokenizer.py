@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.errors import ModelError
+from compress.errors import ModelError, one_line
 from compress.model.open.untrusted import check_tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -21,7 +21,6 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # the tokenizers library raises Exception itself
         there = ", ".join(name for name in FILES if (folder / name).exists())
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ModelError(
-            f"model: the tokenizer in {folder} ({there}) cannot be read ({reason}); fetch it again"
+            f"model: the tokenizer in {folder} ({there}) cannot be read ({one_line(error)}); fetch it again"
         ) from error

@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from compress.errors import ModelError
-from compress.formats.containers.digests import SUMS
+from compress.formats.containers.digests import LOADED, SUMS
 from compress.formats.containers.files import is_inside
 
-READ = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
-"""The suffixes of files that are read from a model's folder."""
 TEMPLATES = "additional_chat_templates"
 """A folder inside of a model's folder; transformers reads its templates."""
-LARGEST_JSON = 1 << 26  # bytes; the largest index of a published model has less than a tenth
+LARGEST_JSON = 1 << 26  # bytes; the largest tokenizer.json of a published model has about half of it
 DEEPEST_JSON = 64
 LARGEST_COUNT = 1 << 20  # of layers, heads, experts, labels: far beyond any model, and a loop of seconds
-FILE_LISTS = ("fast_tokenizer_files",)
-"""Entries of tokenizer_config.json that list names of files."""
+FILE_LIST = "fast_tokenizer_files"
+"""The entry of tokenizer_config.json that lists names of files."""
 
 
 def check_folder(folder: Path) -> None:
@@ -32,12 +31,14 @@ def check_folder(folder: Path) -> None:
         inner = folder / TEMPLATES
         found = [*folder.iterdir(), *(inner.iterdir() if inner.is_dir() and is_inside(inner, folder) else ())]
         for path in found:
-            if path.suffix not in READ and path.name not in (TEMPLATES, SUMS):
+            if path.suffix not in LOADED and path.name not in (TEMPLATES, SUMS):
                 continue
             if not is_inside(path, folder):
                 raise ModelError(f"model: {path} is a link to a file outside of {folder}; put a copy in its place")
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise ModelError(f"model: {path} is not a regular file; put the file itself in its place")
+            if path.suffix == ".json" and path.exists() and path.stat().st_size > LARGEST_JSON:
+                raise ModelError(f"model: {path} has more than {LARGEST_JSON >> 20} MiB; fetch it again")
     except (OSError, RuntimeError) as error:  # the latter for a link to itself
         raise ModelError(f"model: the files of {folder} cannot be listed ({error})") from error
 
@@ -45,8 +46,11 @@ def check_folder(folder: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ValueError with the reason if there is none, or if it is too large or deep."""
     try:
-        if path.stat().st_size > LARGEST_JSON:
+        about = path.stat()
+        if about.st_size > LARGEST_JSON:
             raise ValueError(f"it has more than {LARGEST_JSON >> 20} MiB")
+        if not S_ISREG(about.st_mode):
+            raise ValueError("it is not a regular file")
         value = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError as error:
         raise ValueError("it is missing") from error
@@ -98,10 +102,9 @@ def check_tokenizer(folder: Path) -> None:
             continue
         try:
             values = read_json(path)
-            for key in FILE_LISTS:
-                listed = values.get(key) or []
-                names = listed if isinstance(listed, list) else [listed]
-                if not all(isinstance(one, str) and Path(one).name == one for one in names):
-                    raise ValueError(f"its {key} must be a list of names of files in the folder")
+            listed = values.get(FILE_LIST) or []
+            names = listed if isinstance(listed, list) else [listed]
+            if not all(isinstance(one, str) and Path(one).name == one for one in names):
+                raise ValueError(f"its {FILE_LIST} must be a list of names of files in the folder")
         except ValueError as error:
             raise ModelError(f"model: the tokenizer in {folder} cannot be read: {name}: {error}") from error

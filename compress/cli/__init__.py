@@ -7,6 +7,7 @@ from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.inspect import inspect
 from compress.cli.report import report
+from compress.cli.roofline import roofline
 
-for command in (bench, compare, evaluate, export, inspect, report):
+for command in (bench, compare, evaluate, export, inspect, report, roofline):
     main.add_command(command)

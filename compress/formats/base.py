@@ -104,11 +104,15 @@ def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert."""
+    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
+
+    needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
+    """
 
     scheme: LayerScheme
     transposed: bool
     expert: bool
+    needs_weight: bool = False
 
 
 class Format(ABC):

@@ -36,6 +36,7 @@ FOLDERS = {
     "stream": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
     "families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm; passes never import each other",
+    "roofline": "operations and bytes of a model's products, and their least time on a device",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
     "evaluate": "evaluators, one file each: perplexity, sparsity, the cost of a rounded KV cache",
     "report": "the typed report.json, the sections of report.md (one file each), and curves",
@@ -58,7 +59,10 @@ LATE_IMPORTS = {
     "compress.cli.compare": "as in compress.cli.commands",
     "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.inspect": "as in compress.cli.commands",
     "compress.cli.report": "as in compress.cli.commands",
+    "compress.cli.roofline": "as in compress.cli.commands",
+    "compress.cli.sensitivity": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -79,6 +83,7 @@ BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
+    "compress.model.open.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }

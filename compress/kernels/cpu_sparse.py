@@ -51,7 +51,9 @@ def pack(part: Any) -> PackedCodes:
         counts.append(kept.sum((1, 2)))
         masks[first : first + TILES, :width] = (kept * bits).sum(-1, dtype=torch.int32).to(torch.int16)
     each = torch.cat(counts)
-    words = torch.cat([*values, torch.zeros(LANES, dtype=dtype)])  # whole vectors are read
+    words = torch.empty(int(each.sum()) + LANES, dtype=dtype)
+    native.compress_advise(words.data_ptr(), words.nbytes)
+    torch.cat([*values, torch.zeros(LANES, dtype=dtype)], out=words)  # zeros: whole vectors are read
     packed = PackedCodes(
         words,
         torch.ones(tiles, 1, LANES),

@@ -33,6 +33,16 @@ class Scaling(ABC):
         return False
 
     @property
+    def signed(self) -> bool:
+        """Whether a scale may be negative, so that a symmetric grid of integers can reach further on either side."""
+        return False
+
+    @property
+    def block(self) -> int:
+        """The number of consecutive scales of a row that must exist together; rows have a multiple of it."""
+        return 1
+
+    @property
     def fused(self) -> bool:
         """Whether matrices that read the same input must have the same shared numbers."""
         return False
@@ -59,6 +69,18 @@ class Scaling(ABC):
     @abstractmethod
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         """The stored scale nearest to extent / span, always positive, in extent's dtype."""
+
+    def round_minimum(self, minimum: Tensor, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+        """The stored minimum nearest to `minimum`, in its dtype, for grids whose groups have one (`OffsetGrid`)."""
+        return minimum.to(dtype).to(minimum.dtype)
+
+    def encode_minimum(self, minimum: Tensor, shared: Tensor | None) -> Tensor:
+        """The stored form of minima that `round_minimum` returned."""
+        return minimum
+
+    def decode_minimum(self, stored: Tensor, shared: Tensor | None) -> Tensor:
+        """The minima of their stored form."""
+        return stored
 
     @abstractmethod
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
@@ -89,7 +111,13 @@ def power(exponents: Tensor) -> Float[Tensor, "*any"]:
 
 @dataclass(frozen=True)
 class FloatScale(Scaling):
-    """A number of the storage dtype."""
+    """A number of the storage dtype. either_sign: it may be negative."""
+
+    either_sign: bool = False
+
+    @property
+    def signed(self) -> bool:
+        return self.either_sign
 
     @property
     def stored(self) -> torch.dtype | None:
@@ -237,3 +265,90 @@ class DoubleScale(Scaling):
     def decode(self, stored: Tensor, shared: Float[Tensor, " n"] | None) -> Float[Tensor, "out groups"]:
         assert shared is not None
         return shared[0] + (stored.float() - 128) * self._steps(shared, tuple(stored.shape))
+
+
+@dataclass(frozen=True)
+class SuperBlock(Scaling):
+    """Integers for `block` consecutive scales of a row, times a float16 step for all of them (k-quants of llama.cpp).
+
+    scale = step * integer, from 1 to `top`, or also from `bottom` to -1 if that is given. minima: each scale has a
+    minimum -low_step * integer, from 0 to `top`, with a step of its own. shared: the steps of all scales, row by row,
+    then those of all minima; for a part of a matrix (`part`), those of one column of scales.
+    """
+
+    size: int
+    top: int
+    bottom: int = 1
+    minima: bool = False
+
+    @property
+    def stored(self) -> torch.dtype | None:
+        return torch.int8 if self.signed else torch.uint8
+
+    @property
+    def signed(self) -> bool:
+        return self.bottom < 0
+
+    @property
+    def block(self) -> int:
+        return self.size
+
+    @property
+    def kinds(self) -> int:
+        """The number of steps for each super-block."""
+        return 2 if self.minima else 1
+
+    def shared_count(self, scales: int) -> int:
+        return self.kinds * math.ceil(scales / self.size)
+
+    def fit_shared(
+        self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
+    ) -> Float[Tensor, " n"] | None:
+        return self._step(extent / span).flatten()
+
+    def shared_of(
+        self, scale: Float[Tensor, "out groups"], minimum: Float[Tensor, "out groups"] | None
+    ) -> Float[Tensor, " n"]:
+        """The steps for scales, and minima at most zero, that were fitted as floats."""
+        steps = self._step(scale.abs()).flatten()
+        return steps if minimum is None else torch.cat([steps, self._step(-minimum).flatten()])
+
+    def _step(self, values: Float[Tensor, "out groups"]) -> Float[Tensor, "out blocks"]:
+        """The float16 step with which the largest value of each super-block is its largest integer."""
+        values = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % self.size))
+        return positive(values.view(len(values), -1, self.size).amax(-1) / self.top, torch.float16)
+
+    def part(
+        self, shared: Float[Tensor, " n"] | None, rows: int, groups: int, group: int
+    ) -> Float[Tensor, " n"] | None:
+        assert shared is not None
+        return shared.view(self.kinds, rows, -1)[:, :, group // self.size].flatten()
+
+    def _steps(self, shared: Tensor | None, like: Float[Tensor, "out groups"], kind: int) -> Float[Tensor, "out groups"]:
+        """The step of each scale (kind 0), or of each minimum (kind 1)."""
+        assert shared is not None
+        rows, groups = like.shape
+        steps = shared.view(self.kinds, rows, -1)[kind]
+        return steps if steps.shape[1] == groups else steps.repeat_interleave(self.size, dim=1)[:, :groups]
+
+    def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+        shared = self.fit_shared(extent, span, None) if shared is None else shared
+        steps = self._steps(shared, extent, 0)
+        return torch.round(extent / span / steps).clamp(1, self.top) * steps
+
+    def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
+        assert self.stored is not None
+        return torch.round(scale / self._steps(shared, scale, 0)).to(self.stored)
+
+    def decode(self, stored: Tensor, shared: Float[Tensor, " n"] | None) -> Float[Tensor, "out groups"]:
+        return stored.float() * self._steps(shared, stored, 0)
+
+    def round_minimum(self, minimum: Tensor, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+        steps = self._steps(shared, minimum, 1)
+        return -torch.round(-minimum / steps).clamp(0, self.top) * steps
+
+    def encode_minimum(self, minimum: Tensor, shared: Tensor | None) -> Tensor:
+        return torch.round(-minimum / self._steps(shared, minimum, 1)).to(torch.uint8)
+
+    def decode_minimum(self, stored: Tensor, shared: Tensor | None) -> Tensor:
+        return -stored.float() * self._steps(shared, stored, 1)

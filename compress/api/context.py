@@ -19,6 +19,7 @@ from compress.formats.base import Format
 from compress.formats.native import Native
 from compress.model.objective import NEXT_TOKENS, LMObjective
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.weights.codes import CodesPart
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 """Regular expression of the values of `device`."""
@@ -59,7 +60,7 @@ class Run:
     by its source; the model can run inside of the context, and each block is in memory only while it runs. work: a
     folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
     lm_objective: the language-model objective, if a pass uses it. training: the report's record of each training pass,
-    by label.
+    by label. ends: the stored forms of embedding and head by name, if the format rounds them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -75,6 +76,7 @@ class Run:
     work: Path | None = None
     lm_objective: LMObjective = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)
+    ends: dict[str, CodesPart] = field(default_factory=dict)
 
     def at(self, label: str) -> Run:
         """The same run with the label of one pass; the journal and the costs are shared."""

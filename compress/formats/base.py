@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.base import InputTransform, PartScheme, TensorSpec, WeightPart
 from compress.weights.layer import LayerScheme
 
 
@@ -87,18 +88,63 @@ class StoredLayer:
     expert: bool
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The parts of a model that are outside of its layers: configuration, tokenizer, and names of weights.
+
+    name: of the model, for readers. embedding, head: names of these weights; head None: it is that of the embedding.
+    """
+
+    config: PretrainedConfig
+    tokenizer: Any
+    name: str
+    embedding: str | None
+    head: str | None
+
+
 class Format(ABC):
     """A way to store compressed layers.
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does.
+    empty if only `compress.load` does. scale_dtype: the default of `save.dtype`; None: the dtype of computation. file:
+    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()
+    scale_dtype: torch.dtype | None = None
+    file: str | None = None
+
+    def configured(self, embedding: str, head: str, dtype: str) -> Format:
+        """The format with the options of `save` of these names. Raises ValueError for options that it does not have."""
+        for option, value in (("embedding", embedding), ("head", head)):
+            if value != "auto":
+                raise ValueError(f"{option}: {value} is for format gguf; format {self.name} stores it in save.dtype")
+        return self
+
+    def refuses_model(self, ends: Ends) -> str | None:
+        """Why a model cannot be stored; None if it can."""
+        return None
+
+    def stored_dtype(self, shape: Sequence[int], storage: torch.dtype) -> torch.dtype:
+        """The dtype of a dense floating tensor."""
+        return storage
+
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> PartScheme | None:
+        """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
+        return None
+
+    def assemble(
+        self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]
+    ) -> str:
+        """Write `file` from the finished shards; returns its sha256.
+
+        schemes: of the compressed linears by name. shards: the file of each tensor by its name.
+        """
+        raise AssertionError(f"format {self.name} consists of shards")
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:

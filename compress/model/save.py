@@ -20,6 +20,7 @@ from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
 
 OUTSIDE = "outside"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
@@ -55,7 +56,7 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
             found |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
     for child_name, tensor in module.state_dict().items():
         if not any(child_name.startswith(prefix) for prefix in inside):
-            found[f"{name}.{child_name}"] = _in_storage(tensor, storage)
+            found[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
     return {key: found[key].cpu().contiguous() for key in sorted(found)}
 
 
@@ -65,16 +66,16 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
     if format_.adapt(scheme) is None or scheme.plain:
         assert scheme.maps_inputs is None, "transforms of inputs are folded before a layer is stored dense"
         weight = layer.weight
-        found = {"weight": _in_storage(weight.T if layer.transposed else weight, storage)}
+        found = {"weight": in_storage(weight.T if layer.transposed else weight, storage)}
     else:
         parts = [part.in_storage(storage) for part in layer.all_parts]
         found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
-        found["bias"] = _in_storage(layer.bias, storage)
+        found["bias"] = in_storage(layer.bias, format_.stored_dtype(layer.bias.shape, storage))
     return found
 
 
-def _in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
+def in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
     """Cast float tensors to the storage dtype; others (codes, 8-bit floats) are unchanged."""
     wide = tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.detach().to(storage) if wide else tensor.detach()
@@ -86,11 +87,6 @@ def outside_state(opened: OpenModel) -> dict[str, Tensor]:
     prefixes = tuple(block.name + "." for block in opened.blocks)
     state = sorted(opened.model.state_dict().items())
     return {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
-
-
-def outside_tensors(opened: OpenModel, storage: torch.dtype) -> dict[str, Tensor]:
-    """Tensors outside of all blocks, in their stored form."""
-    return {name: _in_storage(tensor, storage).cpu().contiguous() for name, tensor in outside_state(opened).items()}
 
 
 def write_description(
@@ -105,12 +101,13 @@ def write_description(
 ) -> None:
     """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
 
-    shards: names of the tensors by file. sizes: bytes of all tensors. caches: the scheme of each attention with a
+    shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors. caches: the scheme of each attention with a
     rounded cache, if quantization_config does not state it. masked: pruned linears whose masks no tensor stores.
     """
-    weight_map = {name: shard for shard, names in shards.items() for name in names}
-    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
+    if shards:
+        weight_map = {name: shard for shard, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX_FILE, index)
     config = opened.config.to_dict()
     config.pop("_name_or_path", None)
     config["architectures"] = [type(opened.model).__name__]

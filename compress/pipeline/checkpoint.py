@@ -28,13 +28,14 @@ from compress.model.kv_cache import SCALES, cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.model.open.load import fill, fill_caches
 from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
-from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
+from compress.model.save import INDEX_FILE, block_tensors, dense_linear_names, store_as_planned, write_description
 from compress.model.structure.blocks import Block
 from compress.pipeline.engine import Segment
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
+from compress.stream.ends import ends_of, outside_tensors, round_ends
 from compress.stream.install import LayerResult
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
@@ -43,6 +44,7 @@ SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
 OWN_FILES = (
     "*.safetensors",
+    "*.gguf",
     "*.json",
     "*.part",
     "chat_template.jinja",
@@ -116,7 +118,8 @@ class Manifest:
         """The files of a complete checkpoint that are missing or changed."""
         files = {entry.file: entry.sha256 for entry in self.shards.values()}
         changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
-        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json")
+        whole = [f"{WORK}/{PROBE_FILE}", "config.json"]
+        whole += [INDEX_FILE] if any(name.endswith(".safetensors") for name in files) else []
         return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
@@ -296,6 +299,7 @@ class Shards:
     def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
         """Write the tensors outside of blocks and the manifest, and remove the previous snapshot."""
         folder, label = self.manifest.folder, segment.steps[-1][0]
+        round_ends(self.opened, self.run)
         if self.first and segment.last:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
         elif self.first:
@@ -359,14 +363,15 @@ class Shards:
         """Write the tensors outside of the blocks, the configuration, the recipe and the final manifest."""
         manifest, folder, format_ = self.manifest, self.manifest.folder, self.run.format
         with self.run.phase("save"):
-            tensors = outside_tensors(self.opened, self.run.storage)
+            tensors = outside_tensors(self.opened, self.run)
             manifest.shards[OUTSIDE] = _entry(folder / self._file(None), tensors)
             schemes = manifest.schemes_of(self.opened)
             ignore = dense_linear_names(self.opened, set(schemes))
             stated = stated_scheme(self.opened.model, manifest.caches, format_)
             config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
-            names = {entry.file: entry.names for entry in manifest.shards.values()}
+            shards = self._assembled(schemes)
+            names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
             write_description(self.opened, folder, names, sizes, config, self.run.storage, own)
             for name, text in self.recipe.items():
@@ -375,6 +380,20 @@ class Shards:
             manifest.training, manifest.complete = self.run.training, True
             manifest.reached = manifest.begun = None
             self._write()
+            for shard in shards:
+                shard.unlink()
+
+    def _assembled(self, schemes: Mapping[str, LayerScheme]) -> list[Path]:
+        """Write the one file of the checkpoint if the format has one; returns the shards that it replaces."""
+        manifest, format_ = self.manifest, self.run.format
+        if format_.file is None:
+            return []
+        entries = list(manifest.shards.values())
+        paths = {name: manifest.folder / entry.file for entry in entries for name in entry.names}
+        digest = format_.assemble(manifest.folder, ends_of(self.opened), schemes, paths)
+        for entry in entries:
+            entry.file, entry.sha256 = format_.file, digest
+        return sorted(set(paths.values()))
 
     def _write(self) -> None:
         """Write the manifest with the costs so far."""

@@ -27,7 +27,6 @@ from compress.model.open.opening import InMemory, OpenModel
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
-    outside_tensors,
     store_as_planned,
     stored_sparsity,
     write_description,
@@ -35,6 +34,7 @@ from compress.model.save import (
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.stream.ends import ends_of, outside_tensors
 from compress.stream.install import take_in
 from compress.stream.reference import twin
 from compress.version import __version__
@@ -62,10 +62,13 @@ def save(
     """
     _check(format, dtype, sparse)
     first = next(model.parameters())
-    storage = first.dtype if dtype == "auto" else DTYPES[dtype]
+    target = FORMATS[format].configured("auto", "auto", dtype)
+    storage = target.scale_dtype or first.dtype if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)
-    run = Run(first.device, storage, format=FORMATS[format], sparse=sparse if FORMATS[format].sparse else "off")
+    if reason := target.refuses_model(ends_of(opened)):
+        raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
+    run = Run(first.device, storage, format=target, sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
         written = _Written(part, opened, run)
         for block in opened.blocks:
@@ -160,11 +163,17 @@ class _Written:
     def close(self) -> None:
         """Write the tensors outside of the blocks, and all other files."""
         opened, run = self.opened, self.run
-        self._write(1, outside_tensors(opened, run.storage))
+        self._write(1, outside_tensors(opened, run))
         stated = stated_scheme(opened.model, self.caches, run.format)
         ignore = dense_linear_names(opened, set(self.schemes))
         config = run.format.config(self.schemes, ignore, __version__, stated)
         own = self.caches if stated is None else {}
+        if run.format.file is not None:
+            paths = {name: self.folder / file for file, names in self.shards.items() for name in names}
+            run.format.assemble(self.folder, ends_of(opened), self.schemes, paths)
+            for file in self.shards:
+                (self.folder / file).unlink()
+            self.shards = {}
         write_description(opened, self.folder, self.shards, self.size_bytes, config, run.storage, own, self.masked)
 
     def _write(self, number: int, tensors: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.api.context import device_of
 from compress.api.passes import Pass, Step
-from compress.formats import FORMATS
+from compress.errors import ModelError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import linears
@@ -38,6 +38,7 @@ from compress.pipeline.resolve import (
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
+from compress.stream.ends import ends_of
 from compress.weights.layer import LayerScheme
 
 
@@ -143,7 +144,9 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
     """
     ModelShell(opened).check()
-    steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    if reason := recipe.save.target().refuses_model(ends_of(opened)):
+        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
+    steps, form = resolve(recipe.passes, opened, recipe.save.target())
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
@@ -165,7 +168,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    format_, storage = FORMATS[recipe.save.format], storage_dtype(recipe, form)
+    format_, storage = recipe.save.target(), storage_dtype(recipe, form)
     shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
     chosen = [(where, step, set(names)) for where, step, names in steps]
     for name, shape in shapes.items():
@@ -176,8 +179,8 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         size = format_.size_bytes(stored, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
     weights = sum(layer.size_bytes for layer in layers)
-    rest = _rest_bytes(form, storage)
-    dense = rest + _dense_bytes(shapes, storage)
+    rest = _rest_bytes(form, storage, format_)
+    dense = _rest_bytes(form, storage) + _dense_bytes(shapes, storage)
     scales = sum(
         sum(step.cache.static) * len(attentions_containing(form.model, names))
         for _, step, names in steps
@@ -215,20 +218,29 @@ def final_plan(
     config = read_config(folder, str(folder), recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
     form = with_config(opened, config)
-    update_targets(steps, form, FORMATS[recipe.save.format], last + 1)
+    update_targets(steps, form, recipe.save.target(), last + 1)
     found = plan_on(recipe, steps, form)
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
-def _rest_bytes(opened: OpenModel, storage: torch.dtype) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks."""
+def _rest_bytes(opened: OpenModel, storage: torch.dtype, format_: Format | None = None) -> int:
+    """Bytes of all stored tensors except the weights of linears in the blocks; without a format all in `storage`."""
     found = outside_state(opened)
     for block in opened.blocks:
         inside = tuple(f"{name}." for name in linears(block.module))
         state = block.module.state_dict().items()
         kept = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
         found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
-    return sum(_bytes(tensor, storage) for tensor in found.values())
+    if format_ is None:
+        return sum(_bytes(tensor, storage) for tensor in found.values())
+    ends, total = ends_of(opened), 0
+    for name, tensor in found.items():
+        part = format_.end_layout(ends, name, tensor.shape)
+        if part is None:
+            total += _bytes(tensor, format_.stored_dtype(tensor.shape, storage))
+        else:
+            total += format_.size_bytes(LayerScheme((tensor.shape[0], tensor.shape[1]), (part,)), storage)
+    return total
 
 
 def _dense_bytes(shapes: Mapping[str, tuple[int, int]], storage: torch.dtype) -> int:

@@ -9,7 +9,6 @@ from torch import nn
 
 from compress.api.passes import Step
 from compress.errors import TargetError
-from compress.formats import FORMATS
 from compress.formats.base import StoredLayer
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import CompressedLinear, linears
@@ -23,7 +22,7 @@ OWN = "save: {verify: own} checks it with compress.load alone"
 
 def not_asked(recipe: Recipe) -> str | None:
     """Why transformers is not asked to load a checkpoint of the recipe, or None."""
-    format_ = FORMATS[recipe.save.format]
+    format_ = recipe.save.target()
     if not format_.readers:
         return f"format {format_.name} is read by compress.load only"
     return "the recipe says verify: own" if recipe.save.verify == "own" else None
@@ -47,7 +46,7 @@ def unreadable(
     for name, module in linears(model).items():
         layer = CompressedLinear.of(module)
         layers.append(StoredLayer(schemes.get(name, LayerScheme(layer.shape)), layer.transposed, id(module) in inside))
-    return FORMATS[recipe.save.format].unreadable(layers, dtype)
+    return recipe.save.target().unreadable(layers, dtype)
 
 
 def check_reader(
@@ -59,7 +58,7 @@ def check_reader(
     """
     if not_asked(recipe) is not None:
         return
-    format_ = FORMATS[recipe.save.format]
+    format_ = recipe.save.target()
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
     every = attentions_containing(form.model, form.linear_names())
     stated = any(

@@ -43,7 +43,9 @@ EARLIER: dict[Fact, str] = {
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
     """The dtype of stored scales and dense tensors."""
-    return opened.dtype if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
+    if recipe.save.dtype == "auto":
+        return recipe.save.target().scale_dtype or opened.dtype
+    return DTYPES[recipe.save.dtype]
 
 
 def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:

@@ -24,7 +24,6 @@ from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
-from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
@@ -54,6 +53,7 @@ from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
+from compress.stream.ends import round_ends
 from compress.stream.install import take_in
 from compress.weights.layer import LayerScheme
 
@@ -191,9 +191,10 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
-    format_ = FORMATS[recipe.save.format]
+    format_ = recipe.save.target()
     context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
+    round_ends(opened, context)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)

@@ -65,3 +65,8 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def tensor_file_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder that hold tensors."""
+    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in folder.glob(pattern))

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError, did_you_mean
+from compress.formats.containers.gguf import FILE, open_gguf
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
@@ -305,7 +306,9 @@ def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
     """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
     index = folder / "model.safetensors.index.json"
     whole = folder / "model.safetensors"
-    if index.exists():
+    if (folder / FILE).exists():
+        paths = [folder / FILE]
+    elif index.exists():
         try:
             paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -325,14 +328,21 @@ def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped; ModelError when it is missing, truncated or not a safetensors file."""
+    """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
     try:
+        if path.name == FILE:
+            yield open_gguf(path)
+            return
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
     except (SafetensorError, OSError) as error:
         raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
+    except (ValueError, LookupError, TypeError, ImportError) as error:
+        if path.name != FILE:
+            raise
+        raise ModelError(f"model: {path} cannot be read ({error})") from error
 
 
 def match(

@@ -48,12 +48,14 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str = "auto",
     sparse: SparsePolicy = "auto",
+    embedding: str = "auto",
+    head: str = "auto",
 ) -> Path:
     """Write a model in memory to a folder, which `compress.load` reads; returns the folder. The model does not change.
 
     format: as `save.format` of a recipe: 'native' stores all that passes make, 'compressed-tensors' is also read by
     transformers, 'dense' stores dequantized weights, which any program reads. tokenizer: is saved too. dtype: of scales
-    and dense tensors; 'auto': that of the model's parameters. sparse: as `save.sparse` of a recipe.
+    and dense tensors; 'auto': that of the model's parameters. sparse, embedding, head: as in `save` of a recipe.
 
     The folder appears when all its files are complete and the compressed layers were read back bit for bit.
 
@@ -62,7 +64,7 @@ def save(
     """
     _check(format, dtype, sparse)
     first = next(model.parameters())
-    target = FORMATS[format].configured("auto", "auto", dtype)
+    target = FORMATS[format].configured(embedding, head, dtype)
     storage = target.scale_dtype or first.dtype if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from torch import nn
@@ -92,13 +92,14 @@ class ModuleNames:
     """The modules of a model by full name, each with the names of its classes.
 
     linears: the linears inside the blocks. others: all other modules that contain none of these linears. blocks: the
-    names of the blocks. ends: the output head and the embeddings.
+    names of the blocks. ends: the output head and the embeddings. widths: the inputs of each linear.
     """
 
     linears: Mapping[str, frozenset[str]]
     others: Mapping[str, frozenset[str]]
     blocks: tuple[str, ...]
     ends: frozenset[str]
+    widths: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, blocks: Sequence[Block]) -> ModuleNames:
@@ -113,7 +114,14 @@ class ModuleNames:
         }
         modules = [m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None]
         ends = frozenset(name for name, module in model.named_modules() if any(module is end for end in modules))
-        return cls(inside, rest, tuple(block.name for block in blocks), ends)
+        widths = {
+            f"{b.name}.{name}": CompressedLinear.of(m).shape[1] for b in blocks for name, m in linears(b.module).items()
+        }
+        return cls(inside, rest, tuple(block.name for block in blocks), ends, widths)
+
+    def block_of(self, name: str) -> int:
+        """The index of the block that contains a linear."""
+        return next(i for i, block in enumerate(self.blocks) if name.startswith(f"{block}."))
 
     def targets(self, patterns: Sequence[str], where: str) -> tuple[str, ...]:
         """The same targets with patterns of full names in place of class names.

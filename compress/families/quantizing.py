@@ -217,7 +217,9 @@ class Quantizing(WeightGrid):
             own = self if override is None else None if override.dense else self._with_override(override)
             mine = [name for name in left if override is None or override.takes(name)]
             left = [name for name in left if name not in set(mine)]
-            fallen = [] if own is None or own.fallback is None else [n for n in mine if names.widths[n] % own.grid.block]
+            fallen = (
+                [] if own is None or own.fallback is None else [n for n in mine if names.widths[n] % own.grid.block]
+            )
             stay = [name for name in mine if name not in set(fallen)]
             if fallen:
                 assert own is not None

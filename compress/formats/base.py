@@ -137,9 +137,7 @@ class Format(ABC):
         """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
         return None
 
-    def assemble(
-        self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]
-    ) -> str:
+    def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
         """Write `file` from the finished shards; returns its sha256.
 
         schemes: of the compressed linears by name. shards: the file of each tensor by its name.

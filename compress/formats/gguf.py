@@ -37,7 +37,7 @@ from compress.formats.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored,
 from compress.formats.gguf_files.architecture import Architecture, architecture_of, architectures, rope_factors
 from compress.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
 from compress.weights.base import InputTransform, PartScheme, TensorSpec, WeightPart, checked
-from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme, codes_alone
 
 STORED = f"weight{BLOCKS}"
@@ -94,10 +94,8 @@ class GGUF(Format):
         if self.dtype not in ("auto", "float16") and codes.grid.scaling.stored is None:
             return f"scales of {block.name} are float16; leave save.dtype out"
         if scheme.shape[1] % block.size:
-            return (
-                f"its {scheme.shape[1]} inputs are not a multiple of {block.size}, the size of a block of {block.name}; "
-                f"use {_fallback(block)}"
-            )
+            width = f"its {scheme.shape[1]} inputs are not a multiple of {block.size}"
+            return f"{width}, the size of a block of {block.name}; use {_fallback(block)}"
         return None
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:

@@ -101,8 +101,9 @@ def write_description(
 ) -> None:
     """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
 
-    shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors. caches: the scheme of each attention with a
-    rounded cache, if quantization_config does not state it. masked: pruned linears whose masks no tensor stores.
+    shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors.
+    caches: the scheme of each attention with a rounded cache, if quantization_config does not state it. masked: pruned
+    linears whose masks no tensor stores.
     """
     if shards:
         weight_map = {name: shard for shard, names in shards.items() for name in names}

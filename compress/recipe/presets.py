@@ -1,7 +1,8 @@
 """Presets: one word, such as W4A16, for a tested chain of passes. Each is a YAML file of `presets/`.
 
 A preset stands in a recipe where its passes stand: `passes: [{scheme: W4A16}]`. It is expanded before the passes are
-read, so a resolved recipe lists the passes themselves. Its options of `save` apply only to `compress quantize`. This module imports nothing slow.
+read, so a resolved recipe lists the passes themselves. Its options of
+`save` apply only to `compress quantize`. This module imports nothing slow.
 """
 
 from __future__ import annotations

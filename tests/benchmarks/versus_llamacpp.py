@@ -83,7 +83,12 @@ def main() -> None:
                 opened.weights.bring(block)
             compress.save(model, dense.parent, "gguf", opened.tokenizer, "float32", embedding="dense", head="dense")
             importance(model, np.load(given.calibration), work / "importance.npz")
-        print("float32", dense.stat().st_size, peer(given.llama_python, "perplexity", str(dense), given.evaluation), flush=True)
+        print(
+            "float32",
+            dense.stat().st_size,
+            peer(given.llama_python, "perplexity", str(dense), given.evaluation),
+            flush=True,
+        )
     rows = []
     for kind in given.types:
         files = {}

@@ -1,4 +1,4 @@
-"""The block types of GGUF files, which hold codes with their scales: the types of 32 and the k-quants of 256 weights."""
+"""The block types of GGUF files: codes with their scales, for 32 weights or, in the k-quants, for 256."""
 
 from __future__ import annotations
 

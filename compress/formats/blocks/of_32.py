@@ -1,10 +1,10 @@
 """Block types of 32 weights with float16 scales (llama.cpp, ggml-common.h: block_q4_0 to block_q8_0).
 
-    Q4_0   d float16; 16 bytes: byte j holds the codes of weights j (lower half) and j + 16    w = d * (q - 8)
-    Q4_1   d, m float16; 16 bytes                                                              w = d * q + m
-    Q5_0   d float16; uint32 with bit 4 of the 32 codes; 16 bytes with bits 0 to 3             w = d * (q - 16)
-    Q5_1   d, m float16; uint32; 16 bytes                                                      w = d * q + m
-    Q8_0   d float16; 32 signed bytes                                                          w = d * q
+Q4_0   d float16; 16 bytes: byte j holds the codes of weights j (lower half) and j + 16    w = d * (q - 8)
+Q4_1   d, m float16; 16 bytes                                                              w = d * q + m
+Q5_0   d float16; uint32 with bit 4 of the 32 codes; 16 bytes with bits 0 to 3             w = d * (q - 16)
+Q5_1   d, m float16; uint32; 16 bytes                                                      w = d * q + m
+Q8_0   d float16; 32 signed bytes                                                          w = d * q
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ def write_gguf(
         writer.write_ti_data_to_file()
         for each in tensors:
             values = each.read().contiguous()
-            writer.write_tensor_data(values.view(torch.uint8).numpy() if values.dtype == torch.bfloat16 else values.numpy())
+            writer.write_tensor_data(
+                values.view(torch.uint8).numpy() if values.dtype == torch.bfloat16 else values.numpy()
+            )
         writer.close()
     return file_sha256(path)
 

@@ -26,8 +26,11 @@ SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """model: the kind in llama.cpp. pre: the name of the pre-tokenizer. tokens, types, scores: one for each row of the
-    embedding. merges: for byte-pair encoding of bytes. flags: other keys after `tokenizer.ggml.`. template: of chats."""
+    """The vocabulary of a file.
+
+    model: its kind in llama.cpp. pre: the name of the pre-tokenizer. tokens, types, scores: one for each row of the
+    embedding. merges: for byte-pair encoding of bytes. flags: other keys after `tokenizer.ggml.`. template: of chats.
+    """
 
     model: str
     pre: str

@@ -236,9 +236,7 @@ def _least_error_of_ends(
     for moved in ((0, 1), (0,), (1,)):
         start = list(kept)
         for step in range(-2 if len(moved) == 1 else 0, MSE_STEPS // 2 + 1):
-            cut = [
-                start[end] + step * MSE_SHRINK / MSE_STEPS if end in moved else start[end] for end in (0, 1)
-            ]
+            cut = [start[end] + step * MSE_SHRINK / MSE_STEPS if end in moved else start[end] for end in (0, 1)]
             tried = scales(low + cut[0] * (high - low), high - cut[1] * (high - low))
             error = _power_error(parts, grid, *tried)
             better = error < best

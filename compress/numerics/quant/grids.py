@@ -73,7 +73,7 @@ class Grid(ABC):
 
     @property
     def free_scales(self) -> bool:
-        """Whether all weights of a scale are proportional to it, and it may be any float, so that training can learn it."""
+        """Whether training can learn a scale: it may be any float, and its weights are proportional to it."""
         return self.scaling.free and not self.offset
 
     @property

@@ -324,7 +324,9 @@ class SuperBlock(Scaling):
         assert shared is not None
         return shared.view(self.kinds, rows, -1)[:, :, group // self.size].flatten()
 
-    def _steps(self, shared: Tensor | None, like: Float[Tensor, "out groups"], kind: int) -> Float[Tensor, "out groups"]:
+    def _steps(
+        self, shared: Tensor | None, like: Float[Tensor, "out groups"], kind: int
+    ) -> Float[Tensor, "out groups"]:
         """The step of each scale (kind 0), or of each minimum (kind 1)."""
         assert shared is not None
         rows, groups = like.shape

@@ -221,7 +221,8 @@ def _override(
         raise OptionError(place, f"weights: none skips the layers, so {others} would have no effect; remove {others}")
     try:
         if changed.get("weights") != DENSE:
-            whole = kind.model_validate({**base, **changed}).model_dump()
+            under = getattr(kind, "under", None)  # options of the pass that hold under this override
+            whole = kind.model_validate({**(base if under is None else under(base, changed)), **changed}).model_dump()
             changed = {name: whole[name] for name in changed}
         return Override.model_validate({**start, **{k: v for k, v in options.items() if k in own}, **changed})
     except ValidationError as error:

@@ -249,14 +249,19 @@ class Quantizing(WeightGrid):
 
     def _with_override(self, override: Override) -> Self:
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
-        grid = GRIDS.get(override.options.get("weights", self.weights))
-        if grid is not None and grid.group_size is not None:
-            own.pop("group_size")  # the grid fixes it
-        if grid is not None and grid.averaged != self.grid.averaged:
-            own.pop("scale")
-        if grid is not None and grid.offset != self.grid.offset:
-            own.pop("symmetric")
-        return type(self).model_validate({**own, **override.options})
+        return type(self).model_validate({**self.under(own, override.options), **override.options})
+
+    @classmethod
+    def under(cls, base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of the pass that hold under an override: those that follow from the grid are left out."""
+        before = _known_grid(base.get("weights", cls.model_fields["weights"].default))
+        grid = _known_grid(changed.get("weights")) or before
+        gone = set()
+        if grid is not None and before is not None:
+            gone |= {"group_size"} if grid.group_size is not None else set()  # the grid fixes it
+            gone |= {"scale"} if grid.averaged != before.averaged else set()
+            gone |= {"symmetric"} if grid.offset != before.offset else set()
+        return {name: value for name, value in base.items() if name not in gone}
 
     def variants(self) -> list[Self]:
         """The pass with its own options, and with those of each override."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.weights.base import InputTransform, PartScheme, TensorSpec, WeightPart
+from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme
 
 
@@ -133,7 +134,7 @@ class Format(ABC):
         """The dtype of a dense floating tensor."""
         return storage
 
-    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> PartScheme | None:
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
         """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
         return None
 

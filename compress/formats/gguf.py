@@ -36,7 +36,7 @@ from compress.formats.blocks.block import BlockType
 from compress.formats.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
 from compress.formats.gguf_files.architecture import Architecture, architecture_of, architectures, rope_factors
 from compress.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
-from compress.weights.base import InputTransform, PartScheme, TensorSpec, WeightPart, checked
+from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme, codes_alone
 
@@ -154,7 +154,7 @@ class GGUF(Format):
     def stored_dtype(self, shape: Sequence[int], storage: torch.dtype) -> torch.dtype:
         return torch.float32 if len(shape) < 2 else storage
 
-    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> PartScheme | None:
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
         if name not in (ends.embedding, ends.head):
             return None
         block = BLOCK_TYPES.get(self.head if ends.head in (name, None) else self.embedding)
@@ -170,7 +170,7 @@ class GGUF(Format):
         blocks = {f"{name}.{STORED}": block_of(scheme) for name, scheme in schemes.items()}
         for name in (ends.embedding, ends.head):
             part = None if name is None else self.end_layout(ends, name, (0, ends.config.hidden_size))
-            if isinstance(part, CodesScheme):
+            if part is not None:
                 blocks[f"{name}{BLOCKS}"] = block_type_of(part.grid.name)
         tensors = list(_tensors(architecture, ends, shards, blocks))
         metadata = _metadata(architecture, ends, vocabulary_of(ends.tokenizer, ends.config.vocab_size), tensors)

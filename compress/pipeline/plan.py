@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compress.api.context import device_of
 from compress.api.passes import Pass, Step
-from compress.errors import ModelError
+from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import linears
@@ -147,6 +147,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     if reason := recipe.save.target().refuses_model(ends_of(opened)):
         raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
     steps, form = resolve(recipe.passes, opened, recipe.save.target())
+    _check_cache(recipe, steps)
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
@@ -164,6 +165,14 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
     return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+
+
+def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
+    """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
+    for where, step, _ in steps:
+        if step.cache is not None and recipe.save.target().file is not None:
+            reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
+            raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from compress import GPTQ, RTN
+from compress import GPTQ, RTN, Recipe
 from compress.api.options import SomeBlocks
 from compress.errors import RecipeError, TargetError
 from compress.model.structure.blocks import Block
@@ -57,6 +57,14 @@ def test_overrides_have_fallbacks_of_their_own_and_skipped_layers_none(names):
     assert found["layers.0.b"] == ("int8", 32) and found["layers.3.b"] == ("int8", 32)
     assert found["layers.2.b"] == ("int5", 32) and found["layers.2.a"] == ("uint4_k", 32)
     assert found["layers.1.a"] is None and found["layers.1.b"] is None
+
+
+def test_overrides_of_another_kind_of_grid_survive_the_resolved_recipe():
+    step = {"gptq": {"weights": "uint4_k", "overrides": {"b": {"weights": "int6_k"}, "a": {"weights": "nvfp4"}}}}
+    recipe = Recipe(model="m", passes=[step])
+    assert Recipe.from_text(recipe.to_yaml()) == recipe
+    sixes = recipe.passes[0].for_layer("layers.0.b")
+    assert (sixes.weights, sixes.group_size, sixes.symmetric) == ("int6_k", 16, True)
 
 
 def test_a_pass_without_fallback_does_not_change(names):

@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress import GPTQ, RTN
+from compress import GPTQ, RTN, KVCache
 from compress.errors import ModelError, RecipeError, SaveError, TargetError
 from compress.formats.containers.gguf import FILE, arranged, open_gguf, rearranged
 from compress.model.linear import CompressedLinear
@@ -164,6 +164,7 @@ def test_rows_of_heads_go_and_come_back():
         (RTN(weights="uint4_k"), {}, "its 128 inputs are not a multiple of 256, the size of a block of Q4_K; use fallback"),
         (RTN(weights="int8", activations="int8", **GROUPS), {}, "cannot state that activations are rounded"),
         (GPTQ(weights="int4", act_order="group", **GROUPS), {}, "in any order of columns; use act_order: static"),
+        (KVCache(), {}, "format gguf cannot state that keys and values are rounded; .* remove the pass"),
     ],
 )  # fmt: skip
 def test_what_no_block_holds_is_refused_before_the_first_pass(step, save, message, recipe, tmp_path):

@@ -325,4 +325,4 @@ def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
         pair = [each[:, order] for each in pair]
     before, after = (grouped(each, codes.group_size).abs().amax(-1) for each in pair)
     needed = before / codes.grid.span  # powers of two may be twice as large
-    return int(((before > 0) & (after == 0) & (codes.scale > 2.5 * needed)).sum())
+    return int(((before > 0) & (after == 0) & (codes.scale.abs() > 2.5 * needed)).sum())

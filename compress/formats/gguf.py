@@ -51,9 +51,10 @@ def block_of(scheme: LayerScheme) -> BlockType | None:
     """The block type for layers of a scheme, or None."""
     codes = scheme.codes
     block = None if codes is None else block_type_of(codes.grid.name)
-    exact = block is not None and codes is not None and codes.group_size == block.group and not codes.indexed
-    plain = exact and codes is not None and codes.rows == 1 and not codes.float_zeros
-    return block if plain and codes.symmetric != codes.grid.offset else None
+    if codes is None or block is None:
+        return None
+    plain = codes.rows == 1 and not codes.float_zeros and not codes.indexed
+    return block if plain and codes.group_size == block.group and codes.symmetric != codes.grid.offset else None
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from torch import Tensor
 
@@ -21,19 +20,19 @@ from compress.api.context import Cost, Run
 from compress.api.journal import Entry
 from compress.api.passes import Step
 from compress.errors import OutputError
-from compress.formats.base import CacheScheme, Format
-from compress.formats.containers.files import file_sha256, write_json, write_text
+from compress.formats.base import CacheScheme
+from compress.formats.containers.files import write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
-from compress.model.kv_cache import SCALES, cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
-from compress.model.open.load import fill, fill_caches
-from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
+from compress.model.kv_cache import cache_records, stated_scheme
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.opening import InMemory, OpenModel
 from compress.model.save import INDEX_FILE, block_tensors, dense_linear_names, store_as_planned, write_description
 from compress.model.structure.blocks import Block
 from compress.pipeline.engine import Segment
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.resolve import update_targets
+from compress.pipeline.restore import is_file, restore_block
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.stream.ends import ends_of, outside_tensors, round_ends
 from compress.stream.install import LayerResult
@@ -117,7 +116,7 @@ class Manifest:
     def damaged(self) -> list[str]:
         """The files of a complete checkpoint that are missing or changed."""
         files = {entry.file: entry.sha256 for entry in self.shards.values()}
-        changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
+        changed = [name for name, digest in files.items() if not is_file(self.folder / name, digest)]
         whole = [f"{WORK}/{PROBE_FILE}", "config.json"]
         whole += [INDEX_FILE] if any(name.endswith(".safetensors") for name in files) else []
         return changed + [name for name in whole if not (self.folder / name).exists()]
@@ -171,46 +170,6 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         return Manifest(**{**values, **between, "folder": folder, "shards": shards})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None  # written by another version, or damaged: not this run
-
-
-def _is_file(path: Path, sha256: str) -> bool:
-    return path.exists() and file_sha256(path) == sha256
-
-
-def restore_block(
-    block: Block, entry: ShardEntry, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
-    device: torch.device,
-) -> bool:  # fmt: skip
-    """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
-    path = folder / entry.file
-    if not _is_file(path, entry.sha256):
-        return False
-    mapped = Mapped(stored_in(path), dtype, device)
-    for name, layer in linears(block.module).items():
-        if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
-            renew_linear(block.module, name)
-        elif f"{block.name}.{name}" in targets:
-            replace_linear(block.module, name)
-    schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
-    fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
-    known = cache_records(block.name, block.module)
-    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in known}
-    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
-    fill_caches(block.module, block.name + ".", scales, caches)
-    _assign_dense(block, mapped, schemes)
-    return True
-
-
-def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
-    """Assign the tensors that are stored dense."""
-    tensors = mapped.read(list(mapped.files))
-    for name, layer in linears(block.module).items():
-        full = f"{block.name}.{name}"
-        if isinstance(layer, CompressedLinear) and full not in schemes:
-            weight = tensors.pop(f"{full}.weight")
-            layer.put(weight.T if layer.transposed else weight)
-    held = {f"{block.name}.{name}" for name in block.module.state_dict()}
-    assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
 
 
 @dataclass

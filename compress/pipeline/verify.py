@@ -214,7 +214,7 @@ def _transformers_model(
     transformers.logging.disable_progress_bar()
     try:
         with redirect_stderr(io.StringIO()):  # compressed-tensors shows its own progress bars
-            options = {} if format_.file is None else {"gguf_file": format_.file}
+            options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
             return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote, **options).eval()
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error

@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocab
         merges = [f"{left} {right}" for left, right in pairs]
         found = Vocabulary("gpt2", pre, tokens, types, merges=merges)
     elif model.get("byte_fallback"):
-        tokens, types = _tokens(tokenizer, size, model.get("unk_token") or tokenizer.unk_token or "")
+        tokens, types = _tokens(tokenizer, size, str(model.get("unk_token") or tokenizer.unk_token or ""))
         found = Vocabulary("llama", "default", tokens, types, _scores(tokens, pairs))
         found.flags["add_space_prefix"] = _adds_space(stated)
     else:

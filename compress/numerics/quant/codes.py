@@ -232,18 +232,20 @@ def _least_error_of_ends(
     """
     best = torch.full_like(low, math.inf)
     kept = [torch.zeros_like(low), torch.zeros_like(low)]
-    found = scales(low, high)
+    scale, zero = scales(low, high)
+    assert zero is not None, "such a grid has minima"
     for moved in ((0, 1), (0,), (1,)):
         start = list(kept)
         for step in range(-2 if len(moved) == 1 else 0, MSE_STEPS // 2 + 1):
             cut = [start[end] + step * MSE_SHRINK / MSE_STEPS if end in moved else start[end] for end in (0, 1)]
             tried = scales(low + cut[0] * (high - low), high - cut[1] * (high - low))
             error = _power_error(parts, grid, *tried)
+            assert tried[1] is not None
             better = error < best
             best = torch.where(better, error, best)
             kept = [torch.where(better, new, old) for new, old in zip(cut, kept, strict=True)]
-            found = tuple(torch.where(better, new, old) for new, old in zip(tried, found, strict=True))
-    return found
+            scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
+    return scale, zero
 
 
 def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:

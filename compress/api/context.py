@@ -18,6 +18,7 @@ from compress.errors import RecipeError
 from compress.formats.base import Format
 from compress.formats.native import Native
 from compress.model.objective import NEXT_TOKENS, LMObjective
+from compress.model.open.opening import OpenModel
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.weights.codes import CodesPart
 
@@ -59,8 +60,10 @@ class Run:
     ids [sequences, length], or None. open_teacher: a context manager that opens the uncompressed model, or another one
     by its source; the model can run inside of the context, and each block is in memory only while it runs. work: a
     folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
-    lm_objective: the language-model objective, if a pass uses it. training: the report's record of each training pass,
-    by label. ends: the stored forms of embedding and head by name, if the format rounds them.
+    lm_objective: the language-model objective, if a pass uses it. open_original: opens the model before all passes,
+    those of earlier runs included; for passes that compare blocks which an earlier sweep compressed. training: the
+    report's record of each training pass, by label. ends: the stored forms of embedding and head by name, if the format
+    rounds them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -73,6 +76,7 @@ class Run:
     label: str = ""
     calibration: Tensor | None = None
     open_teacher: Callable[[str | None], AbstractContextManager[nn.Module]] | None = None
+    open_original: Callable[[], OpenModel] | None = None
     work: Path | None = None
     lm_objective: LMObjective = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)

@@ -151,14 +151,15 @@ class Gram(Observer):
     def factor(self, damping: float, order: Tensor | None = None) -> tuple[Float[Tensor, "in in"], float, int]:
         """(U, damping used, dead channels): `linalg.inverse_factor` with the columns in `order`.
 
-        Dead channels (always zero) get a 1 on the diagonal, so that they neither give nor receive compensation. The
-        factor is cached for other layers that read the same input.
+        Dead channels (always zero) neither give nor receive compensation. The factor is cached for other
+        layers that read the same input.
         """
         key = (damping, b"" if order is None else order.cpu().numpy().tobytes())
         dead = self.diagonal == 0
         if key not in self._factors:
             hessian = self.hessian
-            hessian.diagonal()[dead] = 1
+            if bool(dead.all()):
+                hessian.fill_diagonal_(1)
             if order is not None:
                 hessian = hessian[order][:, order]
             self._factors = {key: inverse_factor(hessian, damping)}

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from typing_extensions import Self
 
 from compress.errors import RecipeError, TargetError, did_you_mean
 from compress.model.structure.select import matches, select
@@ -24,6 +25,9 @@ PLAIN_WORDS = {
 
 OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides"})
 """Options that a pass cannot override per layer; a pass with more of them lists all in `of_the_whole`."""
+
+INHERITED = "inherited"
+"""The context of a validation of options that a layer has from the whole pass; some may have no effect there."""
 
 DENSE = "none"
 """The value of `weights` in an override for layers that the pass skips."""
@@ -72,6 +76,22 @@ class Options(BaseModel):
     def key(cls) -> str:
         """The name in a recipe and in errors."""
         return cls.__name__.lower()
+
+    def without_effect(self) -> dict[str, str]:
+        """The options that change nothing, given the values of the others, and the end of their error (why, a remedy).
+
+        It is an error to set one of them to another value than its default.
+        """
+        return {}
+
+    @model_validator(mode="after")
+    def _check_effects(self, info: ValidationInfo) -> Self:
+        if info.context == INHERITED:
+            return self
+        for name, reason in self.without_effect().items():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} has no effect {reason}")
+        return self
 
     if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
 
@@ -222,7 +242,8 @@ def _override(
     try:
         if changed.get("weights") != DENSE:
             under = getattr(kind, "under", None)  # options of the pass that hold under this override
-            whole = kind.model_validate({**(base if under is None else under(base, changed)), **changed}).model_dump()
+            own_base = base if under is None else under(base, changed)
+            whole = kind.model_validate({**own_base, **changed}, context=INHERITED).model_dump()
             changed = {name: whole[name] for name in changed}
         return Override.model_validate({**start, **{k: v for k, v in options.items() if k in own}, **changed})
     except ValidationError as error:

@@ -11,6 +11,7 @@ passes keep:
                    left_out         patterns of layers that the pass skips
                    check            the reason why the pass cannot work on a linear
                    becomes          the storage scheme of a layer after the pass
+                   at_most          the same, with the transforms that may stay at the layer
                    sparsities       the storage schemes of the masks that the pass makes
                    cache            the rounding of keys and values
                    zeros            the sparsity that the pass must reach in a layer
@@ -147,6 +148,10 @@ class Pass(Options, ABC):
     def becomes(self, before: LayerScheme) -> LayerScheme:
         """The storage scheme of a layer after this pass, as far as known before the run. before: its scheme now."""
         return before
+
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        """As `becomes`, with the transforms that stay if no earlier layer can absorb them, which only the run finds."""
+        return self.becomes(before)
 
     def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
         """The possible storage schemes of the mask of a layer of this shape; empty if the pass makes no mask."""

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from compress.api.facts import Fact, LayerFacts, Requirements
 from compress.api.layers import Layer, Solution
 from compress.api.observers import InputAbsMax, Observer
-from compress.api.options import Override, read_overrides, resolve_overrides
+from compress.api.options import INHERITED, Override, read_overrides, resolve_overrides
 from compress.api.passes import ActivationScale, LayerPass, Pass
 from compress.errors import NumericError, TargetError
 from compress.model.structure.select import ModuleNames
@@ -249,7 +249,8 @@ class Quantizing(WeightGrid):
 
     def _with_override(self, override: Override) -> Self:
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
-        return type(self).model_validate({**self.under(own, override.options), **override.options})
+        own = {**self.under(own, override.options), **override.options}
+        return type(self).model_validate(own, context=INHERITED)
 
     @classmethod
     def under(cls, base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

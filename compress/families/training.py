@@ -28,6 +28,8 @@ from compress.train.parametrization import Kind, Parametrization, masked
 from compress.train.student import KEPT, Student, trainable
 from compress.train.teacher import CachedTeacher, OnlineTeacher, Teacher, TeacherOptions, cached_teacher
 
+TEACHERS = ("teacher", "divergence", "temperature", "top_k")
+"""The options of a teacher."""
 TOP_K = 256  # of 49152 tokens in SmolLM2-135M at int4: 2% gradient error (64: 6%); 2 KiB per token of text
 
 
@@ -92,8 +94,16 @@ class TrainingPass(TrainingOptions, ModelPass):
             raise ValueError("hidden states need the teacher in every step; add top_k: null")
         if self.token_scale is not None and self.ce_weight == 1:
             raise ValueError("token_scale weighs the divergence, which has weight 0 with ce_weight: 1; lower ce_weight")
-        if self.layer_map is not None and not self.hidden:
-            raise ValueError("layer_map has no effect with hidden: 0; set hidden, or leave layer_map out")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if not self.hidden:
+            idle["layer_map"] = "with hidden: 0; set hidden, or leave layer_map out"
+        if self.ce_weight == 1:
+            remedy = "with ce_weight: 1, where no output of a teacher is learned; write ce_weight: 0.5, or leave it out"
+            names = ("divergence", "temperature") if self.hidden or self.cosine else TEACHERS
+            idle |= dict.fromkeys(names, remedy)
+        return idle
 
     @property
     def requires(self) -> Requirements:

@@ -308,6 +308,20 @@ def _count_kept(layer: nn.Module, keys: Any) -> None:
         layer.sparsity = Sparsity(int(positions.mask().sum()))
 
 
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """The shape (out, in) of a linear of any kind."""
+    if isinstance(module, CompressedLinear):
+        return module.shape
+    assert isinstance(module, LINEARS)
+    rows, columns = module.weight.shape
+    return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
+
+
+def scheme_of(module: nn.Module) -> LayerScheme:
+    """The storage scheme of a linear of any kind; that of a dense layer is plain."""
+    return module.scheme if isinstance(module, CompressedLinear) else LayerScheme(shape_of(module))
+
+
 def linears(module: nn.Module) -> dict[str, nn.Module]:
     """Every linear of a module by name, dense or compressed, in the order of definition."""
     return {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}

@@ -17,7 +17,11 @@ SMALL = 128  # triangular matrices up to this width are inverted in one call; me
 def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float[Tensor, "n n"], float]:
     """(U, damping used): the upper Cholesky factor U of the inverse, inv(H + damping * mean(diag H) * I) = U^T U.
 
-    GPTQ (Frantar 2022), section 3.3, step 3. Each damping is tried in float32, then in float64. While the matrix is not
+    The mean is that of the channels that are not dead (zero on the diagonal): they would lower it, and with it the
+    damping of the others. GPTQ (Frantar 2022), section 3.3, step 3. A dead channel, whose row and column are zero, gets
+    a small diagonal, `DAMPING` of the mean: it neither gives nor receives compensation, and pruning takes it first.
+
+    Each damping is tried in float32, then in float64. While the matrix is not
     positive definite, the damping is multiplied by ten. The damping that worked is returned, so that the caller can
     report it.
 
@@ -25,7 +29,10 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
     """
     if not bool(torch.isfinite(hessian).all()):
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
-    mean = hessian.diagonal().mean()
+    mean, dead = hessian.diagonal().mean(), hessian.diagonal() == 0
+    if bool(dead.any()) and not bool(dead.all()):
+        mean = hessian.diagonal()[~dead].mean()
+        hessian = hessian + torch.diag(dead * (DAMPING * mean))
     eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     used = damping
     for _ in range(RETRIES + 1):

@@ -27,7 +27,7 @@ class SoftTargets:
 
     log_probs: log p of all tokens of the vocabulary, or of the tokens in `index`. index: the most likely tokens; None:
     all tokens, in order. log_rest: log of the total probability of all other tokens. text: log p, at temperature 1, of
-    the next token of the text; 0 where there is no next token.
+    the next token of the text; infinite where there is no next token.
     """
 
     log_probs: Float[Tensor, "tokens cells"]
@@ -100,13 +100,14 @@ def divergence(
     return DIVERGENCES[kind](targets.cells, log_q)
 
 
-def token_weights(text: Float[Tensor, " tokens"], temperature: float) -> Float[Tensor, " tokens"]:
-    """Token weights that sum to 1, proportional to exp(c / temperature), where c is the teacher's cross-entropy.
+def token_weights(text: Float[Tensor, " tokens"], temperature: float, sequences: int = 1) -> Float[Tensor, " tokens"]:
+    """Token weights that sum to 1, proportional to exp(c / temperature) in each of some sequences of equal length.
 
-    A token that the teacher predicts with confidence is learned early and is overfitted at the cost of the others
-    (TSLD, Kim 2023, arXiv 2308.06744). text: as in `SoftTargets`; tokens without a next token have weight 0.
+    c is the teacher's cross-entropy. A token that the teacher predicts with confidence is learned early and is
+    overfitted at the cost of the others (TSLD, Kim 2023, arXiv 2308.06744). Every sequence has the same weight, as in
+    the authors' code. text: as in `SoftTargets`; tokens without a next token have weight 0.
     """
-    return (-text / temperature).masked_fill(text == 0, -math.inf).softmax(0)
+    return (-text.view(sequences, -1) / temperature).softmax(1).flatten() / sequences
 
 
 class _Mean(torch.autograd.Function):

@@ -19,6 +19,8 @@ from compress.families.quantizing import WeightGrid
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.scale import ScaleScheme
 
 STEPS = 20  # reference code (auto_scale.py, auto_clip.py): n_grid, of alpha and of the clipped fraction
 MOST_CLIPPED = 0.5  # reference code (auto_clip.py): max_shrink, the largest clipped fraction of a range
@@ -67,6 +69,9 @@ class AWQ(WeightGrid, BlockPass):
         widest = max(size.inputs, default=0)
         rows = COPIES * 4 * min(size.largest, CHUNK)
         return sum(map(Moments.memory_bytes, size.inputs)) + max(size.forward_bytes, 2 * 4 * widest**2 + rows)
+
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        return before.with_transform(ScaleScheme()) if self.unlinked == "scale" else before
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = {group: InputStatistics(found) for group, found in inputs.observe(Moments).items()}

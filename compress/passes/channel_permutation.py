@@ -21,6 +21,8 @@ from compress.model.structure.permutations import Permutation, permute
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.permutation import search
 from compress.numerics.sparse.scores import ria, wanda
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.permutation import PermutationScheme
 
 Score = Literal["magnitude", "wanda", "ria"]
 WILD = "*?[:"
@@ -63,6 +65,9 @@ class ChannelPermutation(BlockPass):
     @property
     def requires(self) -> Requirements:
         return Requirements(data=self.score != "magnitude")
+
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        return before.with_transform(PermutationScheme()) if self.unlinked == "keep" else before
 
     def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
         if any(found.n_of_m == self.pattern.n_of_m for found in later.sparsities(layer.shape)):

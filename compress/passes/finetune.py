@@ -39,10 +39,16 @@ class Finetune(TrainingPass):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.lora_rank is None and self.lora_alpha is not None:
-            raise ValueError("lora_alpha has no effect without lora_rank; set lora_rank, or leave lora_alpha out")
         if self.lora_rank is not None and self.train is not None and "weights" not in self.train:
             raise ValueError("lora_rank needs weights in train; add weights to train, or leave train out")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if self.lora_rank is None:
+            return idle | {"lora_alpha": "without lora_rank; set lora_rank, or leave lora_alpha out"}
+        if "biases" not in (self.train or ()):
+            idle["weight_rate"] = "with lora_rank, whose update learns at learning_rate; leave it out"
+        return idle
 
     @property
     def kinds(self) -> tuple[Kind, ...] | None:

@@ -68,8 +68,10 @@ class GPTQ(QuantizingPass):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
         if self.error == "asymmetric" and self.normalize_tokens:
             raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
-        if self.error == "symmetric" and self.alpha != ALPHA:
-            raise ValueError("alpha has no effect with error: symmetric; leave it out, or use error: asymmetric")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {"alpha": "with error: symmetric; leave it out, or use error: asymmetric"}
+        return super().without_effect() | (idle if self.error == "symmetric" else {})
 
     @property
     def indexed(self) -> bool:

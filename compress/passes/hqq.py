@@ -50,8 +50,10 @@ class HQQ(QuantizingPass):
             raise ValueError(
                 f"weights: {self.weights} has scales that are not plain floats, but hqq finds float scales; use rtn"
             )
-        if self.symmetric and self.zero_point == "float":
-            raise ValueError("zero_point: float has no effect without zero points; add symmetric: false")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {"zero_point": "without zero points; add symmetric: false"}
+        return super().without_effect() | (idle if self.symmetric else {})
 
     @property
     def float_zeros(self) -> bool:

@@ -40,6 +40,10 @@ class IterativePruning(SparseTrainingPass):
     )
     final_rate: float = Field(default=0.1, gt=0, le=1, description="rate of finetune, relative to learning_rate")
 
+    def without_effect(self) -> dict[str, str]:
+        idle = {"final_rate": f"with retrain: {self.retrain}; leave it out, or use retrain: finetune"}
+        return super().without_effect() | (idle if self.retrain != "finetune" else {})
+
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
         return Shrinking(layer)
 

@@ -59,10 +59,9 @@ class LoRC(LayerPass):
         default=DAMPING, gt=0, le=1, description="added to the diagonal of the covariance, relative to its mean"
     )
 
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.error == "weight" and self.damping != DAMPING:
-            raise ValueError("damping has no effect with error: weight; leave it out, or use error: activation")
+    def without_effect(self) -> dict[str, str]:
+        idle = {"damping": "with error: weight; leave it out, or use error: activation"}
+        return super().without_effect() | (idle if self.error == "weight" else {})
 
     @property
     def observer(self) -> type[Observer]:

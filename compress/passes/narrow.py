@@ -78,6 +78,10 @@ class Narrow(ReshapingPass):
         if self.heads is None and self.ffn is None and self.hidden is None:
             raise ValueError("no width to reduce; give at least one of heads, ffn and hidden")
 
+    def without_effect(self) -> dict[str, str]:
+        idle = {"damping": "with repair: none; leave it out, or use repair: least_squares"}
+        return super().without_effect() | (idle if self.repair == "none" else {})
+
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration with all new widths."""
         inner, hidden = self._inner_widths(model, where), self._hidden_widths(model, where)

@@ -24,7 +24,8 @@ from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
 from compress.weights.transforms.rounding import InputRounding
 
-RATES = {"adam": 0.01, "sign": 0.005}  # of the shifts, with start: gptq; tuned on the first blocks of one model
+ADAM_RATE = 0.01  # of the shifts, with start: gptq; tuned on the first blocks of one model
+CHECKS = 5  # evenly spaced iterates whose error over all batches is measured; the best one is kept
 
 
 class SignRound(Quantizing, BlockPass):
@@ -33,8 +34,8 @@ class SignRound(Quantizing, BlockPass):
     Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
     The target is the uncompressed model's activations after the block (error: asymmetric), or the output of the
     unrounded block for the same inputs (symmetric). start: 'gptq' starts from the result of GPTQ, 'rtn' from the
-    original weights as in the paper. optimizer: 'sign' is the signed gradient descent of the paper. If the error over
-    all batches does not decrease, the start is kept.
+    original weights as in the paper. optimizer: 'sign' is the signed gradient descent of the paper. Of several
+    iterates, the one with the least error over all batches is kept; the start, if no error is less.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"
@@ -46,7 +47,8 @@ class SignRound(Quantizing, BlockPass):
         default=None,
         gt=0,
         le=1,
-        description=f"of the shifts, decays to 0; default {RATES['adam']} (adam), {RATES['sign']} (sign)",
+        description=f"of the shifts, decays to 0; default {ADAM_RATE} (adam), 1 / iterations (sign, as in AutoRound: "
+        "a shift can move by half a step)",
     )
     scale_rate: float = Field(default=0.1, ge=0, description="rate of the scales, relative to learning_rate")
     error: ErrorName = Field(
@@ -60,6 +62,15 @@ class SignRound(Quantizing, BlockPass):
         super().model_post_init(context)
         if self.activation_scale != "token":
             raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {"scale_rate": f"with weights {self.weights}, whose scales are no plain floats and stay; leave it out"}
+        return super().without_effect() | ({} if self.grid.scaling.free else idle)
+
+    @property
+    def rate(self) -> float:
+        """The first rate of the shifts."""
+        return self.learning_rate or (ADAM_RATE if self.optimizer == "adam" else 1 / self.iterations)
 
     @property
     def requires(self) -> Requirements:
@@ -142,11 +153,13 @@ class SignRound(Quantizing, BlockPass):
     def _learn(
         self, block: nn.Module, inputs: BlockInputs, targets: list[Tensor], learned: list[LearnedRounding]
     ) -> None:
-        rate = self.learning_rate or RATES[self.optimizer]
+        rate = self.rate
         shifts = [item.shift for item in learned]
         factors = [item.factor for item in learned if item.factor.requires_grad]
         stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
         order = _batches(inputs.batches, self.seed)
+        checked = {self.iterations * part // CHECKS for part in range(1, CHECKS + 1)}
+        best: tuple[float, list[Tensor]] | None = None
         for iteration in range(self.iterations):
             now = rate * (1 - iteration / self.iterations)
             for group, part in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
@@ -159,6 +172,14 @@ class SignRound(Quantizing, BlockPass):
             stepper.zero_grad()
             for item in learned:
                 item.limit()
+            if iteration + 1 in checked:
+                error = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
+                if best is None or error < best[0]:
+                    best = error, [parameter.detach().clone() for parameter in (*shifts, *factors)]
+        assert best is not None
+        with torch.no_grad():
+            for parameter, kept in zip((*shifts, *factors), best[1], strict=True):
+                parameter.copy_(kept)
 
 
 class _Sign(torch.optim.Optimizer):
@@ -171,7 +192,8 @@ class _Sign(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+                if parameter.grad is not None:  # an expert without tokens in this batch
+                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
 _STEPPERS: dict[str, Any] = {"adam": torch.optim.Adam, "sign": _Sign}

@@ -19,7 +19,9 @@ from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding
+from compress.weights.transforms.scale import ScaleScheme
 
 SEARCHED = tuple(i / 20 for i in range(21))  # candidates of alpha: search; each one costs one rounding of the readers
 Equalize = Callable[[Tensor], Tensor]
@@ -56,6 +58,9 @@ class SmoothQuant(BlockPass):
 
     def memory(self, size: ProblemSize) -> int:
         return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
+
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        return before.with_transform(ScaleScheme()) if self.unlinked == "scale" else before
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)

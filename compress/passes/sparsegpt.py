@@ -75,10 +75,11 @@ class SparseGPT(PruningPass):
             check_grid(self.weights, self.groups, self.symmetric)
             if not GRIDS[self.weights].has_zero:
                 raise ValueError(f"weights: {self.weights} has no zero, which pruned weights need; use another grid")
-            return
-        for name in ("group_size", "symmetric", "scale"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} has no effect without rounding; add weights: int4, or leave it out")
+
+    def without_effect(self) -> dict[str, str]:
+        reason = "without rounding; add weights: int4, or leave it out"
+        idle = dict.fromkeys(("group_size", "symmetric", "scale"), reason)
+        return super().without_effect() | (idle if self.weights is None else {})
 
     def _check_columns(self) -> None:
         span, groups = self.pattern.span, self.groups

@@ -1,4 +1,4 @@
-"""Check the teachers and the objectives of a recipe before the run."""
+"""Check the models that a recipe compares with, and the objectives, before the run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from compress.api.passes import ModelPass, Step
-from compress.errors import ModelError
+from compress.errors import ModelError, TargetError
 from compress.model.objective import LMObjective, objective_of
 from compress.model.open.opening import OpenModel
 from compress.model.open.vocabulary import check_teacher
-from compress.pipeline.resolve import lm_objective_for, with_config
-from compress.pipeline.sources import original_of
+from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
+from compress.pipeline.sources import open_original, original_of
 from compress.recipe.schema import Recipe
+from compress.stream.original import looks_back
 
 
 def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:
     """Check teachers and objectives; no weights are read. Returns `Run.lm_objective`.
 
     Raises ModelError for a teacher that does not fit or a missing mask token; RecipeError for options that have no
-    effect on the objective.
+    effect on the objective; TargetError for blocks that cannot be compared with original ones.
     """
     check_teachers(recipe, steps, opened)
+    check_original(recipe, steps, opened)
     found = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval is not None and recipe.eval.perplexity:
         objective_of(opened.model, opened.tokenizer)  # an evaluation needs the mask token, too
@@ -45,6 +47,39 @@ def check_teachers(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> 
             step.check_teacher(form.model, teacher, where)
         if step.requires.new_shape:
             form = with_config(form, step.outcome(form.model, where))
+
+
+def check_original(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+    """Check that the blocks from before compression are known to passes that need them (`looks_back`)."""
+    label = looks_back(steps)
+    if label is None:
+        return
+    source, form = original_of(recipe.model), opened
+    before = steps[: [where for where, _, _ in steps].index(label)]
+    if source == recipe.model and not before:
+        raise TargetError(
+            f"{label}: it compares blocks before and after compression, but the model that {source} was compressed "
+            "from is not known: no run of compress wrote the folder; start from the uncompressed model"
+        )
+    for where, step, _ in before:
+        if step.requires.new_shape and isinstance(step, ModelPass):
+            form = with_config(form, step.outcome(form.model, where))
+    own, original = layer_shapes(form), layer_shapes(open_original(recipe, opened))
+    if own != original:
+        name = next(name for name in [*own, *original] if own.get(name) != original.get(name))
+        raise TargetError(
+            f"{label}: it compares blocks before and after compression, but the blocks have changed their shape: "
+            f"{name} is {own.get(name, 'missing')} here and {original.get(name, 'missing')} in {source}; "
+            "put it directly after the passes that compress them"
+        )
+
+
+def check_original_given(steps: Sequence[Step], given: bool) -> None:
+    """Check the same for a model in memory. given: whether the caller gives the uncompressed model."""
+    label = looks_back(steps)
+    if label is not None and not given:
+        names = next(names for where, _, names in steps if where == label)
+        raise nothing_compressed(label, len(names), ", or give the uncompressed model (teacher=...)")
 
 
 def _original(source: str, recipe: Recipe, opened: OpenModel, where: str) -> PreTrainedModel:

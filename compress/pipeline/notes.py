@@ -72,3 +72,13 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
                 reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
             notes.append(f"{where}: its zeros save no bytes: {reason}")
     return notes
+
+
+def transform_notes(sizes: Sequence[int]) -> list[str]:
+    """A note on scales and permutations of inputs that may stay at layers; sizes: bytes of each such layer."""
+    if not sizes:
+        return []
+    return [
+        f"{len(sizes)} layers may keep a scale or permutation of their inputs that no earlier layer can absorb; "
+        f"it is not counted: at most {sum(sizes)} bytes more"
+    ]

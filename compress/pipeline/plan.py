@@ -23,7 +23,7 @@ from compress.model.save import outside_state
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
-from compress.pipeline.notes import pruning_notes, storage_notes
+from compress.pipeline.notes import pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.readers import check_reader
 from compress.pipeline.resolve import (
@@ -107,17 +107,17 @@ class Plan:
 
 def planned_scheme(
     steps: Sequence[tuple[str, Pass]], name: str, start: LayerScheme, storage: torch.dtype, policy: SparsePolicy,
-    found: Sequence[Sparsity] = (),
+    found: Sequence[Sparsity] = (), most: bool = False,
 ) -> LayerScheme:  # fmt: skip
     """The final storage scheme of a layer, as far as it is known before the run.
 
     start: the scheme before the first pass. policy: for sparse layers. found: the possible ways to store the mask that
-    the layer starts with.
+    the layer starts with. most: with all transforms that may stay at the layer.
     """
     scheme = start
     for _, step in steps:
         own = own_options(step, name)
-        scheme = own.becomes(scheme)
+        scheme = own.at_most(scheme) if most else own.becomes(scheme)
         found = own.sparsities(start.shape) or found
     stored = scheme.sparse(found, storage, policy)
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
@@ -179,6 +179,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     format_, storage = recipe.save.target(), storage_dtype(recipe, form)
     shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
+    kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in chosen if name in names]
@@ -187,6 +188,9 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         stored = LayerScheme(shape) if format_.adapt(scheme) is None else scheme
         size = format_.size_bytes(stored, storage)
         layers.append(LayerPlan(name, shape, tuple(where for where, _ in mine), scheme, size))
+        most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
+        if most.transforms != scheme.transforms and format_.adapt(most) is not None:
+            kept.append(format_.size_bytes(most, storage) - size)
     weights = sum(layer.size_bytes for layer in layers)
     rest = _rest_bytes(form, storage, format_)
     dense = _rest_bytes(form, storage) + _dense_bytes(shapes, storage)
@@ -195,7 +199,7 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         for _, step, names in steps
         if step.cache is not None
     )
-    notes = form.notes + _notes(steps, layers, starts, format_, storage)
+    notes = form.notes + _notes(steps, layers, starts, format_, storage) + transform_notes(kept)
     return Plan(tuple(layers), weights + rest + scales * storage.itemsize, dense, 0, tuple(notes))
 
 

@@ -17,7 +17,7 @@ from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing, rounded_caches
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
 from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel
@@ -59,6 +59,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     """
     names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
     _check_start(schemes, format_)
+    most = dict(schemes)
     steps: list[Step] = []
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
@@ -68,15 +69,17 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
         _check_facts(step, names if needs.new_shape else chosen, facts, where)
-        _check_sweep(step, chosen, swept, where)
+        _check_sweep(step, chosen, swept, facts, where)
         _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
+        _check_transforms(step, chosen, most, format_, where)
         steps.append((where, step, chosen))
         if isinstance(step, ModelPass) and needs.new_shape:
             opened = with_config(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
+            most = dict(schemes)
         else:
             for name in chosen:
                 facts[name] |= dict.fromkeys(own_options(step, name).facts(), where)
@@ -122,7 +125,7 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
 def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
     """The storage scheme of every linear of the original model."""
     return {
-        f"{block.name}.{name}": CompressedLinear.of(module).scheme
+        f"{block.name}.{name}": scheme_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
@@ -159,21 +162,28 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             )
 
 
-def _check_sweep(step: Pass, names: Sequence[str], swept: set[str], where: str) -> None:
-    """Raise TargetError if a pass needs the original layers of the sweep and no pass of the sweep changes them.
+def _check_sweep(
+    step: Pass, names: Sequence[str], swept: set[str], facts: Mapping[str, Mapping[Fact, str]], where: str
+) -> None:  # fmt: skip
+    """Raise TargetError if a pass needs its layers from before compression and nothing compresses them before it.
 
-    swept: the linears of earlier passes of the same sweep.
+    swept: the linears of earlier passes of the same sweep. facts: of all linears, of earlier sweeps and runs too.
     """
-    if step.requires.original and not swept & set(names):
-        raise TargetError(
-            f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
-            f"its {len(names)} linears; put it directly after the passes that compress them"
-        )
+    if step.requires.original and not swept & set(names) and not any(facts[name] for name in names):
+        raise nothing_compressed(where, len(names))
     if step.requires.unquantized and (late := [name for name in names if name not in swept]):
         raise TargetError(
             f"{where}: it needs the weight of {late[0]} before quantization, but no pass right before it quantizes the "
             "layer; put it directly after the quantizing pass, or skip the layer with ignore"
         )
+
+
+def nothing_compressed(where: str, count: int, hint: str = "") -> TargetError:
+    """The error of a pass that compares blocks before and after compression and has nothing to compare."""
+    return TargetError(
+        f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
+        f"its {count} linears; put it directly after the passes that compress them{hint}"
+    )
 
 
 def _check_reference(step: Pass, names: Sequence[str], opened: OpenModel, where: str) -> None:
@@ -257,10 +267,25 @@ def _check_layers(
             raise TargetError(f"{where}: {name}: {reason}")
 
 
+def _check_transforms(
+    step: Pass, names: Sequence[str], most: dict[str, LayerScheme], format_: Format, where: str
+) -> None:  # fmt: skip
+    """Raise TargetError if a transform may stay at a layer with which the format cannot store it.
+
+    most: the schemes of layers with all transforms that may stay (`Pass.at_most`); they are updated.
+    """
+    for name in names:
+        own = own_options(step, name)
+        after = most[name] = own.at_most(most[name])
+        reason = None if after.folds else format_.refuses(after)
+        if reason is not None and format_.refuses(own.becomes(LayerScheme(after.shape))) is None:
+            raise TargetError(f"{where}: {name}: it may be that {reason}")
+
+
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
     """The shape (out, in) of every linear in the blocks, by full name."""
     return {
-        f"{block.name}.{name}": CompressedLinear.of(module).shape
+        f"{block.name}.{name}": shape_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }

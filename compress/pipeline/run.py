@@ -37,12 +37,13 @@ from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.needs import check_original_given
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
-from compress.pipeline.sources import open_source, open_teacher
+from compress.pipeline.sources import open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.order import check_order
@@ -140,16 +141,14 @@ def apply(
     check_order(passes, begun=any(isinstance(module, CompressedLinear) for module in model.modules()))
     check_language_model(model)
     guard_saving(model)
-    first, journal = next(model.parameters()), journal or Journal()
+    journal = journal or Journal()
     for log in open_experts(model):
         journal.add("note", "model", log)
-    opened = OpenModel(
-        model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
-    )
+    opened = in_memory(model, tokenizer)
     ModelShell(opened).check()
     for log in with_masks(opened, masks=masks).notes:
         journal.add("note", "model", log)
-    context = Run(opened.device, first.dtype, journal=journal, format=Native())
+    context = Run(opened.device, opened.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
@@ -159,9 +158,19 @@ def apply(
     batches = [] if calibration is None else list(ids.split(batch))
     context.calibration = calibration
     context.open_teacher = teachers(passes, model, teacher, opened)
+    check_original_given(steps, teacher is not None)
+    context.open_original = None if teacher is None else partial(in_memory, teacher)
     context.lm_objective = lm_objective_for(steps, opened)
     engine(steps, opened, batches, ids[:1, :PROBE_TOKENS], context, Memory())
     return model
+
+
+def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:
+    """A model in memory as an open model."""
+    first = next(model.parameters())
+    return OpenModel(
+        model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
+    )
 
 
 @dataclass(frozen=True)
@@ -218,6 +227,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
     context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
+    context.open_original = partial(open_original, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     uses += [use for _, use in evaluated]
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses))

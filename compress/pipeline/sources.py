@@ -40,6 +40,12 @@ def open_teacher(
     return open_source(original_of(recipe.model) if other is None else other, recipe, opened)
 
 
+def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
+    """Open the uncompressed model in the dtype of `opened`. Raises ModelError."""
+    dtype = str(opened.dtype).removeprefix("torch.")
+    return open_input(original_of(recipe.model), dtype, opened.device, recipe.trust_remote_code, masks="forget")
+
+
 def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
     """Open a model as it is stored; only one block's weights are in memory while it runs."""
     return open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget").streaming()

@@ -27,6 +27,7 @@ from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
 from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.layers import LayerWork
+from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
 from compress.stream.store import STORE_BYTES, ActivationStore
 from compress.stream.survey import SurveyTask, run_surveys
@@ -47,7 +48,8 @@ class Sweep:
     steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
     empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the final comparison.
     expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
-    surveys, by label and full name of the layer.
+    surveys, by label and full name of the layer. original: the model before all passes, if a pass compares blocks that
+    were compressed before the sweep.
     """
 
     opened: OpenModel
@@ -59,9 +61,13 @@ class Sweep:
     expert_tokens: int = EXPERT_TOKENS
     shell: ModelShell = field(init=False)
     allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    original: OpenModel | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shell = ModelShell(self.opened)
+        if looks_back(self.steps) is not None:
+            assert self.run.open_original is not None
+            self.original = self.run.open_original()
 
     def __call__(self, done: BlockDone, restore: Restore) -> Tensor:
         """Process all blocks; returns the output of the last block for the probe."""
@@ -72,9 +78,11 @@ class Sweep:
                 state = captured(self.shell, self.probe, self.batches, self.store_bytes, work, compared)
             if any(step.requires.unquantized for _, step, _ in self.steps):
                 state.unquantized = {}
+            if self.original is not None:
+                same_stream(state, ModelShell(self.original).capture(self.probe), self.original.source)
             self._survey(state)
             for block in self.opened.blocks:
-                original = None if state.reference is None else twin(self._bring(block))
+                original = None if state.reference is None else twin(self._uncompressed(block))
                 if restore(block):
                     with self.run.phase("restore"):
                         context = self._context(block, state, "restored")
@@ -87,6 +95,8 @@ class Sweep:
                 state.probe = state.probe_calls[block.index].run(block.module, state.probe)
                 check_hidden(state.probe, block)
                 self.opened.weights.release(block)
+                if self.original is not None:
+                    self.original.weights.release(self.original.blocks[block.index])
         return state.probe
 
     def _survey(self, state: SweepState) -> None:
@@ -110,12 +120,22 @@ class Sweep:
         round_to_storage(block.module, self.run)
         return block.module
 
+    def _uncompressed(self, block: Block) -> nn.Module:
+        """The block before all passes, or before this sweep, with its weights."""
+        if self.original is None:
+            return self._bring(block)
+        known = self.original.blocks[block.index]
+        self.original.weights.bring(known)
+        round_to_storage(known.module, self.run)
+        return known.module
+
     def _work(self, block: Block, state: SweepState) -> list[LayerResult]:
         """Apply every pass to one block; its outputs become the hidden states of the sweep."""
         results: list[LayerResult] = []
         current = False  # whether state.hidden already holds this block's outputs
         reference: ActivationStore | None = None  # the uncompressed model's activations after this block
         original: ActivationStore | None = None  # the outputs of the original block for the same inputs
+        uncompressed = block.module if self.original is None else self._uncompressed(block)
         for label, step, names in self.steps:
             inside = [name.removeprefix(block.name + ".") for name in names if name.startswith(block.name + ".")]
             if not inside:
@@ -124,9 +144,9 @@ class Sweep:
             with self.run.phase(label):
                 compares_itself = isinstance(step, LayerPass) and step.requires.reference
                 if state.reference is not None and reference is None and not compares_itself:
-                    reference = context.reference_outputs(block.module)  # before the block changes
+                    reference = context.reference_outputs(uncompressed)  # before the block changes
                 if original is None and self._compares(block):
-                    original = context.outputs(block.module, state.hidden)
+                    original = context.outputs(uncompressed, state.hidden)
                 is_last = (label, step, names) == self.steps[-1]
                 if isinstance(step, BlockPass):
                     results += self._block_pass(context, step, inside, reference, original)

@@ -56,18 +56,18 @@ class LanguageLoss:
         if self.ce_weight < 1:
             assert self.teacher is not None
             targets = self.teacher(ids, rows) if targets is None else targets
-            loss = loss + (1 - self.ce_weight) * self._soft(logits.flatten(0, 1), targets)
+            loss = loss + (1 - self.ce_weight) * self._soft(logits, targets)
         if self.ce_weight > 0:
             predicted, tokens = self.lm_objective.answers(logits, ids, rows)
             loss = loss + self.ce_weight * nn.functional.cross_entropy(predicted.float(), tokens)
         return loss
 
-    def _soft(self, logits: Float[Tensor, "tokens vocabulary"], targets: SoftTargets) -> Tensor:
+    def _soft(self, logits: Float[Tensor, "rows length vocabulary"], targets: SoftTargets) -> Tensor:
         weights = None
         if self.token_scale is not None:
             assert targets.text is not None
-            weights = token_weights(targets.text, self.token_scale)
-        return distillation_loss(self.divergence, logits, targets, self.temperature, weights)
+            weights = token_weights(targets.text, self.token_scale, logits.shape[0])
+        return distillation_loss(self.divergence, logits.flatten(0, 1), targets, self.temperature, weights)
 
     def _of_states(self, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
         """The losses on hidden states; both sequences begin with the input of the first block."""

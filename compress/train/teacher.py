@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ def reduced(
 
 
 def _log_p(logits: Float[Tensor, "tokens vocabulary"], ids: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
-    return -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
+    found = -nn.functional.cross_entropy(logits.float(), ids, ignore_index=IGNORED, reduction="none")
+    return found.masked_fill(ids == IGNORED, math.inf)
 
 
 class OnlineTeacher:

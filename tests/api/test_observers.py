@@ -98,6 +98,16 @@ def test_channels_that_were_always_zero_stand_alone():
     assert factor[2, [0, 1, 3]].tolist() == [0, 0, 0] and factor[[0, 1, 3], 2].tolist() == [0, 0, 0]
 
 
+def test_channels_that_were_always_zero_leave_the_factor_of_the_others_as_it_is():
+    rows = 0.01 * torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    wide = torch.zeros(50, 6)
+    wide[:, [0, 1, 3, 5]] = rows
+    alone, (factor, used, dead) = factored(rows)[0], factored(wide)
+    assert (used, dead) == (0.01, 2)
+    torch.testing.assert_close(factor[[0, 1, 3, 5]][:, [0, 1, 3, 5]], alone)
+    assert (1 / factor.diagonal()[[2, 4]].square() < 0.1 / alone.diagonal().square().max()).all()  # pruned first
+
+
 def test_layers_of_one_input_share_a_factor_until_more_is_seen():
     rows = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     seen = feed(Gram(4, CPU), [rows])

@@ -4,6 +4,19 @@ import pytest
 from tolerances import LOGITS
 
 import compress
+from compress import (
+    GMP,
+    GPTQ,
+    HQQ,
+    QAT,
+    Distill,
+    Finetune,
+    IterativePruning,
+    LoRC,
+    Narrow,
+    SignRound,
+    SparseGPT,
+)  # fmt: skip
 from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
 from compress.formats import FORMATS
@@ -188,3 +201,41 @@ def test_yaml_gives_the_same_text():
         match=r"^f:2:18: passes\[0\] gptq bits: unknown option; did you mean 'weights'\? Write weights: int4$",
     ):
         compress.Recipe.from_text("model: m\npasses: [{gptq: {bits: 4}}]\n", "f")
+
+
+IDLE = [
+    (Finetune, {"teacher": "x"}, {"ce_weight": 0.5}),
+    (Finetune, {"temperature": 2.0}, {"ce_weight": 0.5}),
+    (GMP, {"divergence": "js"}, {"ce_weight": 0.5}),
+    (QAT, {"top_k": 3}, {"ce_weight": 0.5}),
+    (Distill, {"divergence": "js", "ce_weight": 1.0}, {"ce_weight": 0.5}),
+    (Finetune, {"divergence": "js", "hidden": 1.0, "top_k": None}, {"ce_weight": 0.5}),
+    (Distill, {"layer_map": [[0, 0]], "top_k": None}, {"hidden": 1.0}),
+    (Finetune, {"lora_alpha": 2.0}, {"lora_rank": 2}),
+    (Finetune, {"weight_rate": 0.5, "lora_rank": 2}, {"train": ["weights", "biases"]}),
+    (IterativePruning, {"final_rate": 0.5}, {"retrain": "finetune"}),
+    (SignRound, {"weights": "mxfp4", "scale_rate": 0.5}, {"weights": "int4"}),
+    (Narrow, {"ffn": 0.5, "repair": "none", "damping": 0.5}, {"repair": "least_squares"}),
+    (GPTQ, {"alpha": 0.3}, {"error": "asymmetric"}),
+    (LoRC, {"error": "weight", "damping": 0.5, "rank": 2}, {"error": "activation"}),
+    (SparseGPT, {"scale": "mse"}, {"weights": "int4"}),
+    (HQQ, {"zero_point": "float", "symmetric": True}, {"symmetric": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "remedy"), IDLE, ids=[f"{k.__name__} {next(iter(o))}" for k, o, _ in IDLE])
+def test_an_option_without_effect_is_an_error_and_with_the_remedy_it_is_none(kind, options, remedy):
+    with pytest.raises(OptionError, match=r"has no effect with(out)? .*; "):
+        kind(**options)
+    kind(**{**options, **remedy})
+
+
+def test_an_override_may_make_an_option_of_the_pass_idle_for_its_layers():
+    step = SignRound(scale_rate=0.5, overrides={"*.down_proj": {"weights": "mxfp4"}})
+    assert step.for_layer(DOWN).weights == "mxfp4"
+
+
+def test_a_default_that_is_written_out_is_no_mistake():
+    for kind in dict.fromkeys(kind for kind, _, _ in IDLE):
+        step = kind(ffn=0.5) if kind is Narrow else kind()
+        assert kind(**step.model_dump()) == step

@@ -40,6 +40,20 @@ def weights(folder):
     return {name: layer.weight.float() for name, layer in found.items()}
 
 
+def sha256_of(folder):
+    """The digest of the checkpoint of a run."""
+    return json.loads((folder / "report.json").read_text())["checkpoint_sha256"]
+
+
+def apart(folder, original):
+    """||logits - wanted|| / ||wanted|| of a checkpoint and of the model that it was made from, on random tokens."""
+    ids = torch.randint(64, (4, 48), generator=torch.Generator().manual_seed(0))
+    (model, _), wanted = compress.load(folder), AutoModelForCausalLM.from_pretrained(original)
+    with torch.no_grad():
+        found, wanted = (each(input_ids=ids).logits for each in (model, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
 def codes(folder):
     """The packed codes of the linears of a checkpoint, by name."""
     model, _ = compress.load(folder)
@@ -147,6 +161,41 @@ def test_lkd_trains_the_scales_of_codes_that_an_earlier_run_made(ran, again):
     assert len(before) == 9 and all(torch.equal(words, after[name]) for name, words in before.items())
     old, new = weights(first), weights(result.folder)
     assert any(not torch.equal(old[name], new[name]) for name in before)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("format_", ["native", "compressed-tensors"])
+def test_lkd_alone_on_codes_is_the_second_half_of_one_run(ran, again, format_):
+    rounded, learn = RTN(weights="int3", group_size=32, symmetric=False), LKD(epochs=1)
+    first = ran(f"rtn {format_}", rounded, format=format_)
+    second, whole = again(first, learn, format=format_), ran(f"rtn lkd {format_}", rounded, learn, format=format_)
+    assert second.report["checkpoint_sha256"] == sha256_of(whole)
+
+
+def test_lkd_alone_on_codes_learns_almost_what_one_run_learns(ran, again, pico):
+    """GPTQ calibrates later blocks on other inputs there, so only the first block is the same."""
+    rounded, learn = GPTQ(weights="int2", group_size=32), LKD(steps=30, learning_rate=0.01)
+    first = ran("gptq int2", rounded, format="native")
+    second, whole = again(first, learn, format="native"), ran("gptq lkd", rounded, learn, format="native")
+    old, new, one = weights(first), weights(second.folder), weights(whole)
+    assert all(torch.equal(new[name], one[name]) for name in new if name.startswith("model.layers.0."))
+    assert any(not torch.equal(new[name], old[name]) for name in new if name.startswith("model.layers.0."))
+    errors = [apart(folder, pico) for folder in (first, second.folder, whole)]
+    assert errors[1] < 0.97 * errors[0]
+    assert errors[1] == pytest.approx(errors[2], rel=0.1)
+
+
+def test_lkd_on_the_codes_of_others_has_nothing_to_compare_with(ran, again, tmp_path):
+    folder = shutil.copytree(ran("rtn native", RTN(weights="int3", group_size=32), format="native"), tmp_path / "copy")
+    (folder / "report.json").unlink()
+    with pytest.raises(TargetError, match=r"passes\[0\] lkd: .*is not known: no run of compress wrote the folder"):
+        compress.plan(again.recipe(folder, LKD(), format="native"))
+
+
+def test_lkd_after_a_change_of_shape_says_which_layer_changed(ran, again):
+    first = ran("two blocks", DropBlocks(count=1), RTN(weights="int3", group_size=32), format="native")
+    with pytest.raises(TargetError, match=r"the blocks have changed their shape: model\.layers\.2\."):
+        compress.plan(again.recipe(first, LKD(), format="native"))
 
 
 def test_transforms_inputs_and_caches_come_back(ran, again):

@@ -75,6 +75,14 @@ def test_a_half_precision_input_stays_in_half_precision():
     assert layer(random(3, WIDTH).to(torch.bfloat16)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_inputs_in_half_precision_are_rounded_to_the_codes_of_float32(static):
+    x = random(64, 256).to(torch.bfloat16)
+    rounding = InputRounding.of(INT8, torch.tensor([0.03125]) if static else None)
+    wanted = rounding(x.float())
+    assert torch.equal(rounding(x), wanted.to(torch.bfloat16))
+
+
 def full():
     """A layer with everything that can be stored about inputs."""
     layer = CompressedLinear.of(dense(False))

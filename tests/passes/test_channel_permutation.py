@@ -211,12 +211,27 @@ def test_quantization_keeps_the_permuted_mask(recipe, tmp_path, format_):
         assert float((layer.weight == 0).float().mean()) >= 0.5
 
 
-@pytest.mark.slow
-def test_a_format_that_cannot_hold_an_order_says_so_and_skipping_helps(recipe, tmp_path):
+def test_a_format_that_cannot_hold_an_order_says_so_before_the_run_and_skipping_helps(recipe):
     quantizing = compress.RTN(group_size=32)
-    with pytest.raises(TargetError, match=r"q_proj: its inputs are permuted.*format: native, or unlinked: skip"):
-        compress.run(recipe(*chain(quantizing)), tmp_path / "keep")
+    with pytest.raises(
+        TargetError, match=r"q_proj: it may be that its inputs are permuted.*format: native, or unlinked: skip"
+    ):
+        compress.plan(recipe(*chain(quantizing)))
     steps = ChannelPermutation(escapes=0, unlinked="skip"), Wanda(pattern="2:4"), quantizing
+    assert not any("permutation" in note for note in compress.plan(recipe(*steps)).notes)
+
+
+def test_the_plan_tells_the_bytes_of_orders_that_may_stay(recipe, tmp_path):
+    asked = recipe(*chain(), save={"format": "native"})
+    (note,) = [note for note in compress.plan(asked).notes if "permutation of their inputs" in note]
+    result = compress.run(asked, tmp_path)
+    more = result.report["size"]["tensor_bytes"] - result.report["predicted"]["tensor_bytes"]
+    assert 0 < more <= int(note.split("at most ")[1].split()[0])
+
+
+@pytest.mark.slow
+def test_a_run_that_skips_orders_is_stored_in_groups(recipe, tmp_path):
+    steps = ChannelPermutation(escapes=0, unlinked="skip"), Wanda(pattern="2:4"), compress.RTN(group_size=32)
     report = compress.run(recipe(*steps), tmp_path / "skip").report
     assert report["verified"]["own"] <= LOGITS
 

@@ -285,9 +285,20 @@ def test_training_on_hidden_states_brings_them_nearer(pico_model, teacher, text)
 
 def test_tokens_are_weighed_by_the_cross_entropy_of_the_teacher():
     # exp(2 / 2) and exp(4 / 2) for cross-entropies of 2 and 4; a token that none follows has no weight
-    weights = token_weights(torch.tensor([-2.0, 0.0, -4.0]), 2.0)
+    weights = token_weights(torch.tensor([-2.0, math.inf, -4.0]), 2.0)
     whole = math.e + math.e**2
     torch.testing.assert_close(weights, torch.tensor([math.e / whole, 0.0, math.e**2 / whole]))
+
+
+def test_a_token_of_which_the_teacher_is_certain_has_a_weight():
+    weights = token_weights(torch.tensor([0.0, -2.0, math.inf]), 2.0)
+    torch.testing.assert_close(weights, torch.tensor([1 / (1 + math.e), math.e / (1 + math.e), 0.0]))
+
+
+def test_the_weights_of_each_sequence_are_those_that_it_has_alone():
+    text = torch.tensor([[-2.0, -4.0, math.inf], [-1.0, -9.0, math.inf]])
+    found = token_weights(text.flatten(), 2.0, 2).view(2, 3)
+    torch.testing.assert_close(found, torch.stack([token_weights(each, 2.0) / 2 for each in text]))
 
 
 @pytest.mark.parametrize("top_k", [None, 16])
@@ -296,7 +307,7 @@ def test_the_divergence_is_weighed_by_token(pico_model, teacher, pico_ids, top_k
     student = compress.apply(copy.deepcopy(pico_model), [compress.RTN(**RTN3)])
     with torch.no_grad():
         logits = teacher(input_ids=pico_ids[:1]).logits[0].log_softmax(-1)
-    text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.zeros(1)])
+    text = torch.cat([logits[:-1].gather(1, pico_ids[0, 1:, None])[:, 0], torch.tensor([math.inf])])
     targets = reduced(logits[None], NEXT_TOKENS.targets(pico_ids[:1], [0]), 1.0, top_k, "here")
     torch.testing.assert_close(targets.text, text, atol=1e-4, rtol=1e-4)
     student.requires_grad_(False)

@@ -146,7 +146,7 @@ def test_a_weight_of_zeros_stays_so(layer_of):
         ({"beta": 0}, "greater than 0"),
         ({"kappa": 0.9}, "greater than or equal to 1"),
         ({"iterations": 0}, "greater than or equal to 1"),
-        ({"symmetric": True, "zero_point": "float"}, "zero_point: float has no effect without zero points"),
+        ({"symmetric": True, "zero_point": "float"}, "zero_point has no effect without zero points"),
         ({"weights": "nf4"}, "symmetric: false needs an integer grid; nf4 has no zero point"),
         (
             {"weights": "nf4_dq", "symmetric": True},

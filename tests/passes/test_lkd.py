@@ -12,7 +12,7 @@ from compress import GPTQ, LKD, RTN, Distill, Wanda
 from compress.api.journal import Journal
 from compress.api.options import OptionError
 from compress.api.passes import BlockPass
-from compress.errors import TargetError
+from compress.errors import ModelError, TargetError
 from compress.families.reconstruction import block_error, relative_square
 from compress.model.linear import CompressedLinear
 from compress.train.loop import STATE
@@ -230,3 +230,28 @@ def test_kinds_that_apply_to_nothing_name_pass_and_block(pico_model, ids):
 def test_a_wrong_option_says_what_is_right(options, message):
     with pytest.raises(OptionError, match=message):
         LKD(**options)
+
+
+# Blocks that an earlier sweep compressed
+
+
+def test_behind_another_segment_the_blocks_learn_from_the_model_that_is_given(pico_model, ids):
+    journal, original = Journal(), copy.deepcopy(pico_model)
+    chain = [RTN(**RTN3), Distill(steps=1), LKD()]
+    compress.apply(pico_model, chain, ids, batch=1, journal=journal, teacher=original)
+    found = record(journal, "error of the block's output")
+    assert found and all(figures["learned"] < figures["start"] for figures in found)
+
+
+def test_a_model_with_other_blocks_or_states_is_no_original(pico_model, ids):
+    other = copy.deepcopy(pico_model)
+    other.model.embed_tokens.weight.data.neg_()
+    first = compress.apply(copy.deepcopy(pico_model), RTN(**RTN3))
+    with pytest.raises(ModelError, match=r"the states that enter the blocks differ by 200%"):
+        compress.apply(copy.deepcopy(first), LKD(), ids, teacher=other)
+    other = copy.deepcopy(pico_model)
+    other.model.layers = other.model.layers[:2]
+    with pytest.raises(ModelError, match="it has other blocks"):
+        compress.apply(copy.deepcopy(first), LKD(), ids, teacher=other)
+    with pytest.raises(TargetError, match=r"or give the uncompressed model \(teacher=...\)"):
+        compress.apply(first, LKD(), ids)

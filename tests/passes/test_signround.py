@@ -10,6 +10,7 @@ from compress import GPTQ, RTN, SignRound, Wanda
 from compress.api.layers import Layer
 from compress.api.observers import Gram
 from compress.api.options import OptionError
+from compress.families.reconstruction import block_error
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
 
@@ -98,3 +99,32 @@ def test_the_start_by_gptq_is_gptq():
 def test_a_wrong_option_says_what_is_right(options, message):
     with pytest.raises(OptionError, match=message):
         SignRound(**options)
+
+
+@pytest.mark.parametrize("optimizer", ["sign", "adam"])
+def test_an_expert_without_tokens_in_a_batch_keeps_its_rounding_there(optimizer, tiny):
+    ids = torch.tensor([[3] * 16, [5] * 16, [7] * 16])  # each batch reaches two of four experts
+    model, step = tiny("mixtral"), SignRound(weights="int3", group_size=16, optimizer=optimizer, iterations=6)
+    compress.apply(model, [step], ids, batch=1)
+    layers = [layer for layer in model.modules() if isinstance(layer, CompressedLinear)]
+    assert layers and all(layer.codes is not None for layer in layers)
+
+
+def test_the_rates_of_signs_move_a_shift_by_half_a_step_in_all():
+    first = SignRound(optimizer="sign", iterations=200).rate
+    assert sum(first * (1 - i / 200) for i in range(200)) == pytest.approx(0.5, rel=0.01)  # AutoRound, section 3.2
+    assert SignRound(optimizer="sign", learning_rate=0.25).rate == 0.25
+
+
+def test_the_best_iterate_is_kept(pico_model, ids, monkeypatch):
+    errors = []
+
+    def recorded(*args):
+        errors.append(block_error(*args))
+        return errors[-1]
+
+    monkeypatch.setattr("compress.passes.signround.block_error", recorded)
+    wild = SignRound(weights="int3", group_size=32, start="rtn", targets=FIRST, learning_rate=1.0, iterations=50)
+    compress.apply(pico_model, [wild], ids, batch=1)
+    start, *checked, learned = errors
+    assert len(checked) == 5 and learned == pytest.approx(min(checked), rel=1e-3) and learned < start

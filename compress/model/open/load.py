@@ -15,7 +15,7 @@ from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme, Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
-from compress.model.linear import CompressedLinear, linears, replace_linear
+from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
 from compress.model.open.experts import open_experts
 from compress.model.saving import MASKED_KEY, guard_saving
@@ -93,7 +93,7 @@ def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> 
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
     stored = opening.stored_tensors(folder)
-    shapes = {name: CompressedLinear.of(module).shape for name, module in linears(model).items()}
+    shapes = {name: shape_of(module) for name, module in linears(model).items()}
     schemes = {} if format_ is None else _schemes(format_, described, shapes)
     files = opening.match(model, stored, present=set(schemes))
     caches = _cache_schemes(model, record, format_, described)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 from jaxtyping import Bool
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import Mapped, OpenModel
@@ -27,7 +26,8 @@ MaskPolicy = Literal["keep", "forget"]
 """The treatment of the zeros of a pruned model: they stay zero, or they are ordinary weights."""
 
 SHARE = 0.2  # rounding to 8 bits or 16-bit floats leaves far fewer zeros, a useful pruning more
-SAMPLED_ROWS = 64  # rows of a matrix that are read first; nearly all dense matrices are recognized by them
+SAMPLED_WEIGHTS = 2**15  # of a matrix that are read first, in whole rows: nearly all dense matrices are recognized by
+FEWEST_ROWS = 16  # them, and torch counts no more on one thread; the start of threads takes longer than the rest
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,16 @@ def zeros_of(
     found: dict[str, Zeros] = {}
     for block in opened.blocks:
         for name, module in linears(block.module).items():
-            full, layer = f"{block.name}.{name}", CompressedLinear.of(module)
+            full, layer = f"{block.name}.{name}", module if isinstance(module, CompressedLinear) else None
             known = full in recorded
             packed = full in packed_names
-            if layer.positions is not None or ((packed or layer.quantized) and not known):
+            if layer is not None and layer.positions is not None:
+                continue
+            if (packed or (layer is not None and layer.quantized)) and not known:
                 continue
             if packed:
                 found[full] = Zeros(0.0, "", True)  # counted when its block is loaded
-            elif (mask := _mask(opened, full, layer, known)) is not None:
+            elif (mask := _mask(opened, full, module, known)) is not None:
                 found[full] = Zeros.of(mask, known)
     return found
 
@@ -85,28 +87,25 @@ def _files(opened: OpenModel) -> Mapping[str, tuple[Path, str]]:
     return opened.weights.files if isinstance(opened.weights, Mapped) else {}
 
 
-def _mask(opened: OpenModel, name: str, layer: CompressedLinear, known: bool) -> Tensor | None:
+def _mask(opened: OpenModel, name: str, module: nn.Module, known: bool) -> Tensor | None:
     """The mask of a dense linear, or None if it does not count as pruned."""
     place = _files(opened).get(f"{name}.weight")
     if place is None:
-        weight = layer.weight
+        weight = CompressedLinear.of(module).weight
     else:
         path, key = place
         with safe_open(path, framework="pt") as file:
-            rows = file.get_slice(key)
-            count = rows.get_shape()[0]
-            step = max(1, count // SAMPLED_ROWS)
-            sample = torch.cat([rows[i : i + 1] for i in range(0, count, step)])
-            if not known and _share(sample) <= SHARE / 2:
-                return None
-            weight = file.get_tensor(key)
-            weight = weight.T if layer.transposed else weight
+            weight = file.get_tensor(key)  # mapped, not read
+        rows = max(FEWEST_ROWS, SAMPLED_WEIGHTS // weight.shape[1])
+        if not known and _share(weight[:: -(-weight.shape[0] // rows)]) <= SHARE / 2:
+            return None
+        weight = weight.T if CompressedLinear.of(module).transposed else weight
     found = _share(weight) > 0 if known else _scattered(weight) > SHARE
     return weight != 0 if found else None
 
 
 def _share(weight: Tensor) -> float:
-    return int((weight == 0).sum()) / weight.numel()
+    return 1 - int(weight.count_nonzero()) / weight.numel()
 
 
 def _scattered(weight: Tensor) -> float:

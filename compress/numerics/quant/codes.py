@@ -139,13 +139,15 @@ def fit(
     search: ScaleSearch = "absmax",
     dtype: torch.dtype = torch.float32,
     shared: Float[Tensor, " n"] | None = None,
+    mask: Bool[Tensor, "out in"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scale and zero per group, [out, groups]; the scale in its stored form: floats are rounded to `dtype`.
 
     search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest rounding
     error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost weights.
     'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3). shared: the result of
-    `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`).
+    `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`). mask: True for kept weights;
+    the others are zero already, and do not count in a mean.
     """
     parts = grouped(weight, group_size)
 
@@ -155,7 +157,8 @@ def fit(
     if isinstance(search, Percentile):
         return scales(*_percentiles(weight, group_size, symmetric, search.percentile))
     if search == "absmean":
-        extent = parts.abs().sum(-1) / _sizes(weight, group_size) * grid.span
+        counts = _sizes(weight, group_size) if mask is None else grouped(mask.to(weight.dtype), group_size).sum(-1)
+        extent = parts.abs().sum(-1) / counts.clamp(min=1) * grid.span
         return scales(-extent, extent)
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
@@ -306,7 +309,7 @@ def quantize(
         assert isinstance(group_size, int) and shared is None
         scale, zero = fit_blocks(weight, grid, group_size, rows, symmetric, search, dtype)
     else:
-        scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared)
+        scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared, mask)
     width = weight.shape[1]
     codes = grid.encode(
         weight, spread(scale, width, group_size), None if zero is None else spread(zero, width, group_size)

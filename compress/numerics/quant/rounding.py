@@ -95,14 +95,16 @@ class Rounding:
         static = order is not None and not regroup
         if static or not isinstance(options.group_size, int):
             kept = weight if mask is None else weight * mask
-            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared)
+            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared, mask)
             if static:  # every column keeps the scale of its original group, whatever the order
                 width = weight.shape[1]
                 self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
 
-    def _fit(self, weight: Tensor, group_size: GroupSize, shared: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _fit(
+        self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         options = self.options
-        return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared)
+        return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask)
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Expand values per group to every column, in the order of the sweep."""
@@ -117,11 +119,14 @@ class Rounding:
         if self._fixed is None:
             size = self.options.group_size
             assert isinstance(size, int)
-            part = rest[:size].T
+            part, mask = rest[:size].T, None
             if self.keep is not None:
-                part = part * self.keep[column : column + size].T
+                mask = self.keep[column : column + size].T
+                part = part * mask
             rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
-            scale, zero = self._fit(part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size))
+            scale, zero = self._fit(
+                part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size), mask
+            )
             self._scales.append(scale)
             self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:

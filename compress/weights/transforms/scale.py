@@ -20,6 +20,7 @@ class ScaleScheme(TransformScheme):
 
     kind: ClassVar[str] = "scale"
     effect: ClassVar[str] = "its inputs are divided by a scale that no layer before it could absorb"
+    instead: ClassVar[str] = ", or unlinked: leave for the scale"
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         return {"channel_scale": TensorSpec((shape[1],), torch.float32)}

@@ -323,3 +323,12 @@ def test_absmean_is_the_mean_magnitude_by_hand(group_size, scales):
     assert found.scale.tolist() == scales
     half = 0 if group_size == "channel" else 1  # 1 / 2 is a tie, which goes to 0
     assert (found.dense() / spread(found.scale, 3, group_size)).tolist() == [[half, -1, 1], [-1, 0, 1]]
+
+
+@pytest.mark.parametrize("group_size", [2, "channel", "tensor"])
+def test_the_mean_magnitude_is_that_of_the_kept_weights(group_size):
+    weight = torch.tensor([[1.0, -2.0, 3.0, 5.0], [-1.0, 3.0, 2.0, 0.0]])
+    mask = torch.tensor([[True, False, True, False], [True, False, False, True]])
+    scales = {2: [[1.0, 3.0], [1.0, 0.0]], "channel": [[2.0], [0.5]], "tensor": [[1.25]]}[group_size]
+    found = quantize(weight, GRIDS["ternary"], group_size, search="absmean", mask=mask).scale
+    assert found.clamp(min=1e-6).tolist() == torch.tensor(scales).clamp(min=1e-6).tolist()

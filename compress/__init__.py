@@ -13,6 +13,7 @@ from compress.version import __version__ as __version__
 if TYPE_CHECKING:
     from compress.model.open.load import load as load
     from compress.passes import PASSES as PASSES
+    from compress.pipeline.convert import export as export
     from compress.pipeline.export import save as save
     from compress.pipeline.plan import plan as plan
     from compress.pipeline.publish import push_to_hub as push_to_hub
@@ -32,6 +33,7 @@ _HOMES = {
     "Result": "pipeline.run",
     "Save": "recipe.schema",
     "apply": "pipeline.run",
+    "export": "pipeline.convert",
     "load": "model.open.load",
     "plan": "pipeline.plan",
     "push_to_hub": "pipeline.publish",

@@ -53,7 +53,12 @@ TOP = {"__init__", "__main__", "errors", "version"}
 """The files at the top of the package; all others are in folders."""
 
 LATE_IMPORTS = {
+    "compress.cli.bench": "as in compress.cli.commands",
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
+    "compress.cli.compare": "as in compress.cli.commands",
+    "compress.cli.eval": "as in compress.cli.commands",
+    "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -66,9 +71,13 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 """'module' and 'module:function' that are longer, and why."""
 
-ENVIRONMENT = {"compress.cli.commands": "sets the defaults of libraries for the process that it owns"}
+ENVIRONMENT = {
+    "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
+    "compress.kernels.cpu.library": "COMPRESS_KERNELS forces an instruction set, for tests and comparisons",
+}
 BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
+    "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",

@@ -51,6 +51,36 @@ def call(*args):
     return CliRunner().invoke(cli.main, [str(a) for a in args])
 
 
+# ---- the environment ----
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+        ({"GOMP_SPINCOUNT": "infinite"}, {"GOMP_SPINCOUNT": "infinite"}),
+    ],
+)
+def test_waiting_threads_do_not_spin_unless_the_user_says_so(monkeypatch, given, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert call("schemes").exit_code == 0
+    assert {name: os.environ[name] for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if name in os.environ} == expected
+
+
+@pytest.mark.slow
+def test_the_runtime_reads_what_the_command_line_sets(pico):
+    env = {name: v for name, v in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-m", "compress", "passes", "rtn"]
+    done = subprocess.run(command, env={**env, "OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True)
+    if "GOMP_" not in done.stderr:
+        pytest.skip("this torch does not use libgomp")
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
 # ---- the commands ----
 
 

@@ -23,6 +23,7 @@ NAMES = [
     "Save",
     "__version__",
     "apply",
+    "export",
     "load",
     "plan",
     "push_to_hub",

@@ -51,10 +51,10 @@ class Cost:
 class Run:
     """One run of a recipe.
 
-    device: the device that computes blocks. storage: the dtype of stored scales and dense tensors; results are rounded
-    to it before later layers are calibrated on them. format: the checkpoint format; a solved layer is converted at once
-    to a form that the format can store. sparse: the policy for storing only the kept weights, if the format can. costs:
-    seconds and peak memory per phase.
+    device: the device that computes blocks. storage: the dtype of stored dense tensors, and of stored scales unless the
+    format fixes theirs; results are rounded to it before later layers are calibrated on them. format: the checkpoint
+    format; a solved layer is converted at once to a form that the format can store. sparse: the policy for storing only
+    the kept weights, if the format can. costs: seconds and peak memory per phase.
 
     For passes over the whole model: label is the name of the current pass in errors and the journal. calibration: token
     ids [sequences, length], or None. open_teacher: a context manager that opens the uncompressed model, or another one
@@ -81,6 +81,11 @@ class Run:
     lm_objective: LMObjective = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, CodesPart] = field(default_factory=dict)
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of stored scales."""
+        return self.format.scales_in(self.storage)
 
     def at(self, label: str) -> Run:
         """The same run with the label of one pass; the journal and the costs are shared."""

@@ -76,10 +76,11 @@ class Pass(Options, ABC):
         default=("*",),
         min_length=1,
         description="linears to work on: globs, or regular expressions after 're:'; "
-        "leaf names (down_proj); class names (Linear)",
+        "leaf names (down_proj); class names (Linear); '*' means those inside the blocks; passes that quantize also "
+        "take lm_head and embed_tokens, the output head and the input embedding of any model",
     )
     ignore: tuple[str, ...] = Field(
-        default=(), description="linears to skip, in the same forms; lm_head is never among them and may be listed"
+        default=(), description="linears to skip, in the same forms; lm_head may be listed although '*' leaves it out"
     )
 
     _patterns = field_validator("targets", "ignore", mode="before")(patterns)
@@ -102,9 +103,10 @@ class Pass(Options, ABC):
     def on_model(self, names: ModuleNames, where: str) -> Self:
         """The pass with patterns that hold for one model: class names become patterns of full names.
 
-        where: the label of the pass. Raises TargetError for targets that passes cannot work on.
+        where: the label of the pass. Raises TargetError for targets that name one of two tied ends alone.
         """
-        changed = {"targets": names.targets(self.targets, where), "ignore": names.ignored(self.ignore)}
+        ignore = names.ignored(self.ignore, names.reached(self.targets))
+        changed = {"targets": names.targets(self.targets, where), "ignore": ignore}
         return self if changed == {n: getattr(self, n) for n in changed} else self.model_copy(update=changed)
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:

@@ -1,3 +1,11 @@
 """The command line: parse, call, print. No logic, and nothing slow is imported before a command needs it."""
 
+from compress.cli.bench import bench
 from compress.cli.commands import main as main
+from compress.cli.compare import compare
+from compress.cli.eval import evaluate
+from compress.cli.export import export
+from compress.cli.report import report
+
+for command in (bench, compare, evaluate, export, report):
+    main.add_command(command)

@@ -10,12 +10,17 @@ import click
 
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
-from compress.cli.show import print_json, print_pass, print_plan, print_report, print_table, summary_of
+from compress.cli.show import print_json, print_pass, print_plan, print_report, summary_of
 from compress.errors import RecipeError, did_you_mean
 from compress.version import __version__
 
 if TYPE_CHECKING:
     from compress.recipe.schema import Recipe
+
+SPINNING = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+"""Variables that say how long a waiting thread of OpenMP spins; its runtime reads them when torch is imported."""
+
+SPINS = "1000"  # some microseconds; the default of 300,000 and more takes the processor from others at every barrier
 
 
 @click.group(cls=ErrorGroup)
@@ -25,6 +30,8 @@ def main(debug: bool) -> None:
     """Make language models smaller and faster by chaining small passes."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not any(name in os.environ for name in SPINNING):
+        os.environ[SPINNING[0]] = SPINS
 
 
 class SchemesCommand(click.Command):
@@ -120,29 +127,6 @@ def plan(recipe: Path, model: str | None, out: Path | None, every: bool, as_json
         print_json(planned.to_json())
     else:
         print_plan(planned, every)
-
-
-@main.command("eval")
-@click.argument("model")
-@click.option(
-    "--text",
-    multiple=True,
-    default=("embedded",),
-    help="Text source: embedded, wikitext, or a .txt, .jsonl or .npy file.",
-)
-@click.option("--windows", type=click.IntRange(min=1), default=16, help="Number of windows per text.")
-@click.option("--length", type=click.IntRange(min=2), default=512, help="Tokens per window.")
-@click.option("--dtype", default="auto", help="Dtype of computation.")
-def evaluate(model: str, text: tuple[str, ...], windows: int, length: int, dtype: str) -> None:
-    """Measure the perplexity of MODEL, a compressed checkpoint or any other model."""
-    from compress.evaluate.perplexity import evaluate_texts
-
-    found = evaluate_texts(model, text, windows, length, dtype)
-    rows = [
-        (name, p.of, f"{p.perplexity:.4f}", f"{p.loss:.5f}", str(p.tokens), f"{p.seconds:.1f}")
-        for name, p in found.items()
-    ]
-    print_table(model, ("text", "predicted", "perplexity", "loss", "tokens", "seconds"), rows)
 
 
 @main.command()

@@ -19,6 +19,7 @@ from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
 from compress.model.objective import is_masked, text_config
+from compress.model.structure.ends import vocabulary_size
 
 
 class TextUse(BaseModel):
@@ -286,7 +287,7 @@ def model_sample(
         ids = torch.cat([left, ids, right], dim=1)
     else:
         ids, use = sample(source, part, needed, count, length, seed)
-    size = model.get_input_embeddings().get_parameter("weight").shape[0]
+    size = vocabulary_size(model)
     if int(ids.max()) >= size:
         raise CalibrationError(
             f"{part}: {source.label} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "

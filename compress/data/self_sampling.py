@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from compress.errors import CalibrationError
 from compress.model.objective import is_masked, special_ids
+from compress.model.structure.ends import vocabulary_size
 
 GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: range of the number of greedy tokens after the first; the rest is sampled
 
@@ -58,7 +59,7 @@ def self_sampled(
 def _start_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " ids"]:
     """The ids of the vocabulary without special tokens."""
     special = set(special_ids(tokenizer))
-    size = min(len(tokenizer), model.get_input_embeddings().get_parameter("weight").shape[0])
+    size = min(len(tokenizer), vocabulary_size(model))
     return torch.tensor([token for token in range(size) if token not in special])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from jaxtyping import Int
@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run
 from compress.api.passes import Step
+from compress.evaluate.store import Store
+from compress.recipe.evaluation import Evaluate
 
 Texts = Mapping[str, Int[Tensor, "windows length"]]
 """Token ids of the evaluation texts, by the name of the text."""
@@ -29,7 +31,8 @@ class EvaluationContext:
     run: its device, storage dtype, format and journal. which: whether the base or the compressed model is measured.
     texts: the evaluation texts. tokenizer: None if the model comes without one.
     probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
-    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings.
+    layers they work on. layers: the `LayerResult` of every pass and layer, as mappings. settings: what is measured.
+    store: where results are kept. base: the source of the base model, None outside of a run.
     """
 
     run: Run
@@ -39,6 +42,17 @@ class EvaluationContext:
     probe: Int[Tensor, "1 length"] | None = None
     steps: Sequence[Step] = ()
     layers: Sequence[Mapping[str, Any]] = ()
+    settings: Evaluate = field(default_factory=Evaluate)
+    base: str | None = None
+    store: Store = field(default_factory=Store)
+
+    def of_base(self) -> EvaluationContext:
+        """The context of the base model."""
+        return replace(self, which="base", store=replace(self.store, model=self.store.base))
+
+    def telling(self, message: str) -> Callable[[int, int], None]:
+        """A function that reports progress as (done, of)."""
+        return lambda done, of: self.run.journal.add("progress", "evaluate", message, done=done, of=of)
 
 
 class Record(BaseModel):

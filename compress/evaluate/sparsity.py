@@ -14,6 +14,7 @@ from compress.api.layers import Zeros
 from compress.api.passes import LayerPass, Step
 from compress.errors import VerificationError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record
+from compress.model.embedding import layer_of
 from compress.model.linear import CompressedLinear
 
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
@@ -83,7 +84,7 @@ def check_sparsity(
 
 
 def _layer(model: nn.Module, name: str) -> CompressedLinear:
-    return CompressedLinear.of(model.get_submodule(name))
+    return layer_of(model.get_submodule(name))
 
 
 def _check_mean(

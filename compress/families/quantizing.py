@@ -185,13 +185,13 @@ class Quantizing(WeightGrid):
 
     def on_model(self, names: ModuleNames, where: str) -> Self:
         found = super().on_model(names, where)
-        changed = []
+        changed, ends = [], names.reached(self.targets)
         for override in found.overrides:
             targets = override.targets
             if override.blocks is not None:
                 override = self._in_blocks(override, names, where)
                 targets = override.targets
-            targets = names.ignored(targets) if override.dense else names.targets(targets, f"{where} overrides")
+            targets = names.ignored(targets, ends) if override.dense else names.full(targets)
             if targets:
                 same = targets == override.targets
                 changed.append(override if same else override.model_copy(update={"targets": targets}))

@@ -67,11 +67,24 @@ class CacheScheme:
         return heads * (width * grid.bits / 8 + overhead)
 
 
+def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
+    if scheme.role == "linear" or scheme.plain:
+        return None
+    what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
+    return f"transformers loads no {here} with {what} in codes; use format: native"
+
+
 def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can.
+    """Why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer, or None.
 
     here: the name of the format, for the message.
     """
+    return refuses_embeddings(scheme, here) or refuses_transforms(scheme, here)
+
+
+def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can."""
     if scheme.rounding is not None and scheme.rounding.outliers:
         return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     mapped = scheme.maps_inputs
@@ -93,7 +106,8 @@ class StoredLayer:
 class Ends:
     """The parts of a model that are outside of its layers: configuration, tokenizer, and names of weights.
 
-    name: of the model, for readers. embedding, head: names of these weights; head None: it is that of the embedding.
+    name: of the model, for readers. embedding, head: names of these weights. tied: one tensor serves both; it has the
+    embedding's name if it is dense, and the head's if it is compressed.
     """
 
     config: PretrainedConfig
@@ -101,6 +115,13 @@ class Ends:
     name: str
     embedding: str | None
     head: str | None
+    tied: bool = False
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the dense weights, that of tied ends once."""
+        found = (self.embedding, None if self.tied else self.head)
+        return [name for name in found if name is not None]
 
 
 class Format(ABC):
@@ -108,8 +129,8 @@ class Format(ABC):
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does. scale_dtype: the default of `save.dtype`; None: the dtype of computation. file:
-    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
+    empty if only `compress.load` does. scale_dtype: of the stored scales; None: the storage dtype of the run. file: the
+    one file that holds all tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
@@ -119,7 +140,27 @@ class Format(ABC):
     scale_dtype: torch.dtype | None = None
     file: str | None = None
 
-    def configured(self, embedding: str, head: str, dtype: str) -> Format:
+    def scales_in(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype of stored scales. storage: the storage dtype of the run."""
+        return self.scale_dtype or storage
+
+    def stored_in(self, storage: torch.dtype) -> Format:
+        """The format of a run with this storage dtype, for formats whose files state it."""
+        return self
+
+    def of_config(self, config: Mapping[str, Any]) -> Format:
+        """The format of a checkpoint with this `quantization_config`, for formats with several versions.
+
+        Raises ModelError for a version that cannot be read.
+        """
+        return self
+
+    @property
+    def unverified(self) -> str | None:
+        """Why a run does not reload its checkpoint with transformers; None if it does."""
+        return None if self.readers else f"format {self.name} is read by compress.load only"
+
+    def configured(self, embedding: str, head: str) -> Format:
         """The format with the options of `save` of these names. Raises ValueError for options that it does not have."""
         for option, value in (("embedding", embedding), ("head", head)):
             if value != "auto":
@@ -148,6 +189,13 @@ class Format(ABC):
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
         """Why a layer of this scheme cannot be stored, and how to change the recipe; None if it can."""
+
+    def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        """Why layers, each of which can be stored, cannot be stored together, and how to change the recipe; or None.
+
+        schemes: the stored schemes of all compressed layers by full name.
+        """
+        return None
 
     def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
         """The scheme of the layer in its stored form; None for a layer that is stored dequantized."""
@@ -209,5 +257,11 @@ class Format(ABC):
         return None
 
     @abstractmethod
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
-        """The inverse of `config`. shapes: (out, in) of every linear of the model by name."""
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
+        """The inverse of `config`.
+
+        shapes: (out, in) of every linear of the model by name. stored: the shape of every stored tensor by name, for
+        formats whose config does not list the quantized layers.
+        """

@@ -226,7 +226,9 @@ class CompressedTensors(Format):
         grid = INPUTS[record["type"]]
         return CacheScheme(grid, grid, "static")
 
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
         found: dict[str, LayerScheme] = {}
         for group in config["config_groups"].values():
             codes, transforms = _schemes_of_group(group, config)

@@ -19,7 +19,7 @@ Embedding and head are rounded to a block type of their own; dense linears are f
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compress.errors import did_you_mean
-from compress.formats.base import CacheScheme, Ends, Format, StoredLayer, refuses_inputs
+from compress.formats.base import CacheScheme, Ends, Format, StoredLayer, refuses_transforms
 from compress.formats.blocks import BLOCK_TYPES, block_type_of
 from compress.formats.blocks.block import BlockType
 from compress.formats.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
@@ -59,7 +59,7 @@ def block_of(scheme: LayerScheme) -> BlockType | None:
 
 @dataclass(frozen=True)
 class GGUF(Format):
-    """The `gguf` format. embedding, head: block types, F16 or F32, of these weights. dtype: as `save.dtype`."""
+    """The `gguf` format. embedding, head: block types of these weights, or dense."""
 
     name = "gguf"
     quant_method = "gguf"
@@ -69,20 +69,19 @@ class GGUF(Format):
 
     embedding: str = END_TYPE
     head: str = END_TYPE
-    dtype: str = "auto"
 
-    def configured(self, embedding: str, head: str, dtype: str) -> Format:
+    def configured(self, embedding: str, head: str) -> Format:
         for option, value in (("embedding", embedding), ("head", head)):
             known = ["auto", *BLOCK_TYPES, "dense"]
             if value not in known:
                 raise ValueError(f"{option}: type {value!r} is not known{did_you_mean(value, known)}")
         types = [END_TYPE if value == "auto" else value for value in (embedding, head)]
-        return GGUF(types[0], types[1], dtype)
+        return GGUF(types[0], types[1])
 
     # Layers
 
     def refuses(self, scheme: LayerScheme) -> str | None:
-        reason = refuses_inputs(scheme, f"format {self.name}")
+        reason = refuses_transforms(scheme, f"format {self.name}")
         if reason is not None or scheme.plain:
             return reason
         if scheme.rounding is not None:
@@ -92,8 +91,6 @@ class GGUF(Format):
         block, codes = block_of(scheme), scheme.codes
         if block is None:
             return f"no block type of GGUF holds {_spelled(codes)}; {_instead(codes)}"
-        if self.dtype not in ("auto", "float16") and codes.grid.scaling.stored is None:
-            return f"scales of {block.name} are float16; leave save.dtype out"
         if scheme.shape[1] % block.size:
             width = f"its {scheme.shape[1]} inputs are not a multiple of {block.size}"
             return f"{width}, the size of a block of {block.name}; use {_fallback(block)}"
@@ -132,7 +129,9 @@ class GGUF(Format):
         layers = {name: scheme.to_json() for name, scheme in schemes.items()}
         return {"quant_method": self.quant_method, "version": version, "layers": layers} if layers else None
 
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
         return {name: LayerScheme.from_json(layer) for name, layer in config["layers"].items()}
 
     # The whole model
@@ -156,9 +155,9 @@ class GGUF(Format):
         return torch.float32 if len(shape) < 2 else storage
 
     def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
-        if name not in (ends.embedding, ends.head):
+        if name not in ends.weights:
             return None
-        block = BLOCK_TYPES.get(self.head if ends.head in (name, None) else self.embedding)
+        block = BLOCK_TYPES.get(self.head if ends.tied or name == ends.head else self.embedding)
         if block is not None and shape[1] % block.size:
             block = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
         return None if block is None or shape[1] % block.size else block.scheme()
@@ -169,11 +168,11 @@ class GGUF(Format):
         architecture = architecture_of(ends.config)
         assert architecture is not None, "refuses_model was not asked"
         blocks = {f"{name}.{STORED}": block_of(scheme) for name, scheme in schemes.items()}
-        for name in (ends.embedding, ends.head):
-            part = None if name is None else self.end_layout(ends, name, (0, ends.config.hidden_size))
+        for name in ends.weights:
+            part = self.end_layout(ends, name, (0, ends.config.hidden_size))
             if part is not None:
-                blocks[f"{name}{BLOCKS}"] = block_type_of(part.grid.name)
-        tensors = list(_tensors(architecture, ends, shards, blocks))
+                blocks.setdefault(f"{name}{BLOCKS}", block_type_of(part.grid.name))
+        tensors = list(_tensors(architecture, ends, shards, blocks, {f"{name}.weight" for name in schemes}))
         metadata = _metadata(architecture, ends, vocabulary_of(ends.tokenizer, ends.config.vocab_size), tensors)
         return write_gguf(folder / FILE, architecture.name, metadata, tensors)
 
@@ -202,16 +201,25 @@ def _fallback(block: BlockType) -> str:
 
 
 def _tensors(
-    architecture: Architecture, ends: Ends, shards: Mapping[str, Path], blocks: Mapping[str, BlockType | None]
+    architecture: Architecture,
+    ends: Ends,
+    shards: Mapping[str, Path],
+    blocks: Mapping[str, BlockType | None],
+    layers: Set[str],
 ) -> Iterator[Stored]:
-    """The tensors of the file in the order of the shards. blocks: the block types by name in the shards."""
+    """The tensors of the file in the order of the shards.
+
+    blocks: the block types by name in the shards. layers: the weights that are read back as codes; others of `blocks`
+    are read back dense.
+    """
     import gguf  # an optional dependency
 
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture.name], ends.config.num_hidden_layers)
     for full, path in sorted(shards.items(), key=lambda item: (item[1], item[0])):
         plain = full.removesuffix(BLOCKS)
-        found = names.get_name(plain, (".weight", ".bias"))
+        known = ends.embedding if ends.tied and plain == ends.head else plain
+        found = None if known is None else names.get_name(known, (".weight", ".bias"))
         assert found is not None, f"the gguf package has no name for {plain}"
         heads = architecture.rotated_heads(plain, ends.config)
         with safe_open(path, framework="pt") as file:
@@ -224,8 +232,7 @@ def _tensors(
             continue
         block = blocks[full]
         assert block is not None, "refuses was not asked"
-        end = plain in (ends.embedding, ends.head)
-        entry = Entry(plain if end else full, block.name, heads)
+        entry = Entry(full if plain in layers else plain, block.name, heads)
         width = tensor.shape[1] // block.size_bytes * block.size
         yield Stored(found, entry, block.name, (tensor.shape[0], width), read)
     if (factors := rope_factors(ends.config)) is not None:

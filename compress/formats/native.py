@@ -57,5 +57,7 @@ class Native(Format):
         layers = {name: scheme.to_json() for name, scheme in schemes.items()}
         return {"quant_method": self.quant_method, "version": version, "layers": layers} if layers else None
 
-    def schemes(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> dict[str, LayerScheme]:
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
         return {name: LayerScheme.from_json(layer) for name, layer in config["layers"].items()}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -73,12 +74,51 @@ KERNELS: list[Kernel] = find_kernels()
 """All kernels; the first that supports a call computes it."""
 
 
+TORCH = "torch"
+"""The name of plain torch among the kernels."""
+
+
+def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
+    """The first kernel that supports a call; None: plain torch computes it."""
+    return next((kernel for kernel in KERNELS if kernel.supports(part, x, rounding)), None)
+
+
+def kernel_name(part: Part, x: Tensor, rounding: RoundingLike | None) -> str:
+    """The file of this folder whose kernel computes a call, or `TORCH`."""
+    kernel = kernel_for(part, x, rounding)
+    return TORCH if kernel is None else type(kernel).__module__.removeprefix(f"{kernels.__name__}.").partition(".")[0]
+
+
+def prepare(part: Part, x: Tensor, rounding: RoundingLike | None) -> None:
+    """Convert the weights for the kernel of a call now, not in the first call."""
+    kernel = kernel_for(part, x, rounding)
+    if kernel is not None:
+        part.prepared(kernel)
+
+
+_plain: list[bool] = []  # of the process: a context variable would be lost in the greenlets of a sweep
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute without kernels while the context is open.
+
+    Kernels add in another order than torch. Where inputs are rounded, a difference in the last bit can change a code.
+    So runs compress and verify in plain torch; checkpoints do not depend on kernels.
+    """
+    _plain.append(True)
+    try:
+        yield
+    finally:
+        _plain.pop()
+
+
 def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
     """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
     total: Tensor | None = None
     rounded: Tensor | None = None
     for part in parts:
-        kernel = next((kernel for kernel in KERNELS if kernel.supports(part, x, rounding)), None)
+        kernel = None if _plain else kernel_for(part, x, rounding)
         if kernel is not None:
             y = kernel.product(x, part, part.prepared(kernel), rounding, bias)
         else:

@@ -18,7 +18,7 @@ from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.codes import CodesPart
 from compress.weights.dense import DensePart
-from compress.weights.layer import LayerScheme, codes_alone, layer_tensors
+from compress.weights.layer import LayerScheme, Role, codes_alone, layer_tensors
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.permutation import Permutation
 from compress.weights.transforms.rounding import InputRounding
@@ -45,7 +45,7 @@ class CompressedLinear(nn.Module):
 
     All weights have the shape [out, in]; `transposed`: the dense original stores [in, out]. The columns of `weight` are
     those of t(x), so a permutation among the transforms also determines their order. A packed mask states which weights
-    pruning has kept, for every kind of storage.
+    pruning has kept, for every kind of storage. role: whether rows are looked up too (`model.embedding`).
     """
 
     parts: nn.ModuleList
@@ -55,6 +55,7 @@ class CompressedLinear(nn.Module):
     def __init__(self, weight: Weight, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
         self.transposed = transposed
+        self.role: Role = "linear"
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.register_buffer("mask_words", None)
         self.sparsity: Sparsity | None = None  # of the mask
@@ -128,7 +129,15 @@ class CompressedLinear(nn.Module):
     def scheme(self) -> LayerScheme:
         """The description of the layer."""
         parts = tuple(part.scheme for part in self.all_parts)
-        return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms))
+        return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms), self.role)
+
+    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+        """Some rows of the dense weight, computed in `dtype`; only these rows are dequantized where parts allow it."""
+        first, *others = self.all_parts
+        found = first.rows(ids, dtype)
+        for part in others:
+            found = found + part.rows(ids, dtype)
+        return found
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of parts and transforms, by their names in format `native`."""
@@ -323,8 +332,9 @@ def scheme_of(module: nn.Module) -> LayerScheme:
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Every linear of a module by name, dense or compressed, in the order of definition."""
-    return {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
+    """Every linear of a module by name, dense or compressed, in the order of definition; tables of rows are none."""
+    found = {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
+    return {name: child for name, child in found.items() if getattr(child, "role", "linear") != "embedding"}
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError, ModelError
+from compress.model.structure.ends import vocabulary_size
 
 IGNORED = -100
 """The label of ignored positions, the default of torch's losses."""
@@ -136,7 +137,7 @@ def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     """
     if not is_masked(type(model), model.config):
         return NEXT_TOKENS
-    size = model.get_input_embeddings().get_parameter("weight").shape[0]
+    size = vocabulary_size(model)
     mask: Any = None if tokenizer is None else tokenizer.mask_token_id
     if tokenizer is not None and mask is not None and mask < size:
         return MaskedTokens(mask, min(size, len(tokenizer)), special_ids(tokenizer), seed=seed)

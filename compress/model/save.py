@@ -16,8 +16,11 @@ from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
 from compress.model.saving import MASKED_KEY
+from compress.model.structure.ends import compressed_ends, find_ends
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 OUTSIDE = "outside"
 INDEX_FILE = "model.safetensors.index.json"
@@ -68,7 +71,8 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
         weight = layer.weight
         found = {"weight": in_storage(weight.T if layer.transposed else weight, storage)}
     else:
-        parts = [part.in_storage(storage) for part in layer.all_parts]
+        scales = format_.scales_in(storage)
+        parts = [part.in_storage(scales if part.scheme.quantized else storage) for part in layer.all_parts]
         found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
         found["bias"] = in_storage(layer.bias, format_.stored_dtype(layer.bias.shape, storage))
@@ -82,11 +86,41 @@ def in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
 
 
 def outside_state(opened: OpenModel) -> dict[str, Tensor]:
-    """Tensors outside of all blocks, as in the model; tied tensors once."""
+    """Tensors outside of all blocks, as in the model; tied tensors once, and without weights of compressed layers."""
     tied = set(getattr(opened.model, "all_tied_weights_keys", None) or {})
+    ends = tuple(f"{name}." for name in compressed_ends(opened.model))
     prefixes = tuple(block.name + "." for block in opened.blocks)
     state = sorted(opened.model.state_dict().items())
-    return {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
+    kept = {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
+    return {n: t for n, t in kept.items() if not n.startswith(ends or ("\0",)) or n.removesuffix(".bias") + "." in ends}
+
+
+def outside_tensors(
+    opened: OpenModel,
+    layers: Mapping[str, CompressedLinear],
+    format_: Format,
+    storage: torch.dtype,
+    rounded: Mapping[str, CodesPart] | None = None,
+) -> dict[str, Tensor]:
+    """Tensors outside of all blocks, in their stored form.
+
+    layers: the compressed layers among the ends, by name. rounded: the codes of other tensors that the format rounds.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in outside_state(opened).items():
+        part = (rounded or {}).get(name)
+        if part is None:
+            found[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+        else:
+            encoded = format_.encode(LayerScheme(part.shape, (part.scheme,)), [part], [])
+            found |= {f"{name.removesuffix('weight')}{key}": each for key, each in encoded.items()}
+    for end in (end for end in find_ends(opened.model) if end.name in layers):
+        layer = layers[end.name]
+        plain = format_.adapt(layer.scheme) is None or layer.scheme.plain
+        name = end.embedding if plain and end.embedding is not None else end.name  # where the dense model has it
+        stored = layer_tensors(layer, format_, storage)
+        found |= {f"{name}.{key}": tensor for key, tensor in stored.items() if key != "bias"}
+    return {name: found[name].cpu().contiguous() for name in sorted(found)}
 
 
 def write_description(
@@ -95,15 +129,15 @@ def write_description(
     shards: dict[str, list[str]],
     sizes: int,
     quantization: dict[str, Any] | None,
-    storage: torch.dtype,
+    dtype: torch.dtype,
     caches: Mapping[str, CacheScheme] | None = None,
     masked: Sequence[str] = (),
 ) -> None:
     """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
 
     shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors.
-    caches: the scheme of each attention with a rounded cache, if quantization_config does not state it. masked: pruned
-    linears whose masks no tensor stores.
+    dtype: of computation when the checkpoint is loaded. caches: the scheme of each attention with a rounded cache, if
+    quantization_config does not state it. masked: pruned linears whose masks no tensor stores.
     """
     if shards:
         weight_map = {name: shard for shard, names in shards.items() for name in names}
@@ -112,7 +146,7 @@ def write_description(
     config = opened.config.to_dict()
     config.pop("_name_or_path", None)
     config["architectures"] = [type(opened.model).__name__]
-    config["dtype"] = dtype_name(storage)
+    config["dtype"] = dtype_name(dtype)
     if quantization is not None:
         config["quantization_config"] = quantization
     if caches:
@@ -133,5 +167,6 @@ def write_description(
 
 
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
-    """Full names of all dense linears of the model, with the head."""
-    return [name for name in linears(opened.model) if name not in compressed]
+    """Full names of all dense linears of the model, with the head. compressed: the names of compressed layers."""
+    packed = {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
+    return [name for name in linears(opened.model) if name not in compressed | packed]

@@ -62,6 +62,11 @@ class Saving(HfQuantizer):
         return {name: tensor.contiguous() for name, tensor in tensors(model).items()}, {}
 
     @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile the model."""
+        return True
+
+    @property
     def is_trainable(self) -> bool:
         """Whether transformers' trainer may train the model's parameters."""
         return True

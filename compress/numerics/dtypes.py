@@ -1,4 +1,4 @@
-"""Floating-point dtypes by the names that recipes and configurations use."""
+"""Floating-point dtypes by the names that recipes and configurations use, and the fast one of a processor."""
 
 from __future__ import annotations
 
@@ -14,3 +14,23 @@ DTYPES: dict[str, torch.dtype] = {
 def dtype_name(dtype: torch.dtype) -> str:
     """Return 'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def has_bfloat16_products() -> bool:
+    """Whether the processor multiplies bfloat16 matrices by instructions of its own. Processors other than x86: True.
+
+    Without these instructions torch computes bfloat16 products several times more slowly than those of float32.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    if capabilities is not None:
+        found = capabilities()
+        x86 = found.get("architecture") in ("x86_64", "amd64", "AMD64")
+        return not x86 or bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    older = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return all(check is None for check in older) or any(check is not None and check() for check in older)
+
+
+def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of computation for weights in `dtype`: float32 for bfloat16 that the processor computes slowly."""
+    slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16_products()
+    return torch.float32 if slow else dtype

@@ -69,7 +69,7 @@ class QAT(Quantizing, TrainingPass):
         label = run.label or self.key()
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            return self._fake(layer, self.for_layer(name) or self, run.storage)
+            return self._fake(layer, self.for_layer(name) or self, run.scale_dtype)
 
         with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
             self._note(student, run, label)

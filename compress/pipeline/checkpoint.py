@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from torch import Tensor
 
@@ -26,16 +27,26 @@ from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import InMemory, OpenModel
-from compress.model.save import INDEX_FILE, block_tensors, dense_linear_names, store_as_planned, write_description
+from compress.model.save import (
+    INDEX_FILE,
+    block_tensors,
+    dense_linear_names,
+    outside_tensors,
+    store_as_planned,
+    write_description,
+)
 from compress.model.structure.blocks import Block
+from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
+from compress.pipeline.readers import check_together
 from compress.pipeline.resolve import update_targets
 from compress.pipeline.restore import is_file, restore_block
+from compress.pipeline.shards import ShardEntry, record, write_entry
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
-from compress.stream.ends import ends_of, outside_tensors, round_ends
 from compress.stream.install import LayerResult
+from compress.stream.rounded_ends import ends_of, round_ends
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
@@ -55,27 +66,6 @@ OWN_FILES = (
     "plugins/*.py",
 )
 """The files that a run writes into its folder; --overwrite removes them."""
-
-
-@dataclass
-class ShardEntry:
-    """One finished shard.
-
-    file: its name. sha256: of the file. names: of its tensors. digests: sha256 of the codes per layer. schemes: the
-    storage scheme per layer. results, journal: lines for the report. caches: {scheme, sha256} per attention module with
-    rounded keys and values. masked: the linears that have a mask.
-    """
-
-    file: str
-    sha256: str
-    names: list[str]
-    size_bytes: int
-    digests: dict[str, str] = field(default_factory=dict)
-    schemes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: list[dict[str, Any]] = field(default_factory=list)
-    journal: list[dict[str, Any]] = field(default_factory=list)
-    caches: dict[str, dict[str, Any]] = field(default_factory=dict)
-    masked: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -105,7 +95,8 @@ class Manifest:
     def schemes_of(self, opened: OpenModel) -> dict[str, LayerScheme]:
         """The storage scheme of every compressed layer, in the order of the model."""
         found = {name: values for entry in self.shards.values() for name, values in entry.schemes.items()}
-        return {name: LayerScheme.from_json(found[name]) for name in opened.linear_names() if name in found}
+        names = [*opened.linear_names(), *compressed_ends(opened.model)]
+        return {name: LayerScheme.from_json(found[name]) for name in names if name in found}
 
     @property
     def caches(self) -> dict[str, CacheScheme]:
@@ -178,7 +169,8 @@ class Shards:
 
     probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
     recipe, by name. first: whether this process is rank 0, which writes; other processes compute the same. together:
-    whether there may be other processes; all processes wait for each other at the end of a segment.
+    whether there may be other processes; all processes wait for each other at the end of a segment. loads_in: the dtype
+    of computation that the checkpoint states.
     """
 
     opened: OpenModel
@@ -189,6 +181,7 @@ class Shards:
     recipe: Mapping[str, str]
     first: bool = True
     together: bool = False
+    loads_in: torch.dtype = torch.float32
     _began: int = field(init=False)
     _noted: int = field(init=False)
     _begun: Snapshot = field(init=False)
@@ -255,10 +248,11 @@ class Shards:
         figures = {"block": block.index, "blocks": len(self.opened.blocks), "segment": segment.index}
         journal.add("block", "save", block.name, **figures)
 
-    def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
+    def close(self, segment: Segment, logits: Callable[[], Tensor], ends: list[LayerResult]) -> None:
         """Write the tensors outside of blocks and the manifest, and remove the previous snapshot."""
         folder, label = self.manifest.folder, segment.steps[-1][0]
-        round_ends(self.opened, self.run)
+        round_ends(self.opened, self.run, self.steps)
+        self._earlier.setdefault(OUTSIDE, []).extend(asdict(result) for result in ends)
         if self.first and segment.last:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
         elif self.first:
@@ -307,14 +301,10 @@ class Shards:
         if run.format.sparse:
             store_as_planned(block.name, block.module, run.storage, run.sparse)
         tensors = block_tensors(block.name, block.module, run.format, run.storage)
-        entry = _entry(self.manifest.folder / self._file(block), tensors)
+        entry = write_entry(self.manifest.folder / self._file(block), tensors)
         for name, layer in linears(block.module).items():
-            full = f"{block.name}.{name}"
-            if isinstance(layer, CompressedLinear) and layer.positions is not None:
-                entry.masked.append(full)
-            if isinstance(layer, CompressedLinear) and not layer.scheme.plain:
-                entry.digests[full] = layer.sha256()
-                entry.schemes[full] = layer.scheme.to_json()
+            if isinstance(layer, CompressedLinear):
+                record(entry, f"{block.name}.{name}", layer)
         entry.caches = cache_records(block.name, block.module)
         return entry
 
@@ -322,17 +312,22 @@ class Shards:
         """Write the tensors outside of the blocks, the configuration, the recipe and the final manifest."""
         manifest, folder, format_ = self.manifest, self.manifest.folder, self.run.format
         with self.run.phase("save"):
-            tensors = outside_tensors(self.opened, self.run)
-            manifest.shards[OUTSIDE] = _entry(folder / self._file(None), tensors)
+            layers = compressed_ends(self.opened.model)
+            tensors = outside_tensors(self.opened, layers, format_, self.run.storage, self.run.ends)
+            manifest.shards[OUTSIDE] = entry = write_entry(folder / self._file(None), tensors)
+            entry.results = self._earlier.pop(OUTSIDE, [])
+            for name, layer in layers.items():
+                record(entry, name, layer)
             schemes = manifest.schemes_of(self.opened)
             ignore = dense_linear_names(self.opened, set(schemes))
             stated = stated_scheme(self.opened.model, manifest.caches, format_)
+            check_together(format_, schemes)
             config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
             shards = self._assembled(schemes)
             names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
-            write_description(self.opened, folder, names, sizes, config, self.run.storage, own)
+            write_description(self.opened, folder, names, sizes, config, self.loads_in, own)
             for name, text in self.recipe.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_text(folder / name, text)
@@ -366,9 +361,3 @@ class Shards:
     def _file(self, block: Block | None) -> str:
         """The file name of a block, or of the tensors outside of blocks (None)."""
         return shard_name(1 if block is None else block.index + 2, len(self.opened.blocks) + 1)
-
-
-def _entry(path: Path, tensors: dict[str, Tensor]) -> ShardEntry:
-    """Write a shard and return its entry in the manifest."""
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    return ShardEntry(path.name, write_shard(path, tensors), list(tensors), size)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.api.context import Run
 from compress.api.passes import ModelPass, Step
+from compress.kernels.dispatch import plain_torch
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.resolve import update_targets
@@ -63,8 +64,11 @@ class Sink(Protocol):
         """Receive a block that the segment has finished; its weights are in memory."""
         ...
 
-    def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
-        """Receive the model after the segment, with all blocks finished. logits: computes its output for the probe."""
+    def close(self, segment: Segment, logits: Callable[[], Tensor], ends: list[LayerResult]) -> None:
+        """Receive the model after the segment, with all blocks finished.
+
+        logits: computes its output for the probe. ends: the results of the input embedding and the output head.
+        """
         ...
 
 
@@ -82,7 +86,7 @@ class Memory:
     def done(self, segment: Segment, block: Block, results: list[LayerResult]) -> None:
         """Leave the block in the model."""
 
-    def close(self, segment: Segment, logits: Callable[[], Tensor]) -> None:
+    def close(self, segment: Segment, logits: Callable[[], Tensor], ends: list[LayerResult]) -> None:
         """Do nothing."""
 
 
@@ -93,6 +97,7 @@ def segments(steps: Sequence[Step]) -> list[Segment]:
     return [Segment(i, len(parts), part[0][0], tuple(step for _, step in part)) for i, part in enumerate(parts)]
 
 
+@plain_torch()
 def engine(
     steps: Sequence[Step], opened: OpenModel, batches: Sequence[Tensor], probe: Tensor, run: Run, sink: Sink
 ) -> None:
@@ -104,16 +109,17 @@ def engine(
     round_to_storage(opened.model, run)
     parts = segments(steps)
     for segment in parts[sink.start(parts) :]:
+        ends: list[LayerResult] = []
         if segment.swept:
             sweep = Sweep(opened, segment.steps, batches, probe, run)
             hidden = sweep(partial(sink.done, segment), partial(sink.restore, segment))
-            logits = partial(sweep.shell.logits, probe, hidden)
+            logits, ends = partial(sweep.shell.logits, probe, hidden), sweep.ends
         else:
             _apply_model_pass(segment, steps, opened, run)
             for block in opened.blocks:
                 sink.done(segment, block, [])
             logits = partial(_logits, opened, probe)
-        sink.close(segment, logits)
+        sink.close(segment, logits, ends)
 
 
 def _apply_model_pass(segment: Segment, steps: Sequence[Step], opened: OpenModel, run: Run) -> None:

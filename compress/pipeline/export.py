@@ -20,6 +20,7 @@ from compress.formats import FORMATS
 from compress.formats.base import CacheScheme
 from compress.formats.containers.files import reason_of
 from compress.formats.containers.safetensors import shard_name, write_shard
+from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.load import load
@@ -27,16 +28,19 @@ from compress.model.open.opening import InMemory, OpenModel
 from compress.model.save import (
     block_tensors,
     dense_linear_names,
+    outside_tensors,
     store_as_planned,
     stored_sparsity,
     write_description,
 )  # fmt: skip
 from compress.model.structure.blocks import Block, find_blocks
+from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.stream.ends import ends_of, outside_tensors
-from compress.stream.install import take_in
+from compress.pipeline.readers import check_together
+from compress.stream.install import adapt, take_in
 from compress.stream.reference import twin
+from compress.stream.rounded_ends import ends_of, rounded_ends
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
@@ -64,13 +68,13 @@ def save(
     """
     _check(format, dtype, sparse)
     first = next(model.parameters())
-    target = FORMATS[format].configured(embedding, head, dtype)
-    storage = target.scale_dtype or first.dtype if dtype == "auto" else DTYPES[dtype]
+    target = FORMATS[format].configured(embedding, head)
+    storage = first.dtype if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)
     if reason := target.refuses_model(ends_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
-    run = Run(first.device, storage, format=target, sparse=sparse if target.sparse else "off")
+    run = Run(first.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
         written = _Written(part, opened, run)
         for block in opened.blocks:
@@ -91,7 +95,7 @@ def _check(format_: str, dtype: str, sparse: SparsePolicy) -> None:
 
 def _check_outside(opened: OpenModel) -> None:
     """Raise SaveError for a compressed linear outside of the blocks, and for weights that are not in memory."""
-    inside = set(opened.linear_names())
+    inside = {*opened.linear_names(), *compressed_ends(opened.model)}
     for name, layer in linears(opened.model).items():
         if isinstance(layer, CompressedLinear) and name not in inside:
             raise SaveError(
@@ -153,21 +157,32 @@ class _Written:
         store_as_planned(block.name, copied.module, run.storage, run.sparse)
         for name, layer in linears(copied.module).items():
             full = f"{block.name}.{name}"
-            if isinstance(layer, CompressedLinear) and not layer.scheme.plain:
-                layer.change_parts(lambda part: part.in_storage(run.storage))
-                self.schemes[full], self.digests[full] = layer.scheme, layer.sha256()
+            if isinstance(layer, CompressedLinear):
+                self._stored(full, layer)
             if isinstance(layer, CompressedLinear) and layer.mask_words is not None:  # no part stores it
                 self.masked.append(full)
         records = cache_records(block.name, copied.module)
         self.caches |= {name: CacheScheme.from_json(record["scheme"]) for name, record in records.items()}
         self._write(block.index + 2, block_tensors(block.name, copied.module, run.format, run.storage))
 
+    def _stored(self, name: str, layer: CompressedLinear) -> None:
+        """Record a layer in its stored form."""
+        if not layer.scheme.plain:
+            run = self.run
+            layer.change_parts(lambda p: p.in_storage(run.scale_dtype if p.scheme.quantized else run.storage))
+            self.schemes[name], self.digests[name] = layer.scheme, layer.sha256()
+
     def close(self) -> None:
         """Write the tensors outside of the blocks, and all other files."""
         opened, run = self.opened, self.run
-        self._write(1, outside_tensors(opened, run))
+        layers = {name: twin(layer) for name, layer in compressed_ends(opened.model).items()}
+        for name, layer in layers.items():
+            adapt(layer, run, opened.dtype, f"save: {name}")
+            self._stored(name, layer)
+        self._write(1, outside_tensors(opened, layers, run.format, run.storage, rounded_ends(opened, run)))
         stated = stated_scheme(opened.model, self.caches, run.format)
         ignore = dense_linear_names(opened, set(self.schemes))
+        check_together(run.format, self.schemes)
         config = run.format.config(self.schemes, ignore, __version__, stated)
         own = self.caches if stated is None else {}
         if run.format.file is not None:
@@ -189,6 +204,5 @@ def _verify(part: Path, digests: dict[str, str], dtype: str, device: torch.devic
     """Raise VerificationError unless all compressed layers read back bit for bit."""
     model, _ = load(part, dtype, device)
     for name, digest in digests.items():
-        layer = model.get_submodule(name)
-        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
+        if layer_of(model.get_submodule(name)).sha256() != digest:
             raise VerificationError(f"{folder}: {name} differs after reloading")

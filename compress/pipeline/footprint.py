@@ -22,8 +22,9 @@ from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
 from compress.model.structure.blocks import Block
-from compress.numerics.dtypes import DTYPES
+from compress.model.structure.ends import find_ends
 from compress.numerics.quant.codes import groups_in
+from compress.pipeline.resolve import storage_dtype
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
 from compress.weights.layer import LayerScheme
@@ -68,7 +69,7 @@ class Footprint:
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
         self.states_bytes = self.tokens * self.hidden * self.itemsize
-        self.outside = outside_state(self.opened)
+        self.outside, self.ends = outside_state(self.opened), find_ends(self.opened.model)
 
     def peak_bytes(self) -> int:
         """The peak memory in bytes, including the tensors outside of the blocks."""
@@ -78,6 +79,10 @@ class Footprint:
         for i, (_, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
                 found.append(kept + step.memory(self._size(i, names)))
+                continue
+            for end in (end for end in self.ends if end.name in names):
+                size = ProblemSize.of_linear(self.shapes[end.name], self.itemsize)
+                found.append(kept + step.memory(size) + self._compressed_bytes(i + 1, end.name))
         last = {
             self.block_key(block): block for block in self.opened.blocks
         }.values()  # the last of each kind of equal blocks
@@ -87,8 +92,7 @@ class Footprint:
 
     def held(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the original tensors that are in memory; all of them if they are rounded to a narrower dtype."""
-        dtype = self.recipe.save.dtype
-        if dtype != "auto" and DTYPES[dtype].itemsize < self.itemsize:
+        if storage_dtype(self.recipe, self.opened).itemsize < self.itemsize:
             return sum(tensor.nbytes for tensor in tensors.values())
         return held_bytes(self.opened, tensors)
 

@@ -27,7 +27,7 @@ def storage_notes(steps: Sequence[Step], layers: Layers, format_: Format, storag
         nominal = nominal_bits(scheme, storage)
         if nominal is None or format_.adapt(scheme) is None or 8 * size <= NOTABLE * nominal * prod(scheme.shape):
             continue
-        key = rounds.get(name, ""), f"{nominal:.2f}", _reason(scheme, format_)
+        key = rounds.get(name, ""), f"{nominal:.2f}", _reason(scheme, format_, nominal, storage)
         found.setdefault(key, []).append((size, prod(scheme.shape)))
     notes = []
     for (where, nominal, reason), sizes in found.items():
@@ -46,7 +46,7 @@ def nominal_bits(scheme: LayerScheme, storage: torch.dtype) -> float | None:
     return 8 * wide.size_bytes(storage) / prod(wide.shape)
 
 
-def _reason(scheme: LayerScheme, format_: Format) -> str:
+def _reason(scheme: LayerScheme, format_: Format, nominal: float, storage: torch.dtype) -> str:
     codes, width, stored = scheme.codes, scheme.shape[1], format_.adapt(scheme)
     assert codes is not None and isinstance(codes.group_size, int)
     size, adapted = codes.group_size, None if stored is None else stored.codes
@@ -57,6 +57,8 @@ def _reason(scheme: LayerScheme, format_: Format) -> str:
         return f"group_size {size} does not divide {width} inputs, so format {format_.name} stores {parts}{better}"
     if width % size:
         return f"the last of the groups of {size} columns has only {width % size} of {width} inputs{better}"
+    if stored is not None and 8 * stored.size_bytes(storage) <= NOTABLE * nominal * prod(scheme.shape):
+        return f"format {format_.name} stores more than the codes need, such as zero points or the group of each column"
     return f"rows of {width} inputs, or zero points, are padded to whole words of 32 bits"
 
 

@@ -20,12 +20,13 @@ from compress.model.linear import linears
 from compress.model.open.opening import OpenModel, read_config
 from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
+from compress.model.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
-from compress.pipeline.readers import check_reader
+from compress.pipeline.readers import check_reader, check_together
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -38,13 +39,13 @@ from compress.pipeline.resolve import (
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
-from compress.stream.ends import ends_of
+from compress.stream.rounded_ends import ends_of
 from compress.weights.layer import LayerScheme
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear: its shape (out, in), its passes, its final storage scheme, and its bytes in the checkpoint."""
+    """One linear in a block, or one compressed end: shape (out, in), passes, final storage scheme, and stored bytes."""
 
     name: str
     shape: tuple[int, int]
@@ -156,7 +157,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         dense = planned.dense_bytes
     else:
         storage = storage_dtype(recipe, opened)
-        dense = _rest_bytes(opened, storage) + _dense_bytes(layer_shapes(opened), storage)
+        inside = {name: shape for name, shape in layer_shapes(opened).items() if name in opened.linear_names()}
+        dense = _rest_bytes(opened, storage) + _dense_bytes(inside, storage)
     shapes, starts = layer_shapes(form) | layer_shapes(opened), schemes_of(form) | schemes_of(opened)
 
     def before(count: int, name: str) -> LayerScheme:
@@ -177,10 +179,16 @@ def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
-    format_, storage = recipe.save.target(), storage_dtype(recipe, form)
-    shapes, starts, masks, layers = layer_shapes(form), schemes_of(form), starting_sparsities(form), []
+    storage = storage_dtype(recipe, form)
+    format_ = recipe.save.target().stored_in(storage)
+    starts, masks, layers = schemes_of(form), starting_sparsities(form), []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
+    ends = [
+        e for e in find_ends(form.model) if not starts[e.name].plain or any(e.name in names for *_, names in chosen)
+    ]
+    worked = {*form.linear_names(), *(end.name for end in ends)}
+    shapes = {name: shape for name, shape in layer_shapes(form).items() if name in worked}
     for name, shape in shapes.items():
         mine = [(where, step) for where, step, names in chosen if name in names]
         policy = recipe.save.sparse if format_.sparse else "off"
@@ -191,9 +199,10 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
         most = planned_scheme(mine, name, starts[name], storage, policy, masks.get(name, ()), most=True)
         if most.transforms != scheme.transforms and format_.adapt(most) is not None:
             kept.append(format_.size_bytes(most, storage) - size)
+    check_together(format_, {layer.name: layer.scheme for layer in layers})
     weights = sum(layer.size_bytes for layer in layers)
-    rest = _rest_bytes(form, storage, format_)
-    dense = _rest_bytes(form, storage) + _dense_bytes(shapes, storage)
+    rest = _rest_bytes(form, storage, ends, format_)
+    dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
     scales = sum(
         sum(step.cache.static) * len(attentions_containing(form.model, names))
         for _, step, names in steps
@@ -236,9 +245,15 @@ def final_plan(
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
-def _rest_bytes(opened: OpenModel, storage: torch.dtype, format_: Format | None = None) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks; without a format all in `storage`."""
-    found = outside_state(opened)
+def _rest_bytes(
+    opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
+) -> int:  # fmt: skip
+    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends.
+
+    format_: that of the checkpoint; None: all in `storage`.
+    """
+    apart = {f"{name}.weight" for end in ends for name in end.names}
+    found = {name: tensor for name, tensor in outside_state(opened).items() if name not in apart}
     for block in opened.blocks:
         inside = tuple(f"{name}." for name in linears(block.module))
         state = block.module.state_dict().items()
@@ -246,9 +261,9 @@ def _rest_bytes(opened: OpenModel, storage: torch.dtype, format_: Format | None 
         found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
     if format_ is None:
         return sum(_bytes(tensor, storage) for tensor in found.values())
-    ends, total = ends_of(opened), 0
+    places, total = ends_of(opened), 0
     for name, tensor in found.items():
-        part = format_.end_layout(ends, name, tensor.shape)
+        part = format_.end_layout(places, name, tensor.shape)
         if part is None:
             total += _bytes(tensor, format_.stored_dtype(tensor.shape, storage))
         else:

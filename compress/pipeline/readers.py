@@ -9,7 +9,7 @@ from torch import nn
 
 from compress.api.passes import Step
 from compress.errors import TargetError
-from compress.formats.base import StoredLayer
+from compress.formats.base import Format, StoredLayer
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import Experts
@@ -22,9 +22,8 @@ OWN = "save: {verify: own} checks it with compress.load alone"
 
 def not_asked(recipe: Recipe) -> str | None:
     """Why transformers is not asked to load a checkpoint of the recipe, or None."""
-    format_ = recipe.save.target()
-    if not format_.readers:
-        return f"format {format_.name} is read by compress.load only"
+    if reason := recipe.save.target().unverified:
+        return reason
     return "the recipe says verify: own" if recipe.save.verify == "own" else None
 
 
@@ -71,3 +70,14 @@ def check_reader(
     if reason is not None:
         other = "save: {format: native} stores it for compress.load, "
         raise TargetError(f"save: format {format_.name} could not be verified: {reason}; {other}{OWN}")
+
+
+def check_together(format_: Format, schemes: Mapping[str, LayerScheme]) -> None:
+    """Raise TargetError if layers, each of which the format stores, cannot be in one checkpoint.
+
+    schemes: of linears by full name, as passes leave them.
+    """
+    adapted = {name: format_.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
+    reason = format_.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
+    if reason is not None:
+        raise TargetError(f"save: {reason}")

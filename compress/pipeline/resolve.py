@@ -16,6 +16,7 @@ from compress.api.facts import Fact, LayerFacts
 from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
+from compress.model.embedding import layer_of
 from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
@@ -26,8 +27,10 @@ from compress.model.open.supported import check_language_model
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.ends import end_layer, find_ends
 from compress.model.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
+from compress.pipeline.ends import check_ends
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
 from compress.weights.layer import LayerScheme
@@ -42,10 +45,8 @@ EARLIER: dict[Fact, str] = {
 
 
 def storage_dtype(recipe: Recipe, opened: OpenModel) -> torch.dtype:
-    """The dtype of stored scales and dense tensors."""
-    if recipe.save.dtype == "auto":
-        return recipe.save.target().scale_dtype or opened.dtype
-    return DTYPES[recipe.save.dtype]
+    """The dtype of stored scales and dense tensors; auto: 16 bits unless the source needs more."""
+    return opened.storage if recipe.save.dtype == "auto" else DTYPES[recipe.save.dtype]
 
 
 def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: int = 0) -> tuple[list[Step], OpenModel]:
@@ -64,11 +65,15 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
     swept: set[str] = set()
     for index, step in enumerate(passes, first):
         where, needs = label(index, step), step.requires
-        step = step.on_model(ModuleNames.of(opened.model, opened.blocks), where)
-        chosen = step.choose(names, where)
+        modules = ModuleNames.of(opened.model, opened.blocks)
+        ends = modules.reached(step.targets)
+        step = step.on_model(modules, where)
+        chosen = step.choose([*names, *(name for end in ends for name in end.names)], where)
+        chosen = [name for name in chosen if name not in {end.embedding for end in ends if end.head is not None}]
+        check_ends(step, [end for end in ends if end.name in chosen], where)
         if step.cache is not None:
             chosen = _in_attention(opened, names, chosen, where)
-        _check_facts(step, names if needs.new_shape else chosen, facts, where)
+        _check_facts(step, list(facts) if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, facts, where)
         _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
@@ -105,9 +110,10 @@ def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, do
 
 def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
     """The facts of every linear of the original model, each with its origin."""
-    found: dict[str, dict[Fact, str]] = {name: {} for name in opened.linear_names()}
+    ends = [end.name for end in find_ends(opened.model)]
+    found: dict[str, dict[Fact, str]] = {name: {} for name in [*opened.linear_names(), *ends]}
     for name in found:
-        layer = opened.model.get_submodule(name)
+        layer = layer_of(opened.model.get_submodule(name)) if name in ends else opened.model.get_submodule(name)
         if isinstance(layer, CompressedLinear):
             true: dict[Fact, bool] = {
                 "masked": layer.positions is not None,
@@ -123,12 +129,13 @@ def _facts(opened: OpenModel) -> dict[str, dict[Fact, str]]:
 
 
 def schemes_of(opened: OpenModel) -> dict[str, LayerScheme]:
-    """The storage scheme of every linear of the original model."""
-    return {
+    """The storage scheme of every linear in the blocks, and of the ends, of the original model."""
+    found = {
         f"{block.name}.{name}": scheme_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
+    return found | {end.name: end_layer(opened.model, end).scheme for end in find_ends(opened.model)}
 
 
 def _check_start(schemes: dict[str, LayerScheme], format_: Format) -> None:
@@ -202,7 +209,8 @@ def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[
     """The linears that a pass meets together: all for a pass over the whole model, or those of each block."""
     if isinstance(step, ModelPass):
         return [list(names)]
-    parts = [[name for name in names if name.startswith(f"{block.name}.")] for block in opened.blocks]
+    ends = [[end.name] for end in find_ends(opened.model) if end.name in names]
+    parts = ends + [[name for name in names if name.startswith(f"{block.name}.")] for block in opened.blocks]
     return [part for part in parts if part]
 
 
@@ -283,12 +291,13 @@ def _check_transforms(
 
 
 def layer_shapes(opened: OpenModel) -> dict[str, tuple[int, int]]:
-    """The shape (out, in) of every linear in the blocks, by full name."""
-    return {
+    """The shape (out, in) of every linear in the blocks, and of the ends, by full name."""
+    found = {
         f"{block.name}.{name}": shape_of(module)
         for block in opened.blocks
         for name, module in linears(block.module).items()
     }
+    return found | {end.name: end_layer(opened.model, end).shape for end in find_ends(opened.model)}
 
 
 def lm_objective_for(steps: Sequence[Step], opened: OpenModel, seed: int = 0) -> LMObjective:

@@ -24,6 +24,8 @@ from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
+from compress.evaluate.harness.tasks import check_tasks
+from compress.evaluate.store import Store, digest_of
 from compress.formats.containers.files import write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
@@ -35,6 +37,8 @@ from compress.model.open.packed import Packed, open_input, with_masks
 from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.ends import compressed_ends
+from compress.numerics.dtypes import dtype_name
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.needs import check_original_given
@@ -43,9 +47,11 @@ from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
+from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
 from compress.recipe.schema import Recipe, read_passes
 from compress.recipe.starts import folder_of
@@ -54,8 +60,8 @@ from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
-from compress.stream.ends import round_ends
-from compress.stream.install import take_in
+from compress.stream.install import adapt, take_in
+from compress.stream.rounded_ends import round_ends
 from compress.weights.layer import LayerScheme
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -200,15 +206,18 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
-    format_ = recipe.save.target()
-    context = Run(opened.device, storage_dtype(recipe, opened), recipe.seed, format_, recipe.save.sparse, journal)
+    storage = storage_dtype(recipe, opened)
+    format_ = recipe.save.target().stored_in(storage)
+    context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
-    round_ends(opened, context)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
+    round_ends(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
+    if recipe.eval is not None:
+        check_tasks(recipe.eval)
     evaluated = eval_ids(recipe, opened)
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):
@@ -218,6 +227,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
     if isinstance(opened.weights, Packed):
         opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
+        for name, layer in compressed_ends(opened.model).items():
+            adapt(layer, context, opened.dtype, f"model: {name}")
         if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
             journal.add(
                 "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
@@ -241,7 +252,8 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together)
+    loads_in = job.opened.dtype if job.recipe.save.dtype == "auto" else job.context.storage
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together, loads_in)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
@@ -257,6 +269,11 @@ def finish(job: Job) -> Result:
     recipe, context, manifest, folder = job.recipe, job.context, job.manifest, job.manifest.folder
     job.opened.model.to_empty(device="meta")
     opened, planned = final_plan(recipe, job.steps, job.opened, job.planned, folder)
+    evaluated = evaluation_context(job)
+    base: dict[str, Any] = {}
+    if recipe.eval is not None:  # first, because the compressed model is compared with what is kept of the base
+        with open_source(recipe.model, recipe, opened) as original:
+            base = _measure(job, original, evaluated.of_base())
     with context.phase("verify"):
         digests = {n: d for entry in manifest.shards.values() for n, d in entry.digests.items()}
         reference = load_file(folder / WORK / PROBE_FILE)
@@ -265,16 +282,10 @@ def finish(job: Job) -> Result:
         settled = update_plan(planned, manifest.schemes_of(opened), context.format, context.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
-    evaluated = EvaluationContext(
-        context, "compressed", job.texts, opened.tokenizer, reference["ids"], job.steps, results
-    )  # fmt: skip
+    evaluated = replace(evaluated, tokenizer=opened.tokenizer, probe=reference["ids"], layers=results)
     compressed = _measure(job, model, evaluated)
     del model
     gc.collect()  # models contain reference cycles
-    base: dict[str, Any] = {}
-    if recipe.eval is not None:
-        with open_source(recipe.model, recipe, opened) as original:
-            base = _measure(job, original, replace(evaluated, which="base"))
     layers = [(prod(layer.shape), layer.size_bytes) for layer in settled.layers if layer.passes]
     report = build_report(
         opened,
@@ -284,7 +295,7 @@ def finish(job: Job) -> Result:
         predicted=Predicted(tensor_bytes=job.planned.checkpoint_bytes, memory_bytes=job.planned.memory_bytes),
         verified=Verification(**asdict(verified)),
         masked=[name for entry in manifest.shards.values() for name in entry.masked],
-        layers=[r for block in opened.blocks for r in manifest.shards[block.name].results],
+        layers=[r for name in [*(b.name for b in opened.blocks), OUTSIDE] for r in manifest.shards[name].results],
         training=manifest.training,
         evaluations=combine_all(compressed, base),
         reproduce=reproduction(
@@ -295,6 +306,21 @@ def finish(job: Job) -> Result:
     write_report(report, folder)
     write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
     return Result(folder, report.to_json(), context.journal)
+
+
+def evaluation_context(job: Job) -> EvaluationContext:
+    """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
+    settings = job.recipe.eval or Evaluate()
+    digests = sorted(entry.sha256 for entry in job.manifest.shards.values())
+    store = Store(
+        job.manifest.folder / WORK / "evaluation",
+        digest_of(digests, dtype_name(job.opened.dtype)),
+        digest_of(job.opened.fingerprint, dtype_name(job.opened.dtype)),
+    )
+    return EvaluationContext(
+        job.context, "compressed", job.texts, job.opened.tokenizer, steps=job.steps, settings=settings, store=store,
+        base=job.recipe.model,
+    )  # fmt: skip
 
 
 def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:

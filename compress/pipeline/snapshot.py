@@ -25,6 +25,7 @@ from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, sto
 from compress.model.reshape.reconfigure import build, replace_in_place, shapes, sketch
 from compress.model.save import outside_state
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.ends import compressed_ends, put_end, tie
 from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.layer import LayerScheme
 
@@ -96,15 +97,29 @@ def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
         part = snapshot.parts[block.name]
         restore_state(block.module, _read(folder / part.file, opened.device), part.record)
     outside = snapshot.parts[OUTSIDE]
-    restore_state(opened.model, _read(folder / outside.file, opened.device), outside.record)
-    opened.model.tie_weights()
+    restore_outside(opened.model, _read(folder / outside.file, opened.device), outside.record)
+    tie(opened.model)
     opened.weights = InMemory()
     return reshaped
 
 
 def outside_of(opened: OpenModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As `state_of`, for all tensors outside of blocks."""
-    return _in_order(outside_state(opened), {"layers": {}, "caches": {}})
+    tensors, layers = outside_state(opened), {}
+    for name, layer in compressed_ends(opened.model).items():
+        found, layers[name] = _layer_state(layer)
+        tensors |= {f"{name}.{key}": tensor for key, tensor in found.items()}
+    return _in_order(tensors, {"layers": layers, "caches": {}})
+
+
+def restore_outside(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """The inverse of `outside_of`."""
+    tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
+    for name, values in record["layers"].items():
+        put_end(model, name, _layer_from(_below(name, tensors), values))
+    inside = tuple(f"{name}." for name in record["layers"])
+    others = {name: tensor for name, tensor in tensors.items() if not name.startswith(inside or ("\0",))}
+    restore_state(model, others, {**record, "layers": {}, "turned": []})
 
 
 def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -125,8 +140,7 @@ def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapp
     """The inverse of `state_of`; the linears of the block may be in any form."""
     tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
     for name, values in record["layers"].items():
-        start = f"{name}."
-        layer = _layer_from({n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}, values)
+        layer = _layer_from(_below(name, tensors), values)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer)
     inside = tuple(f"{name}." for name in record["layers"])
@@ -136,6 +150,12 @@ def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapp
         if scheme_of(attention) is None:
             of_keys, of_values = (tensors.get(f"{name}.{scale}".removeprefix(".")) for scale in SCALES)
             round_cache(attention, CacheScheme.from_json(values), (of_keys, of_values))
+
+
+def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a module, by their names inside of it."""
+    start = f"{name}."
+    return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
 
 def _layer_state(layer: CompressedLinear) -> tuple[dict[str, Tensor], dict[str, Any]]:

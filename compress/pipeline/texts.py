@@ -8,6 +8,7 @@ from torch import Tensor
 from compress.data.ids import Sample, TextUse, check_text, model_sample, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
+from compress.evaluate.windows import evaluation_ids
 from compress.model.open.opening import OpenModel
 from compress.recipe.schema import Recipe
 
@@ -56,5 +57,5 @@ def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
     wanted, known = recipe.eval, (opened.model, opened.tokenizer)
     if wanted is None:
         return []
-    shape = wanted.windows, wanted.length
-    return [model_sample(*known, text, "test", *shape, recipe.seed) for text in wanted.perplexity]
+    shape = wanted.windows, wanted.length, wanted.stride
+    return [evaluation_ids(*known, text, *shape, recipe.seed) for text in wanted.perplexity]

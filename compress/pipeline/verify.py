@@ -20,6 +20,8 @@ from compress.api.memory import available_bytes
 from compress.errors import VerificationError
 from compress.formats.base import Format
 from compress.formats.containers.files import tensor_file_bytes
+from compress.kernels.dispatch import plain_torch
+from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import open_experts
@@ -47,6 +49,7 @@ class Verified:
     skipped: str | None
 
 
+@plain_torch()
 def verify(
     recipe: Recipe,
     dtype: torch.dtype,
@@ -66,8 +69,7 @@ def verify(
     """
     model, _ = load(folder, dtype_name(dtype), run.device, recipe.trust_remote_code)
     for name, digest in digests.items():
-        layer = model.get_submodule(name)
-        if not isinstance(layer, CompressedLinear) or layer.sha256() != digest:
+        if layer_of(model.get_submodule(name)).sha256() != digest:
             raise VerificationError(f"{folder}: the codes of {name} differ from the computed ones after reloading")
     rounding = {name: cache_sha256(model.get_submodule(name)) for name in rounded_caches(model)}
     if rounding != (caches or {}):

@@ -24,13 +24,13 @@ from pydantic import (
 from compress.api.context import DEVICES
 from compress.api.options import Options, Place, mistake
 from compress.api.passes import Pass
-from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
 from compress.formats.base import Format
 from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
-from compress.recipe.calibration import Calibration, EvaluatedTexts
+from compress.recipe.calibration import Calibration
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
@@ -45,7 +45,9 @@ class Save(Options):
 
     format: str = Field(default="compressed-tensors", description=f"one of {', '.join(FORMATS)}")
     dtype: DType = Field(
-        default="auto", description="dtype of scales and dense tensors; auto: the dtype of computation"
+        default="auto",
+        description="dtype of scales and dense tensors; auto: the 16-bit dtype of the model's weights (for quantized "
+        ".gguf files the one that loses least), or float32 if they are float32",
     )
     verify: Literal["full", "own"] = Field(
         default="full",
@@ -72,7 +74,7 @@ class Save(Options):
 
     def target(self) -> Format:
         """The format with these options."""
-        return FORMATS[self.format].configured(self.embedding, self.head, self.dtype)
+        return FORMATS[self.format].configured(self.embedding, self.head)
 
     @field_validator("format")
     @classmethod
@@ -90,31 +92,6 @@ class Save(Options):
         return policy
 
 
-class Evaluate(Options):
-    """The evaluation of the reloaded checkpoint and of the base model."""
-
-    @classmethod
-    def key(cls) -> str:
-        """The key in a recipe."""
-        return "eval"
-
-    perplexity: EvaluatedTexts = Field(
-        default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
-    )
-    windows: int | None = Field(default=16, gt=0, description="non-overlapping windows per text; null: all")
-    length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
-
-    @field_validator("perplexity")
-    @classmethod
-    def _different(cls, texts: tuple[TextSource | str, ...]) -> tuple[TextSource | str, ...]:
-        labels = [as_source(text).label for text in texts]
-        if twice := [label for label in labels if labels.count(label) > 1]:
-            raise ValueError(f"{twice[0]} is listed twice; remove one of them")
-        if "self" in labels:
-            raise ValueError("self is sampled from the model, which is no text to measure; use another source")
-        return texts
-
-
 class Recipe(BaseModel):
     """The options of a run; equal recipes on equal models give equal bytes.
 
@@ -124,7 +101,10 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field(description="hub id, local folder, or .gguf file")
-    dtype: DType = Field(default="auto", description="dtype of computation; auto: the checkpoint's")
+    dtype: DType = Field(
+        default="auto",
+        description="dtype of computation; auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions",
+    )
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1, ...")
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="seed of all random numbers")
     trust_remote_code: bool = Field(default=False, description="run the model's own code")

@@ -18,6 +18,7 @@ from compress.formats.containers.files import write_text
 from compress.report.schema import Report
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
+from compress.version import __version__
 
 FILE = "README.md"
 PROJECT = "compress-llm"
@@ -118,6 +119,31 @@ def _use(report: Report, generates: bool) -> str:
     if not readers:
         parts.append(f"Other programs do not read the format {form}.")
     return "\n\n".join(parts)
+
+
+def write_export_card(
+    folder: Path, source: str, form: str, layers: Sequence[tuple[str, str, str, int, float]]
+) -> None:  # fmt: skip
+    """Write README.md of a checkpoint that was converted from `source` to the format `form`, atomically.
+
+    layers: name, scheme before, scheme after, number and relative weight error of each kind of layers.
+    """
+    front = {**base_metadata(source), "library_name": PROJECT, "tags": ["compress", form]}
+    readers = FORMATS[form].readers
+    rows = [
+        (name, str(count), before, after, f"{error:.3e}" if error else "0 (lossless)")
+        for name, before, after, count, error in layers
+    ]
+    others = f" {', '.join(readers)} read this format too." if readers else ""
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {Path(source).name}, as {form}",
+        f"Converted from `{Path(source).name}` by compress {__version__}, without calibration. The compressed layers "
+        "were read back and compared before this card was written.",
+        f"## Layers\n\n{table(('layers', 'count', 'before', 'after', 'weight error'), rows)}",
+        f'## Use\n\n```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```\n{others}'.rstrip(),
+    ]
+    write_text(folder / FILE, "\n\n".join(parts) + "\n")
 
 
 def base_metadata(source: str) -> dict[str, Any]:

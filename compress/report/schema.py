@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model, model_validator
 from typing_extensions import Self
 
 from compress.data.ids import TextUse
@@ -185,3 +185,10 @@ class Report(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """Plain values, as report.json holds them."""
         return self.model_dump(by_alias=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of report.json (draft 2020-12), with the result of every evaluator."""
+    results: dict[str, Any] = {key: (kind.result_type | None, None) for key, kind in EVALUATORS.items()}
+    found = create_model("Report", __base__=Report, **results).model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}

@@ -1,18 +1,39 @@
-"""Write a report to disk: report.json, report.md and, where a pass trained, its curves."""
+"""Read and write a report: report.json, report.md and, where a pass trained, its curves."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from compress.errors import UserError
 from compress.formats.containers.files import write_json, write_text
-from compress.report.curves import FILE, picture
+from compress.report.curves import FILE as CURVES
+from compress.report.curves import picture
 from compress.report.markdown import markdown
 from compress.report.schema import Report
+
+FILE = "report.json"
+
+
+class ReportError(UserError):
+    """A folder has no report, or its report cannot be used."""
+
+
+def read_report(folder: Path) -> Report:
+    """The report of a run's folder. Raises ReportError."""
+    path = folder / FILE
+    try:
+        return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ReportError(f"{path}: no readable report ({reason}); name the output folder of compress run") from error
 
 
 def write_report(report: Report, folder: Path) -> None:
     """Write report.json, report.md and training.svg atomically."""
-    write_json(folder / "report.json", report.to_json())
+    write_json(folder / FILE, report.to_json())
     if report.training:
-        write_text(folder / FILE, picture({label: record.curve for label, record in report.training.items()}))
+        write_text(folder / CURVES, picture({label: record.curve for label, record in report.training.items()}))
     write_text(folder / "report.md", markdown(report))

@@ -153,7 +153,7 @@ class Inputs:
         module = self.context.block.module.get_submodule(name)
         mask = module.mask if isinstance(module, CompressedLinear) else None
         full = self.context.full(name)
-        return Layer(full, mask, self.context.run.storage, self.context.logger(full))
+        return Layer(full, mask, self.context.run.scale_dtype, self.context.logger(full))
 
     def put(self, name: str, solution: Solution) -> None:
         layer = replace_linear(self.context.block.module, name)

@@ -19,6 +19,7 @@ from compress.model.open.experts import exercised
 from compress.model.open.opening import OpenModel, is_finite
 from compress.model.open.supported import SUPPORTED
 from compress.model.structure.blocks import Block, hidden_of
+from compress.model.structure.ends import vocabulary_size
 
 CHECKED_TOKENS = 4
 UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
@@ -80,6 +81,10 @@ class _Enough(Exception):  # noqa: N818  ends a forward pass early; not an error
     pass
 
 
+class _Found(_Enough):
+    pass
+
+
 class ModelShell:
     """The model around its blocks: ids -> first block's input, last block's output -> logits."""
 
@@ -131,6 +136,21 @@ class ModelShell:
             found = "no logits" if logits is None else f"logits of shape {list(logits.shape)} for ids {list(ids.shape)}"
             raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
         return logits
+
+    def inputs_of(self, module: nn.Module, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Tensor:
+        """The input of a module after the last block, such as the output head. hidden: the last block's output."""
+
+        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            raise _Found(args[0])
+
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            self.logits(ids, hidden)
+        except _Found as found:
+            return found.args[0]
+        finally:
+            handle.remove()
+        raise ModelError(f"model: {type(self._opened.model).__name__} does not run its output head on token ids")
 
     def _learn_form(self, ids: Tensor) -> Callable[[Tensor], Any]:
         """Learn how a block's output holds the hidden states, from one real call of the first block."""
@@ -189,7 +209,7 @@ class ModelShell:
         returns logits for every token.
         """
         model = self._opened.model
-        size = model.get_input_embeddings().get_parameter("weight").shape[0]
+        size = vocabulary_size(model)
         ids = torch.arange(CHECKED_TOKENS)[None] % size
         try:
             if any(tensor.is_meta for tensor in self._opened.blocks[0].module.parameters()):

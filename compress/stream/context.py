@@ -110,6 +110,11 @@ class BlockContext:
         call = self.state.probe_calls[self.block.index]
         return find_groups(self.block.module, lambda module: call.run(module, self.state.probe))
 
+    @property
+    def unquantized(self) -> dict[str, Tensor] | None:
+        """As of the state."""
+        return self.state.unquantized
+
     def full(self, name: str) -> str:
         """The full name of a module of the block."""
         return f"{self.block.name}.{name}"

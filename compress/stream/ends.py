@@ -1,67 +1,118 @@
-"""The weights outside of the blocks: embedding and head in the form that the format stores, and all others."""
+"""Apply the layer passes of a sweep to the ends of the model: the input embedding and the output head.
+
+An embedding, and a head tied to it, are solved before the first block, so that the blocks are calibrated on what it
+gives. Its inputs are token ids, so only passes without calibration can solve it. An untied head is solved after the
+last block, and its inputs are those that the compressed blocks give.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress.api.context import Run
-from compress.formats.base import Ends
-from compress.model.objective import text_config
+from compress.api.facts import Log
+from compress.api.layers import Layer
+from compress.api.observers import Nothing, Sample, without_data
+from compress.api.passes import LayerPass, Step
+from compress.model.linear import CompressedLinear
 from compress.model.open.opening import OpenModel
-from compress.model.save import in_storage, outside_state
-from compress.numerics.quant.codes import quantize
-from compress.weights.codes import CodesPart, CodesScheme
-from compress.weights.layer import LayerScheme
+from compress.model.structure.ends import End, find_ends, replace_end
+from compress.numerics.metrics import relative_error
+from compress.stream.capture import ModelShell
+from compress.stream.install import LayerResult, install
 
 
-def ends_of(opened: OpenModel) -> Ends:
-    """The parts of a model that are outside of its layers."""
-    model = opened.model
-    names = {id(tensor): name for name, tensor in model.named_parameters()}  # a tied weight has its first name
-    modules = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding, head = (names.get(id(getattr(module, "weight", None))) for module in modules)
-    name = opened.source.rstrip("/").rpartition("/")[2]
-    return Ends(text_config(opened.config), opened.tokenizer, name, embedding, None if head == embedding else head)
+@dataclass(frozen=True)
+class EndContext:
+    """A pass on an end. label: of the pass in the journal. dtype: of computation."""
+
+    label: str
+    run: Run
+    dtype: torch.dtype
+    unquantized: dict[str, Tensor] | None = None
+
+    def full(self, name: str) -> str:
+        """The full name of a layer, which is its name here."""
+        return name
+
+    def logger(self, where: str) -> Log:
+        """Return log(kind, message, **figures), which writes to the journal."""
+
+        def log(kind: str, message: str, **figures: Any) -> None:
+            self.run.journal.add(kind, f"{self.label} {where}", message, **figures)
+
+        return log
 
 
-def round_ends(opened: OpenModel, run: Run) -> None:
-    """Round the embedding and the head to the form in which the format stores them, in place; keep that form.
-
-    A weight that has not changed since it was rounded keeps its form.
-    """
-    ends, state = ends_of(opened), dict(opened.model.named_parameters())
-    for name in (ends.embedding, ends.head):
-        scheme = None if name is None else run.format.end_layout(ends, name, state[name].shape)
-        if name is None or scheme is None:
-            continue
-        weight, known = state[name], run.ends.get(name)
-        if known is not None and torch.equal(known.dense(torch.float32).to(weight), weight):
-            continue
-        run.ends[name] = part = _rounded(weight, scheme, run)
-        weight.data = part.dense(torch.float32).to(weight)
+Task = tuple[str, LayerPass, End]
+"""(label, pass, end)."""
 
 
-def _rounded(weight: Tensor, scheme: CodesScheme, run: Run) -> CodesPart:
-    """The nearest codes of a scheme for a weight."""
-    search = "absmax" if scheme.grid.bits == 8 else "mse"  # 8 bits clip nothing
-    weight = weight.detach().float()
-    codes = quantize(weight, scheme.grid, scheme.group_size, scheme.symmetric, search, dtype=run.storage)
-    return CodesPart.of(codes).in_storage(run.storage)
+@dataclass
+class EndWork:
+    """The passes of a sweep on the ends. first: those before the first block. last: those after the last one."""
 
+    opened: OpenModel
+    shell: ModelShell
+    steps: Sequence[Step | tuple[str, Any, Sequence[str]]]
+    run: Run
+    first: list[Task] = field(init=False)
+    last: list[Task] = field(init=False)
 
-def outside_tensors(opened: OpenModel, run: Run) -> dict[str, Tensor]:
-    """Tensors outside of all blocks, in their stored form."""
-    found: dict[str, Tensor] = {}
-    ends = ends_of(opened)
-    for name, tensor in outside_state(opened).items():
-        part, layout = run.ends.get(name), run.format.end_layout(ends, name, tensor.shape)
-        if part is None and layout is not None:
-            part = _rounded(tensor, layout, run)
-        if part is None:
-            found[name] = in_storage(tensor, run.format.stored_dtype(tensor.shape, run.storage))
-        else:
-            scheme = LayerScheme(part.shape, (part.scheme,))
-            encoded = run.format.encode(scheme, [part], [])
-            found |= {f"{name.removesuffix('weight')}{key}": each for key, each in encoded.items()}
-    return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
+    def __post_init__(self) -> None:
+        ends = find_ends(self.opened.model)
+        tasks: list[Task] = []
+        for label, step, names in self.steps:
+            for end in (end for end in ends if end.name in names):
+                assert isinstance(step, LayerPass), "resolve checks this"
+                tasks.append((label, step, end))
+        self.first = [task for task in tasks if task[2].embedding is not None]
+        self.last = [task for task in tasks if task[2].embedding is None]
+
+    def embeddings(self, probe: Tensor) -> list[LayerResult]:
+        """Solve the embedding, tied or not. probe: token ids; the error is that of their rows."""
+        results = []
+        rows = probe.unique()
+        for label, step, end in self.first:
+            with self.run.phase(label):
+                layer = replace_end(self.opened.model, end)
+                ids = rows.to(self.opened.device)
+                before = layer.rows(ids, torch.float32)
+                found = self._solve(label, step, end, layer, ())
+                results.append(replace(found, error=relative_error(layer.rows(ids, torch.float32), before)))
+        return results
+
+    def heads(self, batches: Sequence[Tensor], hidden: Iterable[Tensor]) -> list[LayerResult]:
+        """Solve an untied head. batches: token ids. hidden: the outputs of the last block for them."""
+        results = []
+        for label, step, end in self.last:
+            with self.run.phase(label):
+                layer = replace_end(self.opened.model, end)
+                inputs = (self.shell.inputs_of(layer, *each) for each in zip(batches, hidden, strict=True))
+                results.append(self._solve(label, step, end, layer, inputs))
+        return results
+
+    def _solve(
+        self, label: str, step: LayerPass, end: End, layer: CompressedLinear, inputs: Iterable[Tensor]
+    ) -> LayerResult:
+        """Observe the inputs, and install the solution."""
+        own, width = step.for_layer(end.name) or step, layer.shape[1]
+        seen, sample, watch = own.observer(width, self.run.device), Sample(), own.watches()
+        watched = None if watch is None else watch(width, self.run.device)
+        for batch in inputs:
+            rows = batch.reshape(-1, width)
+            sample.update(rows)
+            for observer in (seen, watched):
+                if observer is not None:
+                    observer.update(layer.transform(rows))
+        if own.observer is not Nothing and seen.tokens == 0:
+            without_data(seen)
+        context = EndContext(label, self.run, self.opened.dtype)
+        absmax = float(layer.weight.abs().max())
+        facts = Layer(end.name, layer.mask, self.run.storage, context.logger(end.name), watched, absmax)
+        return install(context, end.name, layer, sample.rows, lambda weight: own.solve(weight, seen, facts))

@@ -4,20 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.api.context import Run
+from compress.api.facts import Log
 from compress.api.layers import Solution, Zeros
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
 from compress.model.structure.blocks import Block
 from compress.numerics.metrics import relative_error
-from compress.stream.context import BlockContext
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.dense import DenseScheme
+
+
+class LayerContext(Protocol):
+    """The pass that solves a layer, and where the layer is: in a block of a sweep, or outside of the blocks."""
+
+    @property
+    def label(self) -> str:
+        """Of the pass in the journal."""
+        ...
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of computation."""
+        ...
+
+    @property
+    def unquantized(self) -> dict[str, Tensor] | None:
+        """Weights before they were quantized, by full name, only if a pass needs them."""
+        ...
+
+    def full(self, name: str) -> str:
+        """The full name of a layer."""
+        ...
+
+    def logger(self, where: str) -> Log:
+        """Return log(kind, message, **figures), which writes to the journal."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +71,7 @@ class LayerResult:
 
 
 def install(
-    context: BlockContext,
+    context: LayerContext,
     name: str,
     layer: CompressedLinear,
     rows: Float[Tensor, "rows in"] | None,
@@ -62,7 +95,7 @@ def install(
         context.logger(full)("fallback", message, groups=gone)
     before_mask, was_quantized = layer.mask, layer.quantized
     _put(context, layer, solution, parts, full)
-    kept = context.state.unquantized
+    kept = context.unquantized
     if kept is not None and not was_quantized and any(part.scheme.quantized for part in parts or ()):
         kept[full] = weight
     if solution.zeros is not None:
@@ -87,7 +120,7 @@ def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zero
 
 
 def _put(
-    context: BlockContext, layer: CompressedLinear, solution: Solution, parts: list[WeightPart] | None, full: str
+    context: LayerContext, layer: CompressedLinear, solution: Solution, parts: list[WeightPart] | None, full: str
 ) -> None:  # fmt: skip
     """Install the solution in its storage form. parts: the parts of its weight."""
     for transform in solution.transforms:
@@ -114,7 +147,7 @@ def adapt(layer: CompressedLinear, run: Run, dtype: torch.dtype, where: str) -> 
     scheme, multiplied_out = layer.scheme, run.format.adapt(layer.scheme) is None
     if not scheme.quantized and not (multiplied_out and scheme.parts != (DenseScheme(),)):
         return
-    layer.change_parts(lambda part: part.in_storage(run.storage if part.scheme.quantized else dtype))
+    layer.change_parts(lambda part: part.in_storage(run.scale_dtype if part.scheme.quantized else dtype))
     if multiplied_out:
         layer.put(layer.weight_as(dtype))
         for transform in layer.absorb_inputs():

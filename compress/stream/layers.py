@@ -123,7 +123,12 @@ class LayerWork:
     def _solve(self, name: str, shared_absmax: float) -> None:
         layer, full = self.layers[name], self.context.full(name)
         facts = Layer(
-            full, layer.mask, self.context.run.storage, self.context.logger(full), self.inputs.get(name), shared_absmax
+            full,
+            layer.mask,
+            self.context.run.scale_dtype,
+            self.context.logger(full),
+            self.inputs.get(name),
+            shared_absmax,
         )
         unquantized = (self.context.state.unquantized or {}).get(full)
         facts = replace(facts, allocated=self.allocated.get(full), unquantized=unquantized)

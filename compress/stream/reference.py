@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import greenlet
 from torch import Tensor, nn
 
 from compress.errors import TargetError
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def twin(block: nn.Module) -> nn.Module:
+
+def twin(block: Module) -> Module:
     """Copy a block and share all its tensors; a weight that is replaced later in the block stays in the copy."""
     return copy.deepcopy(block, {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())})
 

@@ -68,7 +68,7 @@ def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surve
     seen = next(found for group, found in gathered.items() if name in group.linears)
     if seen.tokens == 0 and not isinstance(seen, Nothing):
         without_data(seen)
-    layer = Layer(inputs.context.full(name), module.mask, inputs.context.run.storage, _silent)
+    layer = Layer(inputs.context.full(name), module.mask, inputs.context.run.scale_dtype, _silent)
     return Surveyed(layer, module, seen, inputs.rows(name))
 
 

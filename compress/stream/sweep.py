@@ -11,6 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from compress.model.structure.blocks import Block
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
+from compress.stream.ends import EndWork
 from compress.stream.install import LayerResult, round_to_storage
 from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
@@ -49,7 +51,7 @@ class Sweep:
     empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the final comparison.
     expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
     surveys, by label and full name of the layer. original: the model before all passes, if a pass compares blocks that
-    were compressed before the sweep.
+    were compressed before the sweep. ends: the results of the ends of the model.
     """
 
     opened: OpenModel
@@ -61,6 +63,7 @@ class Sweep:
     expert_tokens: int = EXPERT_TOKENS
     shell: ModelShell = field(init=False)
     allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
+    ends: list[LayerResult] = field(init=False, default_factory=list)
     original: OpenModel | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -74,8 +77,12 @@ class Sweep:
         with torch.no_grad():
             with self.run.phase("capture"):
                 compared = any(step.requires.reference for _, step, _ in self.steps)
-                work = self.run.work
-                state = captured(self.shell, self.probe, self.batches, self.store_bytes, work, compared)
+                start = partial(captured, self.shell, self.probe, self.batches, self.store_bytes, self.run.work)
+                ends = EndWork(self.opened, self.shell, self.steps, self.run)
+                before = start(True).reference if compared and ends.first else None  # with the original embedding
+                self.ends += ends.embeddings(self.probe)
+                state = start(compared)
+                state.reference = before or state.reference
             if any(step.requires.unquantized for _, step, _ in self.steps):
                 state.unquantized = {}
             if self.original is not None:
@@ -97,6 +104,7 @@ class Sweep:
                 self.opened.weights.release(block)
                 if self.original is not None:
                     self.original.weights.release(self.original.blocks[block.index])
+            self.ends += ends.heads(self.batches, state.hidden)
         return state.probe
 
     def _survey(self, state: SweepState) -> None:

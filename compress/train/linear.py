@@ -138,7 +138,7 @@ class TrainedLinear(nn.Module):
         part = self.scaled
         if self.factor is not None and part is not None and part.free_scale is not None:
             before = part.free_scale
-            scale = positive(before.float() * self.factor, storage).to(before.dtype)
+            scale = positive(positive(before.float() * self.factor, storage), before.dtype).to(before.dtype)
             new = part.with_scale(torch.where(self.factor == 1, before, scale))
             self.layer.change_parts(lambda other: new if other is part else other)
         if self.weight is not None and self.parametrization is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import TargetError
+from compress.model.embedding import CompressedEmbedding
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.blocks import find_blocks
 from compress.train.linear import TrainedLinear
@@ -212,13 +213,15 @@ def _widen(model: nn.Module) -> dict[str, torch.dtype]:
 
 
 def _cast(model: nn.Module, dtypes: dict[str, torch.dtype], dense: torch.dtype) -> None:
-    """Cast parameters to the dtypes given by name, and dense weights of compressed layers to `dense`."""
+    """Cast parameters to the dtypes given by name, dense weights and embeddings of compressed layers to `dense`."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.data = parameter.data.to(dtypes[name])
     for layer in model.modules():
         if isinstance(layer, CompressedLinear) and not layer.quantized:
             layer.change_parts(lambda part: part.in_storage(dense))
+        elif isinstance(layer, CompressedEmbedding):
+            layer.dtype_of_computation = layer.dtype_of_computation.to(dense)
 
 
 @torch.no_grad()

@@ -269,6 +269,10 @@ class WeightPart(Component):
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight of the part, computed in `dtype`."""
 
+    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+        """Some rows of the weight, computed in `dtype`; equal to those of `dense`."""
+        return self.dense(dtype)[ids]
+
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
         """x W^T + bias in plain torch. Kernels are tested against it."""
         return nn.functional.linear(x, self.dense(x.dtype), bias)

@@ -185,7 +185,7 @@ class CodesPart(WeightPart):
         """The decoded scales."""
         return self.grid.scaling.decode(self.scale, self.shared)
 
-    def _zeros(self) -> Tensor | None:
+    def zeros(self) -> Tensor | None:
         """The decoded zero points or minima."""
         if self.zero is None or self.scheme.float_zeros:
             return self.zero
@@ -194,7 +194,7 @@ class CodesPart(WeightPart):
     def codes(self) -> Codes:
         """Unpack the codes, with scales and zero points."""
         scale = self.scales()
-        zero = self._zeros()
+        zero = self.zeros()
         zero = None if zero is None else zero.to(scale.dtype)
         unsigned = unpack(self.words, self.grid.bits, self.shape[1])
         signed = store(unsigned.to(torch.int16) + self.grid.lowest_stored, self.grid)
@@ -214,11 +214,16 @@ class CodesPart(WeightPart):
         everything = slice(None)
         return self.dequantized(unpack(self.words, self.grid.bits, self.shape[1]), everything, dtype)
 
-    def dequantized(self, codes: Int[Tensor, "rows in"], rows: slice, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
-        """The weights of some rows from their unsigned codes, computed in `dtype` as (code - zero) * scale."""
+    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+        return self.dequantized(unpack(self.words[ids], self.grid.bits, self.shape[1]), ids, dtype)
+
+    def dequantized(
+        self, codes: Int[Tensor, "rows in"], rows: slice | Tensor, dtype: torch.dtype
+    ) -> Float[Tensor, "rows in"]:
+        """The weights of some rows (a range, or their numbers) from their unsigned codes: (code - zero) * scale."""
         scale = self.scales().to(self.grid.computes_in(dtype))
         part = slice(None) if scale.shape[0] == 1 else rows
-        zero = self._zeros()
+        zero = self.zeros()
         scale, zero = scale[part], None if zero is None else zero[part]
         height, width = codes.shape
         if not isinstance(self.grid, IntGrid):
@@ -229,7 +234,7 @@ class CodesPart(WeightPart):
         values = codes.to(dtype).add_(self.grid.lowest)
         groups = scale.shape[1]
         if self.group_index is None and groups > 1 and width % groups == 0 and self.group_size == width // groups:
-            parts = values.view(height, groups, -1)
+            parts = values.view(height, groups, width // groups)
             if zero is not None:
                 parts.sub_(zero.to(dtype)[..., None])
             parts.mul_(scale[..., None])
@@ -242,7 +247,10 @@ class CodesPart(WeightPart):
         if self.grid.scaling.stored is not None:
             return self
         zero = self.zero.to(dtype) if self.zero is not None and self.zero.is_floating_point() else self.zero
-        return self.changed(scale=self.scale.to(dtype), zero=zero)
+        scale = self.scale.to(dtype)
+        if (self.scale.dtype, dtype) == (torch.float16, torch.bfloat16) and not torch.equal(scale.half(), self.scale):
+            scale = self.scale  # read from a format with float16 scales; bfloat16 has fewer digits and no fewer bytes
+        return self.changed(scale=scale, zero=zero)
 
     def vanished(self, weight: Float[Tensor, "out in"]) -> int:
         return vanished(weight, self.codes())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
@@ -60,6 +60,9 @@ class DensePart(WeightPart):
 
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         return self.weight.to(dtype)
+
+    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+        return self.weight[ids].to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
         return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 INPUT, WEIGHT = "input", "weight"
 """Prefixes of stored names: of transforms, and of the first part. Further parts have their kind as prefix."""
 
+Role = Literal["linear", "embedding", "tied"]
+"""How a layer's weight is used: as a matrix, as a table of rows to look up, or as both (tied embedding and head)."""
+
+ROLES = ("linear", "embedding", "tied")
+
 for _package in (weights, transforms):  # import every kind, so that it is registered
     for _found in pkgutil.iter_modules(_package.__path__):
         if f"{_package.__name__}.{_found.name}" != __name__:
@@ -42,11 +47,12 @@ for _package in (weights, transforms):  # import every kind, so that it is regis
 
 @dataclass(frozen=True)
 class LayerScheme:
-    """The description of a layer: shape (out, in), parts of the weight, and transforms of the input in order."""
+    """The description of a layer: shape (out, in), parts of the weight, transforms of the input in order, and role."""
 
     shape: tuple[int, int]
     parts: tuple[PartScheme, ...] = (DenseScheme(),)
     transforms: tuple[TransformScheme, ...] = ()
+    role: Role = "linear"
 
     @property
     def plain(self) -> bool:
@@ -167,14 +173,18 @@ class LayerScheme:
         """Plain values."""
         transforms = [t.to_json() for t in self.transforms]
         found = {"shape": list(self.shape), "parts": [part.to_json() for part in self.parts]}
-        return found | ({"transforms": transforms} if transforms else {})
+        found |= {"transforms": transforms} if transforms else {}
+        return found | ({} if self.role == "linear" else {"role": self.role})
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of to_json. Raises KeyError, TypeError or ValueError for values that do not describe a layer."""
         rows, width = values["shape"]
         parts = tuple(read_scheme(part) for part in values["parts"])
-        return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())))
+        role = values.get("role", "linear")
+        if role not in ROLES:
+            raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
+        return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())), role)
 
 
 def transform_class(kind: str) -> type[InputTransform]:

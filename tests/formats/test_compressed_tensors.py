@@ -117,7 +117,7 @@ def test_one_scheme_is_written_for_all_linears_and_read_back(name):
     assert (config["format"], group["format"]) == (layout, layout)
     assert config["ignore"] == ["lm_head"]
     assert config["quantization_status"] == "compressed"
-    assert FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES)) == schemes
+    assert FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES), {}) == schemes
 
 
 def test_several_schemes_are_written_by_name_and_read_back():
@@ -130,7 +130,7 @@ def test_several_schemes_are_written_by_name_and_read_back():
     assert config["format"] == "mixed-precision"
     assert [g["format"] for g in groups] == ["pack-quantized", "int-quantized", "int-quantized", "pack-quantized"]
     assert (
-        FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES, "model.layers.1.b", "model.layers.1.c"))
+        FORMAT.schemes(json.loads(json.dumps(config)), shapes(*NAMES, "model.layers.1.b", "model.layers.1.c"), {})
         == schemes
     )
 
@@ -260,7 +260,7 @@ def test_a_layout_of_others_is_an_error():
     config = FORMAT.config({"a": SCHEMES["MXFP4"]}, [], "0.1")
     config["config_groups"]["group_0"]["format"] = "mxfp8-quantized"
     with pytest.raises(ModelError, match="layout 'mxfp8-quantized' of compressed-tensors cannot be read; known: int-q"):
-        FORMAT.schemes(config, shapes("a"))
+        FORMAT.schemes(config, shapes("a"), {})
 
 
 def test_transformers_is_asked_to_multiply_out_what_it_would_run_wrongly():

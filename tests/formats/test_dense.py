@@ -24,7 +24,7 @@ def test_rounded_activations_are_refused_with_what_holds_them(inputs):
 
 def test_it_needs_no_config_and_holds_no_codes(make):
     assert FORMAT.config({"a": coded()}, [], "0.1") is None
-    assert FORMAT.schemes({}, {"a": (6, 64)}) == {}
+    assert FORMAT.schemes({}, {"a": (6, 64)}, {}) == {}
     with pytest.raises(AssertionError, match="dequantized before"):
         FORMAT.encode(coded(), [make()], [])
     with pytest.raises(AssertionError, match="dequantized before"):

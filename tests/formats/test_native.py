@@ -22,7 +22,7 @@ FORMAT = FORMATS["native"]
 def in_json(scheme):
     """The scheme as a reader of the config has it."""
     config = json.loads(json.dumps(FORMAT.config({"a": scheme}, [], "0.1")))
-    return FORMAT.schemes(config, {"a": scheme.shape})["a"]
+    return FORMAT.schemes(config, {"a": scheme.shape}, {})["a"]
 
 
 @st.composite
@@ -132,7 +132,7 @@ def test_the_config_names_every_layer_and_the_version():
         "c": {"shape": [2, 3], "parts": [{"kind": "dense"}], "transforms": [{"kind": "permutation"}]},
     }
     shapes = {name: scheme.shape for name, scheme in schemes.items()} | {"head": (9, 9)}
-    assert FORMAT.schemes(json.loads(json.dumps(config)), shapes) == schemes
+    assert FORMAT.schemes(json.loads(json.dumps(config)), shapes, {}) == schemes
 
 
 def test_without_compressed_layers_there_is_no_config():

@@ -23,7 +23,7 @@ FORMAT = FORMATS["native"]
 
 def in_json(scheme):
     config = json.loads(json.dumps(FORMAT.config({"a": scheme}, [], "0.1")))
-    return FORMAT.schemes(config, {"a": scheme.shape})["a"]
+    return FORMAT.schemes(config, {"a": scheme.shape}, {})["a"]
 
 
 def sparse_codes(mask, n_of_m=None, grid="int4", group_size=16, symmetric=True):

@@ -95,14 +95,14 @@ def test_a_block_is_stored_under_the_names_of_the_stock_model(tiny):
 @pytest.mark.parametrize(("family", "names"), [("llama", 3), ("gpt2", 4), ("qwen2", 3)])
 def test_what_is_outside_the_blocks(family, names, tiny, in_memory):
     model = tiny(family)
-    found = save.outside_tensors(in_memory(model), torch.float16)
+    found = save.outside_tensors(in_memory(model), {}, FORMATS["native"], torch.float16)
     assert len(found) == names and not any(".0." in name for name in found)
     assert all(torch.equal(t, model.state_dict()[name].to(torch.float16)) for name, t in found.items())
 
 
 def test_tied_tensors_are_stored_once(tiny, in_memory):
-    assert "lm_head.weight" not in save.outside_tensors(in_memory(tiny("gpt2")), torch.float32)
-    assert "lm_head.weight" in save.outside_tensors(in_memory(tiny("llama")), torch.float32)
+    assert "lm_head.weight" not in save.outside_tensors(in_memory(tiny("gpt2")), {}, FORMATS["native"], torch.float32)
+    assert "lm_head.weight" in save.outside_tensors(in_memory(tiny("llama")), {}, FORMATS["native"], torch.float32)
 
 
 def test_the_description(tiny, in_memory, tmp_path):

@@ -16,6 +16,7 @@ from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, Drop
 from compress.api.journal import Journal
 from compress.api.options import OptionError
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
+from compress.kernels.dispatch import plain_torch
 from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, rounded_caches, roundings, scheme_of, watching
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.kv_cache import ALLOWED
@@ -152,7 +153,8 @@ def test_it_is_read_back_as_it_was_computed(name, recipe, tmp_path, pico_ids):
     assert not hasattr(model.config, CONFIG_KEY)
     if stated:  # others round, too, without being told by us
         other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        assert near(logits(other, pico_ids), logits(model, pico_ids))
+        with plain_torch():  # keys and values may round to other codes for a sum in another order
+            assert near(logits(other, pico_ids), logits(model, pico_ids))
 
 
 @pytest.mark.few(3)

@@ -24,6 +24,7 @@ from compress import (
     Wanda,
 )  # fmt: skip
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
+from compress.kernels.dispatch import plain_torch
 from compress.model.kv_cache import rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.packed import open_input
@@ -101,7 +102,9 @@ def test_compressed_tensors_is_read_by_transformers(name, applied, logits, pico,
     assert float((logits(ours) - logits(model)).abs().max()) <= LOGITS
     if name != "nvfp4":  # transformers dequantizes it in bfloat16
         theirs = AutoModelForCausalLM.from_pretrained(folder)
-        assert float((logits(theirs) - logits(model)).abs().max()) <= 1e-3 * float(logits(model).abs().max())
+        with plain_torch():  # rounded inputs may get other codes for a sum in another order
+            wanted = logits(model)
+        assert float((logits(theirs) - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
 
 
 @pytest.mark.parametrize("name", ["pruned", "pruned, rounded", "low rank", "permuted", "outliers"])

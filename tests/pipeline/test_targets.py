@@ -40,13 +40,13 @@ def test_lm_head_may_be_ignored_whatever_the_head_is_called(in_memory, tiny):
     assert not any(name.endswith("lm_head") for name, _ in opened.model.named_modules())
     assert chosen(opened, compress.RTN(group_size=16, ignore=["lm_head"])) == opened.linear_names()
     assert chosen(opened, compress.RTN(group_size=16, ignore=["decoder"])) == opened.linear_names()
-    with pytest.raises(TargetError, match="'decoder' matches the output head"):
+    with pytest.raises(TargetError, match="the output head cls.predictions.decoder and the embedding .* are tied"):
         resolve([compress.RTN(group_size=16, targets=["decoder"])], opened, NATIVE)
 
 
 def test_ignoring_the_head_does_not_hide_an_impossible_order():
     with pytest.raises(compress.CompressError, match=r"the same layers would be quantized twice, by passes\[0\] rtn"):
-        compress.Recipe(model="m", passes=[compress.RTN(ignore="lm_head"), compress.GPTQ(targets="a")])
+        compress.Recipe(model="m", passes=[compress.RTN(ignore="lm_head"), compress.GPTQ()])
 
 
 def test_leaf_names_and_class_names(opened):
@@ -128,13 +128,16 @@ def test_the_model_that_results_is_that_of_the_full_patterns(pico_model, pico, t
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        ({"targets": ["*", "lm_head"]}, r"passes\[0\] rtn: targets pattern 'lm_head' matches the output head"),
-        ({"targets": "embed_tokens"}, "'embed_tokens' matches the output head or the embeddings.*remove this pattern"),
-        ({"targets": "Embedding"}, "'Embedding' matches the output head or the embeddings"),
-        ({"targets": "re:lm_head"}, "'re:lm_head' matches the output head or the embeddings"),
+        (
+            {"targets": ["*", "lm_head"]},
+            r"passes\[0\] rtn: the output head lm_head .*are tied.*add model.embed_tokens to",
+        ),
+        ({"targets": "embed_tokens"}, "tied: one tensor serves both, so target both or none: add lm_head to targets"),
+        ({"targets": "Embedding"}, "add lm_head to targets, or remove model.embed_tokens"),
+        ({"targets": "re:lm_head"}, "add model.embed_tokens to targets, or remove lm_head"),
         (
             {"overrides": {"lm_head": {"weights": "int8"}}},
-            r"rtn overrides: targets pattern 'lm_head' matches the output",
+            r"rtn overrides: targets pattern 'lm_head' matches no linear",
         ),
         ({"ignore": "layers"}, r"ignore pattern 'layers' matches no linear.*write '\*\.layers\.\*'"),
         ({"ignore": "lm_haed"}, "ignore pattern 'lm_haed' matches no linear"),

@@ -178,5 +178,5 @@ def test_the_reproduction_says_what_was_read(report):
 
 def test_both_files_are_written(report, tmp_path):
     write_report(Report.from_json(report), tmp_path)
-    assert json.loads((tmp_path / "report.json").read_text()) == report | {"masked": []}
+    assert Report.from_json(json.loads((tmp_path / "report.json").read_text())) == Report.from_json(report)
     assert (tmp_path / "report.md").read_text() == markdown(Report.from_json(report))

@@ -121,3 +121,12 @@ def test_scales_of_16_bits_have_a_digest_too():
     packed = CodesPart.of(random_codes(dtype=torch.bfloat16))
     half = packed.changed(scale=packed.scale.to(torch.bfloat16))
     assert half.sha256() == half.changed(scale=half.scale.clone()).sha256() != packed.sha256()
+
+
+def test_scales_of_float16_are_not_rounded_to_bfloat16():
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    part = CodesPart.of(quantize(weight, GRIDS["int4"], 16, dtype=torch.float16)).in_storage(torch.float16)
+    assert torch.equal(part.in_storage(torch.bfloat16).scale, part.scale)
+    exact = part.with_scale(part.scale.bfloat16().half())
+    assert exact.in_storage(torch.bfloat16).scale.dtype == torch.bfloat16
+    assert part.in_storage(torch.float32).scale.dtype == torch.float32

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 from compress.errors import ModelError
+from compress.model.open.narrow import record_narrow
 
-CONVERTED = "compress/gguf"
+CONVERTED = "compress/gguf-2"  # the number changes when the content of a folder does
 
 
 def as_safetensors(path: Path) -> Path:
@@ -59,6 +60,7 @@ def convert(path: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+    record_narrow(folder, path, tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.__dict__.pop("quantization_config", None)
     model.config.save_pretrained(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from compress.formats.base import CacheScheme, Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
+from compress.model.open.compiled import compile_generation
+from compress.model.open.computation import compute_dtype
 from compress.model.open.experts import open_experts
 from compress.model.saving import MASKED_KEY, guard_saving
+from compress.model.structure.ends import find_ends, replace_end, tie
 from compress.weights.layer import LayerScheme
 
 
@@ -27,19 +30,23 @@ def load(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
+    compile: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
     Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass. Save such a
     model with `compress.save`.
-    dtype: of the computation; 'auto' is the dtype of the checkpoint.
+    dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
+    instructions for bfloat16 products, where bfloat16 is several times slower.
+
+    compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`).
 
     Raises ModelError for a folder without a model, an unknown quantization method, or missing or truncated tensors.
     """
     folder, device = Path(folder), torch.device(device)
     if not folder.is_dir():
         raise ModelError(f"model: no folder {folder}")
-    found = describe(folder, str(folder), dtype, trust_remote_code)
+    found = describe(folder, str(folder), dtype, device, trust_remote_code)
     model, schemes = found.model, found.schemes
     if found.files is None:
         if schemes:
@@ -50,12 +57,14 @@ def load(
         if found.format is not None:
             fill(model, "", mapped.read_raw(list(found.stored)), schemes, found.format, found.dtype)
         opening.assign(model, opening.Mapped(found.files, found.dtype, device).read(found.dense_names()))
-        model.tie_weights()
+        tie(model)
         opening.to_device(model, device)
     scales = opening.Mapped(found.stored, found.dtype, device)
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
     model.eval().requires_grad_(False)
     guard_saving(model)
+    if compile:
+        compile_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
 
@@ -63,6 +72,7 @@ def load(
 class Description:
     """What the files of a checkpoint state, with its model without weights.
 
+    dtype: of the computation. narrow: that of the checkpoint if 'auto' chose a wider one for the computation.
     format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
     values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
     stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
@@ -70,6 +80,7 @@ class Description:
 
     model: PreTrainedModel
     dtype: torch.dtype
+    narrow: torch.dtype | None
     format: Format | None
     schemes: dict[str, LayerScheme]
     caches: dict[str, CacheScheme]
@@ -83,21 +94,25 @@ class Description:
         return [name for name in self.files or () if name not in packed]
 
 
-def describe(folder: Path, source: str, dtype: str, trust_remote_code: bool) -> Description:
+def describe(
+    folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool
+) -> Description:  # fmt: skip
     """Read the description of a checkpoint, compressed or dense. source: its name in messages. Raises ModelError."""
     config = opening.read_config(folder, source, trust_remote_code)
     quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
     format_, described = _format_of(quantization, source)
     masked = masked_in(config)
-    compute = opening.compute_dtype(config, dtype)
+    compute, narrow = compute_dtype(config, dtype, device)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
     stored = opening.stored_tensors(folder)
     shapes = {name: shape_of(module) for name, module in linears(model).items()}
-    schemes = {} if format_ is None else _schemes(format_, described, shapes)
-    files = opening.match(model, stored, present=set(schemes))
+    schemes = {} if format_ is None else _schemes(format_, described, shapes, opening.stored_shapes(stored))
+    ends = [end for end in find_ends(model) if end.name in schemes]
+    schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
+    files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
     caches = _cache_schemes(model, record, format_, described)
-    return Description(model, compute, format_, schemes, caches, masked, stored, files)
+    return Description(model, compute, narrow, format_, schemes, caches, masked, stored, files)
 
 
 def masked_in(config: Any) -> frozenset[str]:
@@ -116,15 +131,16 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         raise ModelError(
             f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
         )
-    return found, described
+    return found.of_config(described), described
 
 
 def _schemes(
-    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]
+    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]],
+    stored: Mapping[str, tuple[int, ...]],
 ) -> dict[str, LayerScheme]:  # fmt: skip
     """The schemes of a checkpoint's linears by name. Raises ModelError for an invalid quantization_config."""
     try:
-        return format_.schemes(described, shapes)
+        return format_.schemes(described, shapes, stored)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"model: quantization_config of its config.json cannot be read ({error!r})") from error
 
@@ -190,7 +206,8 @@ def fill(
             continue
         start = full + "."
         inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
-        layer = replace_linear(root, full.removeprefix(prefix))
+        end = None if prefix else next((end for end in find_ends(root) if end.name == full), None)
+        layer = replace_linear(root, full.removeprefix(prefix)) if end is None else replace_end(root, end)
         if scheme.shape != layer.shape:
             here, there = list(layer.shape), list(scheme.shape)
             raise ModelError(f"model: {full} is {there} in the checkpoint, but {here} by its config.json")

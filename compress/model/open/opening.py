@@ -26,16 +26,17 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from compress.errors import ModelError, did_you_mean
+from compress.errors import ModelError
 from compress.formats.containers.gguf import FILE, open_gguf
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
+from compress.model.open.computation import compute_dtype, widened
 from compress.model.open.experts import open_experts, renamed
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.narrow import narrow_dtype
 from compress.model.open.supported import check_language_model, class_of
 from compress.model.structure.blocks import Block, find_blocks
-from compress.numerics.dtypes import DTYPES
 
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
@@ -110,7 +111,9 @@ class OpenModel:
     """An open model and the source of its weights.
 
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
-    fingerprint: a digest of configuration and weights. processor: the text of each of `PROCESSOR_FILES` that exists.
+    fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
+    `PROCESSOR_FILES` that exists. narrow: the 16-bit dtype that holds the weights of the source; None: the source needs
+    wider ones, or is unknown.
     """
 
     model: PreTrainedModel
@@ -123,6 +126,12 @@ class OpenModel:
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
     processor: dict[str, str] = field(default_factory=dict)
+    narrow: torch.dtype | None = None
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype in which a run stores scales and dense tensors, if its recipe names none."""
+        return self.dtype if self.narrow is None or self.dtype.itemsize <= self.narrow.itemsize else self.narrow
 
     @property
     def config(self) -> PretrainedConfig:
@@ -191,14 +200,15 @@ def open_model(
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     if getattr(config, CONFIG_KEY, None) is not None:
         raise ModelError(f"model: {source} has a quantized KV cache; start from the original model")
-    compute = compute_dtype(config, dtype)
+    compute, wider_than = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
     check_language_model(model)
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
-    notes, files = open_experts(model), match(model, stored)
+    notes, files = open_experts(model) + widened(wider_than), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
+    common["narrow"] = narrow_dtype(folder, stored)
     if files is None:
         whole = load_whole(type(model), folder, compute, device)
         open_experts(whole)
@@ -279,16 +289,6 @@ def read_config(folder: Path, source: str, trust_remote_code: bool) -> Pretraine
         raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
 
 
-def compute_dtype(config: PretrainedConfig, dtype: str) -> torch.dtype:
-    """The dtype by name; for 'auto' that of the configuration, or float32 when it has none. Raises ModelError."""
-    if dtype != "auto":
-        if dtype not in DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
-        return DTYPES[dtype]
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.float32
-
-
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer, or None when it has none."""
     if not any(
@@ -367,6 +367,11 @@ def match(
                 return None
     plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
     return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
+
+
+def stored_shapes(stored: dict[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every stored tensor by name."""
+    return {name: tuple(shape) for name, shape in _shapes(stored)}
 
 
 def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:

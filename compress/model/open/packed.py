@@ -21,12 +21,15 @@ from compress.formats.base import Format
 from compress.model.kv_cache import CONFIG_KEY, SCALES
 from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
+from compress.model.open.computation import widened
 from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.load import describe, fill, fill_caches, masked_in
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
+from compress.model.open.narrow import narrow_dtype
 from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.supported import check_language_model
 from compress.model.structure.blocks import Block, find_blocks
+from compress.model.structure.ends import find_ends
 from compress.numerics.sparse.positions import Sparsity, sparsities
 from compress.weights.layer import LayerScheme
 
@@ -185,16 +188,17 @@ def _open_compressed(
     folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool
 ) -> OpenModel:  # fmt: skip
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
-    found = describe(folder, source, dtype, trust_remote_code)
+    found = describe(folder, source, dtype, device, trust_remote_code)
     model = found.model.eval()
     check_language_model(model)
     if found.files is None:
         raise ModelError(f"model: {source} lacks tensors of its model; write it again")
     blocks = find_blocks(model)
-    inside = tuple(f"{block.name}." for block in blocks)
-    if outside := [name for name in found.schemes if not name.startswith(inside)]:
+    inside, ends = tuple(f"{block.name}." for block in blocks), {end.name for end in find_ends(model)}
+    outside = {name: scheme for name, scheme in found.schemes.items() if not name.startswith(inside)}
+    if others := [name for name in outside if name not in ends]:
         raise ModelError(
-            f"model: {source} has a quantized {outside[0]}, outside of its blocks, where passes do not work; "
+            f"model: {source} has a quantized {others[0]}, outside of its blocks, where passes do not work; "
             "start from its dense model"
         )
     files = {name: found.files[name] for name in found.dense_names()}
@@ -202,8 +206,13 @@ def _open_compressed(
     scales = Mapped(found.stored, found.dtype, device)
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
     opening.read_outside(model, blocks, weights)
+    if found.format is not None:
+        starts = tuple(f"{name}." for name in outside)
+        packed = scales.read_raw([name for name in found.stored if outside and name.startswith(starts)])
+        fill(model, "", packed, outside, found.format, found.dtype)
     paths = sorted({path for path, _ in found.stored.values()})
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
-        fingerprint_of(folder, paths), device, found.dtype, processor=read_processor(folder),
+        fingerprint_of(folder, paths), device, found.dtype, widened(found.narrow), read_processor(folder),
+        narrow_dtype(folder, files),
     )  # fmt: skip

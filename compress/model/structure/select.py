@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import TargetError, did_you_mean
+from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.blocks import Block
+from compress.model.structure.ends import EMBEDDING, HEAD, End, find_ends
 
 WILD = "*?["
-HEAD = "lm_head"
-"""The usual name of the output head; recipes name it for every model, whatever its own name for the head is."""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -92,13 +92,14 @@ class ModuleNames:
     """The modules of a model by full name, each with the names of its classes.
 
     linears: the linears inside the blocks. others: all other modules that contain none of these linears. blocks: the
-    names of the blocks. ends: the output head and the embeddings. widths: the inputs of each linear.
+    names of the blocks. ends: the input embedding and the output head. A pattern that matches linears inside the blocks
+    means these only; another one may name an end. widths: the inputs of each linear, ends included.
     """
 
     linears: Mapping[str, frozenset[str]]
     others: Mapping[str, frozenset[str]]
     blocks: tuple[str, ...]
-    ends: frozenset[str]
+    ends: tuple[End, ...]
     widths: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -112,11 +113,11 @@ class ModuleNames:
             for name, module in model.named_modules()
             if name and name not in inside and name not in containers and not name.startswith(parts)
         }
-        modules = [m for m in (model.get_output_embeddings(), model.get_input_embeddings()) if m is not None]
-        ends = frozenset(name for name, module in model.named_modules() if any(module is end for end in modules))
         widths = {
             f"{b.name}.{name}": CompressedLinear.of(m).shape[1] for b in blocks for name, m in linears(b.module).items()
         }
+        ends = tuple(find_ends(model))
+        widths |= {end.name: layer_of(model.get_submodule(end.name)).shape[1] for end in ends}
         return cls(inside, rest, tuple(block.name for block in blocks), ends, widths)
 
     def block_of(self, name: str) -> int:
@@ -124,36 +125,53 @@ class ModuleNames:
         return next(i for i, block in enumerate(self.blocks) if name.startswith(f"{block}."))
 
     def targets(self, patterns: Sequence[str], where: str) -> tuple[str, ...]:
-        """The same targets with patterns of full names in place of class names.
+        """The same targets with full names in place of class names and of the names of ends.
 
-        Raises TargetError for the head and the embeddings, which no pass works on.
+        Raises TargetError for targets that name one of two tied ends alone.
         """
-        found: list[str] = []
-        for pattern in patterns:
-            by_class = self._of_class(pattern)
-            found += by_class or [pattern]
-            if not by_class and self._outside(pattern, self.ends | {HEAD}):
+        for end in self.ends:
+            named = {name for pattern in patterns for name in self._names(pattern, end)}
+            if named and (other := [name for name in end.names if name not in named]):
                 raise TargetError(
-                    f"{where}: targets pattern {pattern!r} matches the output head or the embeddings, which passes "
-                    "do not quantize or prune yet; they work on the linears inside the blocks; remove this pattern"
+                    f"{where}: the output head {end.head} and the embedding {end.embedding} are tied: one tensor "
+                    f"serves both, so target both or none: add {other[0]} to targets, or remove {min(named)}"
                 )
-        return tuple(found)
+        return self.full(patterns)
 
-    def ignored(self, patterns: Sequence[str]) -> tuple[str, ...]:
-        """The same ignore patterns for the linears inside the blocks; patterns of other modules only are left out."""
+    def full(self, patterns: Sequence[str]) -> tuple[str, ...]:
+        """The same patterns with full names in place of class names and of the names of ends; tied ends get both."""
         found: list[str] = []
         for pattern in patterns:
-            by_class = self._of_class(pattern)
-            if by_class or not self._outside(pattern, {*self.others, HEAD}):
-                found += by_class or [pattern]
-        return tuple(found)
+            ends = [name for end in self.ends if self._names(pattern, end) for name in end.names]
+            found += self._of_class(pattern) or ends or [pattern]
+        return tuple(dict.fromkeys(found))
 
-    def _outside(self, pattern: str, names: Iterable[str]) -> bool:
-        """Whether a pattern matches one of these modules, by name or class, but no linear inside the blocks."""
+    def reached(self, patterns: Sequence[str]) -> list[End]:
+        """The ends that patterns name."""
+        return [end for end in self.ends if any(self._names(pattern, end) for pattern in patterns)]
+
+    def _names(self, pattern: str, end: End) -> list[str]:
+        """The modules of an end that a pattern names, by full name, class, or the names of recipes for all models."""
+        if any(matches(name, pattern) for name in self.linears) or self._of_class(pattern):
+            return []
+        aliases = {HEAD: end.head, EMBEDDING: end.embedding}
+        found = {own for alias, own in aliases.items() if own is not None and matches(alias, pattern)}
+        found |= {name for name in end.names if matches(name, pattern) or pattern in self.others.get(name, ())}
+        return sorted(found)
+
+    def ignored(self, patterns: Sequence[str], ends: Sequence[End] = ()) -> tuple[str, ...]:
+        """The same ignore patterns for linears inside the blocks and these ends, without those of other modules."""
+        known = [p for p in patterns if any(self._names(p, end) for end in ends) or not self._outside(p)]
+        return self.full(known)
+
+    def _outside(self, pattern: str) -> bool:
+        """Whether a pattern matches a module outside, by name or class, but no linear inside the blocks."""
         if any(matches(name, pattern) for name in self.linears):
             return False
-        by_class = any(pattern in self.others.get(name, ()) for name in names)
-        return by_class or any(matches(name, pattern) for name in names)
+        if self._of_class(pattern):
+            return False
+        by_class = any(pattern in classes for classes in self.others.values())
+        return by_class or any(matches(name, pattern) for name in (*self.others, HEAD, EMBEDDING))
 
     def _of_class(self, pattern: str) -> list[str]:
         """Patterns of the full names of all linears of a class; empty for a pattern that is no such class."""
@@ -179,7 +197,7 @@ class ModuleNames:
 
 def _classes(module: nn.Module) -> frozenset[str]:
     """The names of the classes of a module; for a compressed linear, those of the layer that it replaces."""
-    kind = type(module)
+    kind = type(module.own if isinstance(module, CompressedEmbedding) else module)
     if isinstance(module, CompressedLinear):
         kind = Conv1D if module.transposed else nn.Linear
     return frozenset(base.__name__ for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)

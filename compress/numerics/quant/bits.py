@@ -51,7 +51,7 @@ def unpack(words: Int[Tensor, "*rows words"], bits: int, count: int) -> Int[Tens
     stream = words.contiguous().view(torch.uint8)
     if bits == 8:
         return stream[..., :count]
-    each = [part.contiguous() for part in stream.reshape(*lead, -1, size).unbind(-1)]
+    each = [part.contiguous() for part in stream.reshape(*lead, stream.shape[-1] // size, size).unbind(-1)]
     codes = []
     for j in range(per_unit):
         byte, offset = divmod(j * bits, 8)
@@ -59,4 +59,4 @@ def unpack(words: Int[Tensor, "*rows words"], bits: int, count: int) -> Int[Tens
         if offset + bits > 8:
             code |= each[byte + 1] << (8 - offset)
         codes.append(code.bitwise_and_(2**bits - 1))
-    return torch.stack(codes, dim=-1).reshape(*lead, -1)[..., :count]
+    return torch.stack(codes, dim=-1).flatten(-2)[..., :count]

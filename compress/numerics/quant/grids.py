@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo, Scaling, SuperBlock
+from compress.numerics.quant.scales import (
+    E8M0,
+    DoubleScale,
+    DynamicDoubleScale,
+    Float8Scale,
+    FloatScale,
+    PowerOfTwo,
+    Scaling,
+    SuperBlock,
+)
 
 
 @dataclass(frozen=True)
@@ -297,6 +306,9 @@ NF4_LEVELS = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+# The FP4 of bitsandbytes 0.50 (functional.py, get_4bit_type): 3 exponents, 1 bit of mantissa, over the largest value.
+FP4_BNB_POSITIVE = tuple(value / 12 for value in (0.0625, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0))
+FP4_BNB_LEVELS = (*(-value for value in reversed(FP4_BNB_POSITIVE)), 0.0, *FP4_BNB_POSITIVE)
 E2M1_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_LEVELS = (*E2M1_POSITIVE, *(-v for v in E2M1_POSITIVE))
 # The largest float32 that rounds to each level except the last: the midpoint below an odd index, which gets no ties,
@@ -325,6 +337,9 @@ _GRIDS = (
     OffsetGrid("uint4_k", 4, scaling=SuperBlock(8, 63, minima=True), group_size=32),
     OffsetGrid("uint5_k", 5, scaling=SuperBlock(8, 63, minima=True), group_size=32),
     IntGrid("int6_k", 6, scaling=SuperBlock(16, 127, -128), group_size=16),
+    LevelGrid("nf4_bnb_dq", 4, NF4_LEVELS, scaling=DynamicDoubleScale()),
+    LevelGrid("fp4_bnb", 4, FP4_BNB_LEVELS),
+    LevelGrid("fp4_bnb_dq", 4, FP4_BNB_LEVELS, scaling=DynamicDoubleScale()),
 )
 GRIDS: dict[str, Grid] = {grid.name: grid for grid in _GRIDS}
 """Every grid by its name in a recipe."""

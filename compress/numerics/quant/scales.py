@@ -354,3 +354,64 @@ class SuperBlock(Scaling):
 
     def decode_minimum(self, stored: Tensor, shared: Tensor | None) -> Tensor:
         return -stored.float() * self._steps(shared, stored, 1)
+
+
+def dynamic_levels() -> Float[Tensor, " 256"]:
+    """The signed dynamic 8-bit numbers (Dettmers 2016, arXiv 1511.04561), sorted, as bitsandbytes computes them.
+
+    Seven decades below 1; the decade 10^-i has 2^(6-i) evenly spaced numbers per sign. 0 and 1 are added.
+    """
+    found: list[float] = []
+    for i in range(7):
+        borders = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        means = (borders[:-1] + borders[1:]) / 2.0
+        for sign in (1, -1):
+            found += (sign * 10 ** (i - 6) * means).tolist()
+    return torch.tensor(sorted([*found, 0.0, 1.0]))
+
+
+@dataclass(frozen=True)
+class DynamicDoubleScale(DoubleScale):
+    """As `DoubleScale`, with bytes that are dynamic 8-bit numbers: the double quantization of bitsandbytes.
+
+    scale = mean + level[byte] * extent[block]. shared: [mean, extent, extent, ...].
+    """
+
+    def fit_shared(
+        self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
+    ) -> Float[Tensor, " n"] | None:
+        scales = (extent / span).flatten().float()
+        mean = scales.mean()
+        apart = torch.nn.functional.pad((scales - mean).abs(), (0, -scales.numel() % self.block))
+        extents = apart.view(-1, self.block).amax(1)
+        return torch.cat([mean[None], torch.where(extents == 0, 1.0, extents)])
+
+    def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+        shared = self.fit_shared(extent, span, None) if shared is None else shared
+        assert shared is not None
+        mean, steps = shared[0], self._steps(shared, tuple(extent.shape))
+        levels = dynamic_levels().to(extent.device)
+        least = torch.bucketize(-mean / steps, levels, right=True)  # a scale is above zero
+        found = (
+            mean + levels[torch.maximum(self._nearest((extent / span - mean) / steps), least).clamp(max=255)] * steps
+        )
+        return torch.where(found > 0, found, mean + steps)
+
+    def _nearest(self, values: Tensor) -> Tensor:
+        """The bytes of the nearest levels."""
+        levels = dynamic_levels().to(values.device)
+        return torch.bucketize(values.float().contiguous(), (levels[1:] + levels[:-1]) / 2)
+
+    def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
+        assert shared is not None
+        steps = self._steps(shared, tuple(scale.shape))
+        found = self._nearest((scale - shared[0]) / steps).to(torch.uint8)
+        lost = self.decode(found, shared) != scale  # the mean can swallow small levels: find the byte by its scale
+        if bool(lost.any()):
+            every = shared[0] + dynamic_levels().to(scale.device) * steps[lost][:, None]
+            found[lost] = (every - scale[lost][:, None]).abs().argmin(-1).to(torch.uint8)
+        return found
+
+    def decode(self, stored: Tensor, shared: Float[Tensor, " n"] | None) -> Float[Tensor, "out groups"]:
+        assert shared is not None
+        return shared[0] + dynamic_levels().to(stored.device)[stored.long()] * self._steps(shared, tuple(stored.shape))

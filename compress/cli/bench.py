@@ -1,0 +1,25 @@
+"""`compress bench`: the speed of a checkpoint, alone or against another model in the same run."""
+
+from __future__ import annotations
+
+import click
+
+from compress.cli.show import print_json, print_table
+
+
+@click.command()
+@click.argument("model")
+@click.option("--against", metavar="BASE", help="Another model, measured in turns with MODEL.")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+@click.option("--compile", "compiled", is_flag=True, help="Decode with torch.compile; needs a C++ compiler.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(model: str, against: str | None, dtype: str, compiled: bool, as_json: bool) -> None:
+    """Measure the speed of MODEL, a compressed checkpoint or any other model: loading, memory, decoding, prefill."""
+    from compress.evaluate import speed
+
+    found = speed.bench(model, against, dtype, compiled)
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+        return
+    title = f"{found.instruction_set} kernels, {found.threads} threads, reads {found.read_bandwidth / 1e9:.1f} GB/s"
+    print_table(title, ("", *found.models), speed.table(found))

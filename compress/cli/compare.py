@@ -1,0 +1,50 @@
+"""`compress compare`: a table of variants of one model, and the Pareto plot of size against loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from compress.cli.eval import settings_of, settings_options
+from compress.cli.show import print_json, print_table
+
+
+@click.command("compare")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--measure", is_flag=True, help="Measure all models now instead of reading their reports.")
+@click.option("--base", help="Uncompressed model to measure against; implies --measure.")
+@settings_options
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results."
+)  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the Pareto plot to this SVG file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def compare(
+    models: tuple[str, ...], measure: bool, base: str | None, dtype: str, device: str, work: Path, out: Path | None,
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
+    """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
+    from compress.formats.containers.files import write_text
+    from compress.report import pareto
+
+    if measure or base is not None:
+        from compress.pipeline.evaluation import evaluate_models
+
+        found = evaluate_models(
+            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
+        )  # fmt: skip
+        variants = pareto.from_evaluation(found)
+    else:
+        variants = pareto.from_reports([Path(model) for model in models])
+    if out is not None:
+        write_text(out, pareto.picture(variants))
+    if as_json:
+        print_json([one.model_dump() for one in variants])
+        return
+    print_table(variants[0].text, pareto.HEAD, pareto.rows(variants))
+    for one in variants:
+        click.echo(f"{one.source}: {pareto.verdict(one)}")

@@ -1,0 +1,112 @@
+"""`compress eval`: perplexity, divergence, tasks and answers of one model, or of several on the same items."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from compress.cli.show import print_table
+from compress.errors import Failure
+
+if TYPE_CHECKING:
+    from compress.recipe.evaluation import Evaluate
+    from compress.report.evaluation import Evaluation
+
+SETTINGS = (
+    click.option("--suite", help="What is measured: quick, standard, full, or a YAML file; options replace values."),
+    click.option(
+        "--text", multiple=True, help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; none for no text."
+    ),
+    click.option("--windows", type=click.IntRange(min=1), help="Number of windows per text.  [default: 16]"),
+    click.option("--length", type=click.IntRange(min=2), help="Tokens per window.  [default: 512]"),
+    click.option(
+        "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next.  [default: the length]"
+    ),
+    click.option("--tasks", help="Tasks of lm-eval, separated by commas; none for no tasks."),
+    click.option(
+        "--data", help="Folder with local data (TASK/SPLIT.parquet, .json or .arrow) and task files, whose code is run."
+    ),
+    click.option("--limit", type=click.IntRange(min=1), help="Items of each task.  [default: all]"),
+    click.option("--fewshot", type=click.IntRange(min=0), help="Worked examples in each prompt of a task."),
+    click.option("--chat-template", is_flag=True, default=None, help="Put prompts into the model's chat template."),
+    click.option("--generation", is_flag=True, default=None, help="Compare greedy answers to fixed prompts."),
+)  # fmt: skip
+
+
+def settings_options(command: Any) -> Any:
+    """Add the options that say what is measured."""
+    for option in reversed(SETTINGS):
+        command = option(command)
+    return command
+
+
+@click.command("eval")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@settings_options
+@click.option("--base", help="Model that the others are compared with.  [default: the first of several]")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), show_default=True,
+    help="Folder of kept results: a killed evaluation continues, and a base model is measured once.",
+)  # fmt: skip
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write the results to this JSON file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def evaluate(
+    models: tuple[str, ...], base: str | None, dtype: str, device: str, work: Path, out: Path | None, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
+    from compress.evaluate.processes import Processes
+    from compress.formats.containers.files import write_text
+    from compress.pipeline.evaluation import evaluate_models
+
+    found = evaluate_models(
+        models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
+    )  # fmt: skip
+    if not Processes.launched(cpu=device == "cpu").first:
+        return
+    text = found.model_dump_json(indent=2)
+    if out is not None:
+        write_text(out, text + "\n")
+    if as_json:
+        click.echo(text)
+    else:
+        print_evaluation(found)
+    if found.failed:
+        raise Failure(f"{len(found.failed)} tasks failed: {', '.join(found.failed)}; the others are complete")
+
+
+def settings_of(options: dict[str, Any]) -> Evaluate:
+    """The settings that the options give. Raises RecipeError."""
+    from compress.recipe.evaluation import Evaluate, read_suite
+
+    changes = {key: options[key] for key in ("windows", "length", "stride", "data", "limit", "fewshot")}
+    changes |= {key: options[key] for key in ("chat_template", "generation")}
+    if options["text"]:
+        changes["perplexity"] = () if options["text"] == ("none",) else options["text"]
+    if options["tasks"] is not None:
+        named = [name.strip() for name in options["tasks"].split(",") if name.strip()]
+        changes["tasks"] = () if named == ["none"] else tuple(named)
+    given = {key: value for key, value in changes.items() if value is not None}
+    return Evaluate(**given) if options["suite"] is None else read_suite(options["suite"], **given)
+
+
+def print_evaluation(found: Evaluation) -> None:
+    """Print the tables of an evaluation, its notes and its failures."""
+    from compress.report.evaluation import ANSWER_HEAD, TASK_HEAD, TEXT_HEAD
+
+    title = "" if found.base is None else f"compared with {found.base}"
+    tables = [(TEXT_HEAD, found.text_rows()), (TASK_HEAD, found.task_rows()), (ANSWER_HEAD, found.answer_rows())]
+    for head, rows in tables:
+        listed = list(rows)
+        if listed:
+            kept = [i for i in range(len(head)) if any(row[i] for row in listed)]
+            print_table(title, tuple(head[i] for i in kept), [tuple(row[i] for i in kept) for row in listed])
+            title = ""
+    for note in found.notes:
+        click.echo(f"note: {note}")
+    for name, reason in found.failed.items():
+        click.echo(f"failed: {name}: {reason}")

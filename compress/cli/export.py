@@ -1,0 +1,35 @@
+"""The command `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from compress.cli.group import without_collection
+from compress.cli.show import print_table
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--format", "form", required=True, help="Format to write, as save.format of a recipe.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder, new or empty.")
+@click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
+@click.option("--dtype", default="auto", help="Dtype of dense tensors; auto: that of the checkpoint.")
+def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str) -> None:
+    """Write the compressed checkpoint in FOLDER in another format, without calibration.
+
+    Codes stay as they are, bit for bit; a format that cannot store them is refused unless --requantize is given.
+    """
+    with without_collection():
+        from compress.pipeline.convert import (
+            export as convert,
+        )  # torch takes seconds to import; --help does not need it
+
+    found = convert(folder, out, form, requantize, dtype)
+    rows = [
+        (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
+        for kind in found
+    ]
+    print_table(f"{folder} -> {out}", ("layers", "count", "before", "after", "weight error"), rows)
+    click.echo(f"checkpoint: {out}, model card: {out / 'README.md'}")

@@ -1,0 +1,163 @@
+"""Generation: greedy answers to fixed prompts before and after, because perplexity does not see a model that loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from compress.errors import NumericError
+from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
+from compress.evaluate.store import digest_of
+from compress.numerics.statistics import mean
+
+TOKENS = 96  # of an answer; enough to see a loop
+GRAM = 4  # tokens of the n-grams that are counted; Welleck 2019 (arXiv 1908.04319), section 6.1, counts 4-grams
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "List five fruits, one per line.",
+    "What is 17 plus 25?",
+    "Translate to French: Where is the train station?",
+    "Give me three tips for sleeping better.",
+    "Who wrote Romeo and Juliet, and what is it about?",
+    "Write a Python function that reverses a string.",
+    "Summarize: The cat sat on the mat because it was warm in the sun.",
+    "Is a tomato a fruit or a vegetable? Answer in one sentence.",
+    "Tell me a story about a robot that learns to cook.",
+)
+
+
+class Answer(Record):
+    """A greedy answer. ended: whether it ended by itself. repetition: the share of its 4-grams that came before."""
+
+    prompt: str
+    text: str
+    tokens: int
+    ended: bool
+    repetition: float
+
+
+class GenerationResult(Record):
+    """Answers of both models to the same prompts.
+
+    agreement: the mean number of tokens before the answers differ, of at most `longest`. same: the share of prompts
+    with equal answers. The pairs are (base, compressed): the share of answers that ended, and the mean repetition.
+    """
+
+    prompts: int
+    longest: int
+    agreement: float
+    agreement_stderr: float | None
+    same: float
+    ended: tuple[float, float]
+    repetition: tuple[float, float]
+    base: list[Answer]
+    compressed: list[Answer]
+
+
+class Generation(Evaluator):
+    """Greedy answers to `PROMPTS`; None where it is not asked for, or the model generates no text."""
+
+    needs_base: ClassVar[bool] = True
+    result_type: ClassVar[Any] = GenerationResult
+
+    def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
+        """The token ids and texts of all answers. Raises NumericError for NaN logits."""
+        if not context.settings.generation or context.tokenizer is None or not model.can_generate():
+            return None
+        tell = context.telling(f"answers of the {context.which} model")
+        results = context.store.results("generation")
+
+        def compute(missing: list[str]) -> None:
+            for done, prompt in enumerate(missing, start=1):
+                results.put([(key(prompt), greedy_answer(model, context.tokenizer, prompt))])
+                tell(done, len(missing))
+
+        def key(prompt: str) -> str:
+            return digest_of("answer", prompt, TOKENS)
+
+        return {"answers": results.fill(PROMPTS, key, compute)}
+
+    def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A `GenerationResult` as JSON."""
+        if compressed is None or base is None:
+            return None
+        before, after = base["answers"], compressed["answers"]
+        equal = [agreement(a["ids"], b["ids"]) for a, b in zip(before, after, strict=True)]
+        found = mean(equal)
+        pairs = [
+            [_answer(prompt, made) for prompt, made in zip(PROMPTS, side, strict=True)] for side in (before, after)
+        ]
+        ended, repeated = (
+            tuple(sum(getattr(one, name) for one in side) / len(side) for side in pairs)
+            for name in ("ended", "repetition")
+        )
+        return GenerationResult(
+            prompts=len(PROMPTS),
+            longest=TOKENS,
+            agreement=found.value,
+            agreement_stderr=found.stderr,
+            same=sum(a["ids"] == b["ids"] for a, b in zip(before, after, strict=True)) / len(before),
+            ended=(ended[0], ended[1]),
+            repetition=(repeated[0], repeated[1]),
+            base=pairs[0],
+            compressed=pairs[1],
+        ).model_dump(mode="json")
+
+    def summary(self, result: GenerationResult) -> list[SummaryRow]:
+        (ended, ends), (before, after) = result.ended, result.repetition
+        agreed = f"{result.same:.0%} equal"
+        return [
+            ("answers: tokens before they differ", f"{result.longest}", f"{result.agreement:.1f}", agreed),
+            ("answers that end", f"{ended:.0%}", f"{ends:.0%}", f"{ends - ended:+.0%}"),
+            ("repeated 4-grams", f"{before:.1%}", f"{after:.1%}", f"{after - before:+.1%}"),
+        ]
+
+
+def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[str, Any]:
+    """The ids and the text of a greedy answer; in the chat template if there is one. Raises NumericError."""
+    if tokenizer.chat_template is None:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    else:
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = inputs["input_ids"].to(model.device)
+    run: Any = model.generate
+    with torch.no_grad():
+        made = run(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
+            temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id, output_logits=True,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+    if bool(made.logits[0].isnan().any()):
+        raise NumericError("the model's logits are NaN on a prompt; evaluate it with --dtype float32")
+    answer = made.sequences[0, ids.shape[1] :].tolist()
+    text = str(tokenizer.decode(answer, skip_special_tokens=True))
+    return {"ids": answer, "text": text, "ended": len(answer) < TOKENS or answer[-1] == tokenizer.eos_token_id}
+
+
+def agreement(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens before two answers differ."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def repetition(ids: Sequence[int]) -> float:
+    """The share of the 4-grams of an answer that occurred in it before; 0 for short answers."""
+    grams = [tuple(ids[i : i + GRAM]) for i in range(len(ids) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _answer(prompt: str, made: dict[str, Any]) -> Answer:
+    return Answer(
+        prompt=prompt,
+        text=made["text"],
+        tokens=len(made["ids"]),
+        ended=made["ended"],
+        repetition=repetition(made["ids"]),
+    )

@@ -1,0 +1,132 @@
+"""The model as an LM of lm-eval: its prompts and tokens are those of lm-eval's own backend, its forward passes ours."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.errors import ModelError
+from compress.evaluate.harness.scoring import Answer, Request, Scorer
+from compress.evaluate.store import Results, digest_of
+
+Progress = Callable[[int, int], None]
+GENERATED = 16  # answers that are generated before they are written to disk
+
+
+class Backend:
+    """Answers the requests of lm-eval from kept results and by a `Scorer`."""
+
+    def __init__(self, scorer: Scorer, results: Results, progress: Progress) -> None:
+        self._scorer, self._results, self.progress = scorer, results, progress
+
+    def loglikelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+        """The answers to requests of token ids; those that are kept are not computed again."""
+
+        def compute(missing: list[Request]) -> None:
+            done = 0
+            for batch in self._scorer.score(missing):
+                self._results.put((key(missing[index]), list(answer)) for index, answer in batch)
+                done += len(batch)
+                self.progress(done, len(missing))
+
+        def key(request: Request) -> str:
+            return digest_of("loglikelihood", request.context, request.continuation)
+
+        return [(answer.loglikelihood, answer.greedy) for answer in self._fill(requests, key, compute)]
+
+    def _fill(self, requests: Sequence[Request], key: Any, compute: Any) -> list[Answer]:
+        return [Answer(*values) for values in self._results.fill(requests, key, compute)]
+
+    @property
+    def truncated(self) -> int:
+        """The number of requests that lost their beginning."""
+        return self._scorer.truncated
+
+    def texts(self, arguments: Sequence[Any], generate: Callable[[list[Any]], list[str]]) -> list[str]:
+        """Generated texts by (context, options); generate: computes some of them."""
+
+        def compute(missing: list[Any]) -> None:
+            for start in range(0, len(missing), GENERATED):
+                some = missing[start : start + GENERATED]
+                self._results.put((key(args), text) for args, text in zip(some, generate(some), strict=True))
+                self.progress(min(start + GENERATED, len(missing)), len(missing))
+
+        def key(args: Any) -> str:
+            return digest_of("generate", list(args))
+
+        return self._results.fill(arguments, key, compute)
+
+
+def harness_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, progress: Progress,
+    note: Callable[[str], None],
+) -> Any:  # fmt: skip
+    """An `lm_eval.api.model.LM` of a model. Raises ModelError when the package lm-eval is not installed."""
+    base, instance = _lm_eval()
+
+    class Harness(base):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+        """Its tokens, windows and chat template are those of lm-eval's backend for transformers."""
+
+        def __init__(self) -> None:
+            super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1)
+            scorer = Scorer(model, self.max_length, note=note)
+            self.answers = Backend(scorer, results, progress)
+            self.items: list[Any] = []
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.items = [(request.task_name, request.doc_id) for request in requests]
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            self.items = []
+            return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: Any = None) -> Any:
+            items = self.items if len(self.items) == len(requests) else range(len(requests))
+            return self.answers.loglikelihoods(
+                [
+                    Request(item, tuple(context), tuple(rest))
+                    for item, (_, context, rest) in zip(items, requests, strict=True)
+                ]
+            )
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            def generate(some: list[Any]) -> list[str]:
+                made = [instance("generate_until", {}, tuple(args), 0) for args in some]
+                return base.generate_until(self, made, disable_tqdm=True)
+
+            return self.answers.texts([request.args for request in requests], generate)
+
+    with quiet():
+        return Harness()
+
+
+def _lm_eval() -> tuple[Any, Any]:
+    """lm-eval's backend for transformers, and its class of requests."""
+    try:
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise ModelError(
+            f"eval: tasks need the package lm-eval, which cannot be imported ({error}); install it with "
+            "pip install 'compress-llm[eval]'"
+        ) from error
+    return HFLM, Instance
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let only errors of lm-eval reach the log, and none of its progress bars the screen."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,281 @@
+"""Products of packed codes on the CPU, and their torch operator."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.library import Weight, available, library
+from compress.kernels.dispatch import Part, RoundingLike
+
+LANES, UNIT, HALF = 16, 32, 16  # rows of a tile, columns of a unit, and the piece of which groups are whole multiples
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
+CODECS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # by bits; codes of 5 to 7 bits take a byte
+FLOATS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
+LONGEST_GROUP = 16384  # columns that are summed in int32: 255 * 128 * 16384 < 2^31
+OUT_OF_MEMORY = -2
+
+
+@dataclass(frozen=True, eq=False)
+class PackedCodes:
+    """The weights of a part in the layout of compress_cpu.h.
+
+    words: int32 [tiles, units, bits, 16]. scale, zero: float32 [groups, 16 tiles]; zero None: `zero_point` everywhere.
+    table: float32 [2^codec], or None. order: int32 [32 units], or None.
+    """
+
+    words: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    table: Tensor | None
+    order: Tensor | None
+    zero_point: float
+    codec: int
+    rows: int
+    width: int
+    group: int
+
+    @cached_property
+    def weight(self) -> Weight:
+        """The C structure; valid as long as the tensors are."""
+        return Weight(
+            words=self.words.data_ptr(), scale=self.scale.data_ptr(), zero=_pointer(self.zero),
+            table=_pointer(self.table), order=_pointer(self.order), zero_point=self.zero_point, codec=self.codec,
+            rows=self.rows, width=self.width, units=self.words.shape[1], group=self.group, groups=self.scale.shape[0],
+        )  # fmt: skip
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the C structure."""
+        return ctypes.addressof(self.weight)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The tensors, in the order of the operator's arguments."""
+        return self.words, self.scale, self.zero, self.table, self.order
+
+    @property
+    def numbers(self) -> tuple[float, int, int, int, int]:
+        """The numbers, in the order of the operator's arguments."""
+        return self.zero_point, self.codec, self.rows, self.width, self.group
+
+    def columns(self, chosen: Tensor) -> Tensor:
+        """The weights [rows, n] of some columns of x, as float32. chosen: int64 [n]."""
+        if self.order is not None:
+            there = self.order >= 0
+            place = torch.empty(self.width, dtype=torch.int64)
+            place[self.order[there].long()] = there.nonzero()[:, 0]
+            chosen = place[chosen]
+        wanted, codes = chosen.int(), torch.empty(self.rows, len(chosen), dtype=torch.uint8)
+        native = library()
+        assert native is not None
+        failed = native.compress_codes(
+            self.address, wanted.data_ptr(), len(wanted), codes.data_ptr(), torch.get_num_threads()
+        )
+        assert not failed, "columns are outside of a packed weight"
+        groups = chosen // self.group
+        zero = self.zero_point if self.zero is None else self.zero[groups].T[: self.rows]
+        return (codes - zero) * self.scale[groups].T[: self.rows]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class CodesKernel:
+    """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""
+
+    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+        if x.dtype not in TYPES or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+            return False
+        return available() and _packs(part) and (rounding is None or _rounds(part, rounding))
+
+    def prepare(self, part: Part) -> PackedCodes:
+        return pack(part)
+
+    def product(
+        self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
+    ) -> Tensor:
+        if rounding is None:
+            inputs: tuple[Any, ...] = False, None, None, None
+        else:
+            known: Any = rounding
+            inputs = True, known.scale, known.threshold, known.columns
+        if torch.compiler.is_compiling():
+            return torch.ops.compress.codes_linear(x, bias, *inputs, *prepared.tensors, *prepared.numbers)
+        return product(x, prepared, bias, *inputs)
+
+
+def _packs(part: Any) -> bool:
+    """Whether the part holds codes that have a codec here; kept weights alone are packed with zeros between them."""
+    scheme = part.scheme
+    if part.kind == "sparse":
+        scheme = scheme.values
+        if scheme.kind != "codes" or scheme.float_zeros or not scheme.grid.has_zero:
+            return False
+    elif part.kind != "codes" or part.lattice != part.shape:
+        return False
+    size = scheme.group_size
+    return scheme.grid.bits <= 8 and (not isinstance(size, int) or size <= LONGEST_GROUP)
+
+
+def _rounds(part: Any, rounding: Any) -> bool:
+    """Whether inputs are rounded to int8 with a zero point of zero, for integer codes."""
+    scheme = rounding.scheme
+    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.scale == "group":
+        return False
+    return hasattr(part.scheme.grids[0], "lowest")
+
+
+def pack(part: Any) -> PackedCodes:
+    """Convert a part to the layout of the kernel."""
+    native = library()
+    assert native is not None
+    held = part.values if part.kind == "sparse" else part
+    grid, (rows, width) = held.grid, part.shape
+    integers = hasattr(grid, "lowest")
+    codec = CODECS[grid.bits] if integers or grid.offset or grid.bits <= 4 else FLOATS[grid.dtype]
+    scale = held.scales()
+    group, order, columns = _columns(width, held.group_size, held.group_index, scale.shape[1])
+    groups, zero = -(-columns // group), None
+    if held.zero is not None:
+        zero = _tiled(-held.zeros() / scale if grid.offset else held.zero.float() - grid.lowest, rows, groups)
+    table = None
+    if not integers and not grid.offset and grid.bits <= 4:
+        table = _values(grid)
+    tiles = -(-rows // LANES)
+    words = torch.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)
+    native.compress_advise(words.data_ptr(), words.numel() * 4)
+    point = float(-grid.lowest) if integers else 0.0
+    packed = PackedCodes(words, _tiled(scale, rows, groups), zero, table, order, point, codec, rows, width, group)
+    codes = _unsigned(part)
+    failed = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
+    assert not failed, f"codes {rows} x {width} in groups of {group} do not fit the kernel"
+    native.compress_release(held.words.data_ptr(), held.words.nbytes)  # a mapped checkpoint is not in memory twice
+    return packed
+
+
+def _values(grid: Any) -> Tensor:
+    """The number of each code of a grid that is no integer grid; codes without one repeat the last."""
+    count = len(getattr(grid, "levels", ())) or 2**grid.bits
+    return grid.decode(torch.arange(2**grid.bits).clamp(max=count - 1), torch.ones(()), None).float().contiguous()
+
+
+def _unsigned(part: Any) -> Tensor:
+    """The codes [out, in], counted from 0, as bytes."""
+    if part.kind != "sparse":
+        found = part.codes()
+        return (found.codes.to(torch.int16) - found.grid.lowest_stored).to(torch.uint8).contiguous()
+    held, grid = part.values, part.values.grid
+    if not hasattr(grid, "lowest"):
+        codes = torch.full(part.shape, int((_values(grid) == 0).nonzero()[0]), dtype=torch.uint8)
+    elif held.zero is None:
+        codes = torch.full(part.shape, -grid.lowest, dtype=torch.uint8)
+    else:
+        codes = held.spread(held.zero.to(torch.int16) - grid.lowest).expand(part.shape).to(torch.uint8).contiguous()
+    for rows, mask, where in part.kept.parts():
+        codes[rows] = codes[rows].masked_scatter(mask, held.kept_codes(rows, where).to(torch.uint8))
+    return codes
+
+
+def _columns(width: int, size: Any, index: Tensor | None, count: int) -> tuple[int, Tensor | None, int]:
+    """(columns per group, column of x for each packed column or None, packed columns).
+
+    size: columns per group, 'channel' or 'tensor'. index: the group of each column, or None. count: number of groups.
+    Groups that are no runs of a multiple of 16 columns are gathered, each padded to such a multiple.
+    """
+    whole = -(-width // UNIT) * UNIT
+    if index is None:
+        if not isinstance(size, int):
+            return min(max(whole, UNIT), LONGEST_GROUP), None, whole
+        if size % HALF == 0:
+            return size, None, whole
+        index = torch.arange(width) // size
+    counts = index.long().bincount(minlength=count)
+    group = -(-int(counts.max()) // HALF) * HALF
+    sorted_columns = index.long().argsort(stable=True)
+    starts = counts.cumsum(0) - counts
+    group_of = index.long()[sorted_columns]
+    place = group_of * group + torch.arange(width) - starts[group_of]
+    columns = -(-len(counts) * group // UNIT) * UNIT
+    order = torch.full((columns,), -1, dtype=torch.int32)
+    order[place] = sorted_columns.to(torch.int32)
+    return group, order, columns
+
+
+def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
+    """Values per scale [out or 1, stored groups] as float32 [groups, 16 tiles]; zeros where there is no row."""
+    found = torch.zeros(groups, -(-rows // LANES) * LANES)
+    source = torch.arange(groups).clamp(max=values.shape[1] - 1)
+    found[:, :rows] = values.float().expand(rows, -1).T[source]
+    return found
+
+
+def product(
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, rounded: bool = False, scale: Tensor | None = None,
+    threshold: float | None = None, columns: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x W^T + bias. rounded: x is rounded to int8 first.
+
+    scale: static scale of x, or None. threshold, columns: columns of x with such a magnitude, and these columns (bool
+    [in]), are multiplied as floats (LLM.int8, Dettmers 2022, section 3.2).
+    """
+    native, width = library(), packed.width
+    assert native is not None
+    rows = x if x.ndim == 2 else x.reshape(-1, width)
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    chosen = _outliers(rows, threshold, columns)
+    inside = rows if chosen is None else rows.index_fill(1, chosen, 0)
+    y = x.new_empty(*x.shape[:-1], packed.rows)
+    if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
+        bias = bias.to(x.dtype).contiguous()
+    static = None if scale is None else scale.float()
+    failed = native.compress_product(
+        packed.address, inside.data_ptr(), y.data_ptr(), _pointer(bias), _pointer(static), len(rows), inside.stride(0),
+        TYPES[x.dtype], rounded, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of a packed weight do not fit together"
+    if chosen is not None:
+        y += (rows[:, chosen] @ packed.columns(chosen).to(x.dtype).T).view_as(y)
+    return y
+
+
+def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Tensor | None:
+    """The indexes of columns that are multiplied as floats; None if there are none."""
+    if threshold is not None:
+        large = (x.abs() >= threshold).any(0)
+        columns = large if columns is None else columns | large
+    if columns is None or not bool(columns.any()):
+        return None
+    return columns.nonzero()[:, 0]
+
+
+_LIBRARY = torch.library.Library("compress", "DEF")
+_LIBRARY.define(
+    "codes_linear(Tensor x, Tensor? bias, bool rounded, Tensor? input_scale, float? threshold, Tensor? columns, "
+    "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, "
+    "float zero_point, int codec, int rows, int width, int group) -> Tensor"
+)
+
+
+def _codes_linear(
+    x: Tensor, bias: Tensor | None, rounded: bool, input_scale: Tensor | None, threshold: float | None,
+    columns: Tensor | None, *weight: Any,
+) -> Tensor:  # fmt: skip
+    return product(x, PackedCodes(*weight), bias, rounded, input_scale, threshold, columns)
+
+
+def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
+    rows = rest[-3]
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+_LIBRARY.impl("codes_linear", _codes_linear, "CPU")
+torch.library.register_fake("compress::codes_linear", _shape_of_codes_linear, lib=_LIBRARY)

@@ -1,0 +1,73 @@
+"""The shared library of the CPU kernels: where it is, its C interface, and the choice of the instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from compress.errors import RecipeError
+
+NATIVE = "compress.kernels.cpu._native"
+VARIABLE = "COMPRESS_KERNELS"
+"""An instruction set to use instead of the best one, or "none" for plain torch; for tests and comparisons."""
+
+
+class Weight(ctypes.Structure):
+    """`compress_weight` of compress_cpu.h."""
+
+    _fields_ = [
+        ("words", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("table", c_void_p), ("order", c_void_p),
+        ("zero_point", c_float), ("codec", c_int32), ("rows", c_int64), ("width", c_int64), ("units", c_int64),
+        ("group", c_int64), ("groups", c_int64),
+    ]  # fmt: skip
+
+
+PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library with its instruction set chosen, or None if it was not built or COMPRESS_KERNELS is "none".
+
+    Raises RecipeError if COMPRESS_KERNELS names an instruction set that this machine or this build does not have.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    path = built()
+    if path is None or wanted == "none":
+        return None
+    found = ctypes.CDLL(path)
+    found.compress_product.argtypes = PRODUCT
+    found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
+    found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
+    found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
+    found.compress_instruction_sets.restype = c_char_p
+    found.compress_use.argtypes = [c_char_p]
+    if wanted and found.compress_use(wanted.encode()) != 0:
+        known = found.compress_instruction_sets().decode().replace(",", ", ")
+        raise RecipeError(f"{VARIABLE}={wanted} is not available here; use one of {known}, or none")
+    return found
+
+
+@torch.compiler.assume_constant_result
+def available() -> bool:
+    """Whether there is a library to call; a constant for torch.compile, which cannot look into ctypes."""
+    return library() is not None
+
+
+def built() -> str | None:
+    """The path of the shared library, or None if it was not built."""
+    spec = importlib.util.find_spec(NATIVE)
+    return None if spec is None else spec.origin
+
+
+def instruction_set() -> str:
+    """The instruction set in use; "none" without kernels."""
+    found = library()
+    if found is None:
+        return "none"
+    return os.environ.get(VARIABLE) or found.compress_instruction_sets().decode().split(",")[0]

@@ -1,0 +1,206 @@
+// The C interface: checks of sizes, packing, and the choice of the instruction set.
+
+#include "compress_cpu.h"
+
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+#include "isa.hpp"
+#include "pool.hpp"
+
+namespace {
+
+using Product = int (*)(const compress_call *);
+
+struct Set {
+    const char *name;
+    Product product;
+    bool available;
+};
+
+bool has_avx512() {
+#if defined(COMPRESS_AVX512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+
+bool has_avx2() {
+#if defined(COMPRESS_AVX2)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return false;
+#endif
+}
+
+const Set *sets() {
+    static const Set found[] = {
+#if defined(COMPRESS_AVX512)
+        {"avx512_bf16", compress_cpu::avx512_bf16::product, has_avx512() && __builtin_cpu_supports("avx512bf16")},
+        {"avx512", compress_cpu::avx512::product, has_avx512()},
+#endif
+#if defined(COMPRESS_AVX2)
+        {"avx2", compress_cpu::avx2::product, has_avx2()},
+#endif
+        {"generic", compress_cpu::generic::product, true},
+        {nullptr, nullptr, false},
+    };
+    return found;
+}
+
+std::atomic<Product> chosen{nullptr};
+
+Product best() {
+    Product found = chosen.load();
+    if (!found) {
+        const Set *set = sets();
+        while (!set->available) ++set;
+        chosen.store(found = set->product);
+    }
+    return found;
+}
+
+int bits_of(const compress_weight &w) { return w.codec > 4 ? 8 : w.codec; }
+
+bool consistent(const compress_weight &w) {
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_E5M2 || (w.table && w.codec > 4)) return false;
+    if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
+    if (!w.order && w.units * 32 < w.width) return false;
+    return w.groups == (w.units * 32 + w.group - 1) / w.group;
+}
+
+struct Packing {
+    const compress_weight *w;
+    uint8_t *codes;
+    uint32_t *words;
+    const int32_t *columns;
+    int64_t count;
+};
+
+// Calls f(word, shift of the word, shift of the code, bits) for each piece of a code: its word in a tile, and where it stands.
+template <class F>
+void pieces(int bits, int64_t column, int lane, F f) {
+    const int64_t unit = column / 32;
+    const int quad = static_cast<int>(column % 32) / 4;
+    int first = 0, low = 0;
+    for (int width : {8, 4, 2, 1}) {  // of planes
+        if (width == 8 ? bits != 8 : bits == 8 || !(bits & width)) continue;
+        const int per = 8 / width;
+        f((unit * bits + first + quad / per) * 16 + lane, 8 * (column % 4) + width * (quad % per), low, width);
+        first += width, low += width;
+    }
+}
+
+void pack_tile(void *data, int64_t tile) {
+    const Packing &p = *static_cast<Packing *>(data);
+    const compress_weight &w = *p.w;
+    const int bits = bits_of(w);
+    uint32_t *out = p.words + tile * w.units * bits * 16;
+    std::memset(out, 0, static_cast<size_t>(w.units) * bits * 16 * sizeof(uint32_t));
+    for (int64_t packed = 0; packed < w.units * 32; ++packed) {
+        const int64_t column = w.order ? w.order[packed] : packed;
+        if (column < 0 || column >= w.width) continue;
+        for (int lane = 0; lane < 16 && tile * 16 + lane < w.rows; ++lane) {
+            const uint32_t code = p.codes[(tile * 16 + lane) * w.width + column];
+            pieces(bits, packed, lane, [&](int64_t word, int shift, int low, int width) {
+                out[word] |= ((code >> low) & ((1u << width) - 1)) << shift;
+            });
+        }
+    }
+}
+
+void codes_of_tile(void *data, int64_t tile) {
+    const Packing &p = *static_cast<Packing *>(data);
+    const compress_weight &w = *p.w;
+    const int bits = bits_of(w);
+    const uint32_t *words = w.words + tile * w.units * bits * 16;
+    for (int lane = 0; lane < 16 && tile * 16 + lane < w.rows; ++lane)
+        for (int64_t i = 0; i < p.count; ++i) {
+            uint32_t code = 0;
+            pieces(bits, p.columns[i], lane, [&](int64_t word, int shift, int low, int width) {
+                code |= ((words[word] >> shift) & ((1u << width) - 1)) << low;
+            });
+            p.codes[(tile * 16 + lane) * p.count + i] = static_cast<uint8_t>(code);
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+int compress_product(const compress_weight *weight, const void *x, void *y, const void *bias, const float *static_scale,
+                     int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t threads) {
+    const compress_weight &w = *weight;
+    if (!consistent(w) || m < 0 || threads < 1 || (m > 1 && ldx < w.width)) return -1;
+    const compress_call call = {weight, x, y, bias, static_scale, m, ldx, type, rounded, threads};
+    return best()(&call);
+}
+
+int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {
+    if (!consistent(*weight) || threads < 1) return -1;
+    if (weight->order)
+        for (int64_t k = 0; k < weight->units * 32; ++k)
+            if (weight->order[k] >= weight->width) return -1;
+    Packing packing{weight, const_cast<uint8_t *>(codes), words, nullptr, 0};
+    compress_cpu::parallel(pack_tile, &packing, (weight->rows + 15) / 16, threads);
+    return 0;
+}
+
+int compress_codes(const compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes, int32_t threads) {
+    if (!consistent(*weight) || threads < 1 || count < 0) return -1;
+    for (int64_t i = 0; i < count; ++i)
+        if (columns[i] < 0 || columns[i] >= weight->units * 32) return -1;
+    Packing packing{weight, codes, nullptr, columns, count};
+    compress_cpu::parallel(codes_of_tile, &packing, (weight->rows + 15) / 16, threads);
+    return 0;
+}
+
+void compress_advise(void *data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 2 << 20;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + PAGE - 1) / PAGE * PAGE;
+    const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / PAGE * PAGE;
+    if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_HUGEPAGE);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+void compress_release(const void *data, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_PAGEOUT)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const uintptr_t stop = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    if (first < stop) madvise(reinterpret_cast<void *>(first), stop - first, MADV_PAGEOUT);
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+const char *compress_instruction_sets(void) {
+    static const std::string names = [] {
+        std::string found;
+        for (const Set *set = sets(); set->name; ++set)
+            if (set->available) found += (found.empty() ? "" : ",") + std::string(set->name);
+        return found;
+    }();
+    return names.c_str();
+}
+
+int compress_use(const char *name) {
+    for (const Set *set = sets(); set->name; ++set)
+        if (set->available && !std::strcmp(set->name, name)) {
+            chosen.store(set->product);
+            return 0;
+        }
+    return -1;
+}
+}

@@ -1,0 +1,3 @@
+// Compiled with -mavx2 -mfma.
+#define ISA avx2
+#include "product.inc"

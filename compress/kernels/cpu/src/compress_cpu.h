@@ -1,0 +1,81 @@
+// The plain C interface of the CPU kernels. Python calls it through ctypes; no torch header is needed.
+//
+// Packed codes. The rows of a weight [rows, width] are taken in tiles of 16, its columns in units of 32. A tile stores,
+// unit by unit, `bits` vectors of 16 words of 32 bits; lane r of each vector belongs to row r of the tile. Codes of 1, 2, 4
+// and 8 bits are one plane; those of 3 bits are a plane of the 2 lower bits and one of the upper bit. In a plane of p
+// bits, the code of column 4 q + j of the unit stands in word q / (8 / p), at bit 8 j + p (q mod (8 / p)). So one shift and one mask
+// give the codes of four consecutive columns as the four bytes of a lane, which is what integer dot products take.
+//
+// Groups are runs of `group` packed columns, a multiple of 16. Columns whose groups are not such runs are reordered and
+// padded (`order`).
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define COMPRESS_API __attribute__((visibility("default")))
+
+enum compress_type { COMPRESS_F32 = 0, COMPRESS_BF16 = 1 };
+
+// What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
+enum compress_codec { COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10 };
+
+// A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
+struct compress_weight {
+    const uint32_t *words;  // [tiles][units][bits][16]
+    const float *scale;     // [groups][16 * tiles]
+    const float *zero;      // like scale, or NULL: zero_point for all
+    const float *table;     // [2^codec], or NULL
+    const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k
+    float zero_point;
+    int32_t codec;  // the width of the codes, or a compress_codec
+    int64_t rows, width, units, group, groups;
+};
+
+// One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.
+// rounded: x is rounded to int8 first, q = clamp(round(x / s), -128, 127), with the scale s of each row (*static_scale, or,
+// if that is NULL, max |x| / 127.5 of the row).
+struct compress_call {
+    const struct compress_weight *weight;
+    const void *x;
+    void *y;
+    const void *bias;
+    const float *static_scale;
+    int64_t m, ldx;
+    int32_t type;
+    int32_t rounded;
+    int32_t threads;
+};
+
+// 0, or -1 for sizes that do not fit together, -2 when out of memory.
+COMPRESS_API int compress_product(const struct compress_weight *weight, const void *x, void *y, const void *bias,
+                                  const float *static_scale, int64_t m, int64_t ldx, int32_t type, int32_t rounded,
+                                  int32_t threads);
+
+// Packs codes [rows, width] (one byte each) in the order of `weight`, into words; other pointers of weight are not read.
+COMPRESS_API int compress_pack(const struct compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads);
+
+// The codes [rows, count] of some packed columns.
+COMPRESS_API int compress_codes(const struct compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes,
+                                int32_t threads);
+
+// Asks the system for huge pages for a buffer, before it is first written.
+COMPRESS_API void compress_advise(void *data, int64_t bytes);
+
+// Tells the system that a buffer is not needed for now: pages of a mapped file leave memory and are read again when they
+// are used; the contents do not change.
+COMPRESS_API void compress_release(const void *data, int64_t bytes);
+
+// The instruction sets of this build that the processor has, the best first, separated by commas; "generic" is the last.
+COMPRESS_API const char *compress_instruction_sets(void);
+
+// Forces an instruction set; 0, or -1 if it is not available.
+COMPRESS_API int compress_use(const char *name);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,51 @@
+"""Generation with torch.compile and a static cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch._inductor import cpp_builder, exc
+from transformers import CompileConfig, PreTrainedModel
+
+from compress.errors import ModelError
+from compress.kernels import dispatch
+from compress.model.linear import CompressedLinear
+
+
+def compile_generation(model: PreTrainedModel) -> None:
+    """Let `model.generate` decode with torch.compile and a static cache. The first call compiles, which takes minutes.
+
+    Raises ModelError for a model that generates no text, and on a CPU without a C++ compiler.
+    """
+    if not model.can_generate():
+        raise ModelError("compile=True: the model predicts masked tokens and generates no text; load it without")
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        check_compiler()
+    prepare(model)
+    config: Any = CompileConfig(mode="default")
+    config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
+    run: Any = model.generate  # not in its generation config, whose copies lose the flag
+    vars(model)["generate"] = partial(run, cache_implementation="static", compile_config=config)
+
+
+def check_compiler() -> None:
+    """Raise ModelError if torch finds no C++ compiler."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        raise ModelError(
+            "compile=True: torch.compile needs a C++ compiler, and found none; install g++ or clang, set CXX to its "
+            "path, or load the model without compile=True"
+        ) from error
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Convert weights to the layouts of their kernels now; the compiler does not trace the conversion."""
+    like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    for layer in model.modules():
+        if isinstance(layer, CompressedLinear):
+            for part in layer.all_parts:
+                x = like.new_zeros(1, part.shape[1])
+                dispatch.prepare(part, x, layer.rounding)

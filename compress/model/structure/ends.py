@@ -1,0 +1,135 @@
+"""The ends of a model: the input embedding and the output head, found by the model's own accessors, never by name.
+
+If both share one weight (tied weights), they are one end with two names, and one compressed tensor serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from compress.model.embedding import CompressedEmbedding, layer_of
+from compress.model.linear import CompressedLinear, replace_linear
+from compress.weights.layer import Role
+
+HEAD, EMBEDDING = "lm_head", "embed_tokens"
+"""What recipes call the output head and the input embedding of every model, whatever the model's own names are."""
+
+
+@dataclass(frozen=True)
+class End:
+    """An end of a model.
+
+    name: the full name of its layer: of the head if tied, because the head holds the tensors. role: how its weight is
+    used. head, embedding: the full names of the modules that use it; None: it is not used so.
+    """
+
+    name: str
+    role: Role
+    head: str | None
+    embedding: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full names of its modules."""
+        return tuple(name for name in (self.head, self.embedding) if name is not None)
+
+
+def find_ends(model: nn.Module) -> list[End]:
+    """The ends of a model, the embedding first. Modules of other kinds than linear and embedding are left out."""
+    if not isinstance(model, PreTrainedModel):
+        return []
+    embedding, head = _input_embeddings(model), model.get_output_embeddings()
+    found = []
+    first = _name_of(model, embedding) if isinstance(embedding, nn.Embedding | CompressedEmbedding) else None
+    last = _name_of(model, head) if isinstance(head, nn.Linear | CompressedLinear) else None
+    if first is not None and last is not None and _tied(embedding, head):
+        return [End(last, "tied", last, first)]
+    found += [] if first is None else [End(first, "embedding", None, first)]
+    return found + ([] if last is None else [End(last, "linear", last, None)])
+
+
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # no token embeddings
+        return None
+
+
+def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is wanted and name), None)
+
+
+def _tied(embedding: nn.Module | None, head: nn.Module | None) -> bool:
+    if isinstance(embedding, CompressedEmbedding):
+        return embedding.table is head
+    return isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and embedding.weight is head.weight
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """The number of rows of the input embedding."""
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, CompressedEmbedding):
+        return embedding.num_embeddings
+    return embedding.get_parameter("weight").shape[0]
+
+
+def compressed_ends(model: nn.Module) -> dict[str, CompressedLinear]:
+    """The compressed layers among the ends of a model, by the names of the ends."""
+    found = {end.name: model.get_submodule(end.name) for end in find_ends(model)}
+    return {name: layer_of(m) for name, m in found.items() if isinstance(m, CompressedLinear | CompressedEmbedding)}
+
+
+def end_layer(model: nn.Module, end: End) -> CompressedLinear:
+    """The layer of an end; that of a dense one shares its tensor. The model does not change."""
+    layer = layer_of(model.get_submodule(end.name))
+    layer.role = end.role
+    return layer
+
+
+def replace_end(model: nn.Module, end: End) -> CompressedLinear:
+    """Replace the modules of an end by compressed ones that share its weight, and return the layer."""
+    if end.head is None:
+        module = model.get_submodule(end.name)
+        layer = layer_of(module)
+    else:
+        layer = replace_linear(model, end.head)
+    if end.embedding is not None:
+        module = model.get_submodule(end.embedding)
+        if isinstance(module, nn.Embedding):
+            _put(model, end.embedding, CompressedEmbedding(module, layer, tied=end.head is not None))
+    return layer
+
+
+def put_end(model: nn.Module, name: str, layer: CompressedLinear) -> None:
+    """Put a compressed layer in the place of the end `name`; its role is that of the end."""
+    end = next(end for end in find_ends(model) if end.name == name)
+    replaced = replace_end(model, end)
+    replaced.bias = layer.bias
+    replaced.put(layer.all_parts, layer.mask)
+    replaced.read(layer.all_parts, layer.all_transforms)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def tie(model: PreTrainedModel) -> None:
+    """Tie the weights of a model as transformers does; those of compressed layers are tied already."""
+    compressed = tuple(f"{name}.weight" for end in _compressed(model) for name in end.names)
+    if not compressed:
+        model.tie_weights()
+        return
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target not in compressed and source not in compressed:
+            parent, _, leaf = target.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, model.get_parameter_or_buffer(source))
+
+
+def _compressed(model: nn.Module) -> Sequence[End]:
+    known = compressed_ends(model)
+    return [end for end in find_ends(model) if end.name in known]

@@ -1,0 +1,267 @@
+"""export(folder, out, format): write a compressed checkpoint in another format, without calibration."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress.errors import TargetError, UserError, did_you_mean
+from compress.formats import FORMATS
+from compress.formats.base import Format
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.load import load
+from compress.numerics.quant.codes import quantize, spread, store
+from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.pipeline.export import save
+from compress.report.card import write_export_card
+from compress.weights.codes import CodesPart, CodesScheme
+from compress.weights.layer import LayerScheme
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024)
+OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The layers of one kind after an export: equal names but for numbers, and equal schemes.
+
+    before, after: the schemes. count: the number of layers. error: ||W - W'|| / ||W|| over all of them; 0: lossless.
+    """
+
+    name: str
+    before: str
+    after: str
+    count: int
+    error: float
+
+
+@dataclass
+class _Error:
+    """Sums over the layers of one kind."""
+
+    count: int = 0
+    difference: float = 0.0
+    norm: float = 0.0
+
+
+def export(
+    folder: str | Path,
+    out: str | Path,
+    format: str = "native",  # noqa: A002  the word of the recipe
+    requantize: bool = False,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> list[Exported]:
+    """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
+
+    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight. With it,
+    a layer that the format cannot store is rounded to the nearest grid that it can. dtype: of dense tensors; 'auto':
+    that of the checkpoint. Returns a line for each kind of layer.
+
+    Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
+    for an unknown format; and the errors of `compress.load` and `compress.save`.
+    """
+    if format not in FORMATS:
+        raise UserError(f"export: format {format!r} is not known{did_you_mean(format, FORMATS)}")
+    model, tokenizer = load(folder, dtype, "cpu", trust_remote_code)
+    form = FORMATS[format].stored_in(next(model.parameters()).dtype)
+    layers = {n: m for n, m in linears(model).items() if isinstance(m, CompressedLinear) and not m.scheme.plain}
+    if not layers:
+        raise TargetError(
+            f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
+        )
+    plan = _Plan(form, requantize, model, layers, next(model.parameters()).dtype)
+    found = plan.convert()
+    save(model, out, format, tokenizer, dtype)
+    write_export_card(Path(out), str(folder), format, [(e.name, e.before, e.after, e.count, e.error) for e in found])
+    return found
+
+
+@dataclass
+class _Plan:
+    """The conversion of the layers of a model, in place."""
+
+    form: Format
+    requantize: bool
+    model: PreTrainedModel
+    layers: Mapping[str, CompressedLinear]
+    storage: torch.dtype
+    errors: dict[tuple[str, str, str], _Error] = field(default_factory=dict)
+
+    def convert(self) -> list[Exported]:
+        """Convert all layers, and return their kinds."""
+        for layer in self.layers.values():
+            _without_constant_zeros(layer)
+        targets = self._targets()
+        for name, layer in self.layers.items():
+            self._convert(name, layer, targets[name])
+        return [
+            Exported(name, before, after, error.count, math.sqrt(error.difference / max(error.norm, 1e-30)))
+            for (name, before, after), error in self.errors.items()
+        ]
+
+    def _targets(self) -> dict[str, LayerScheme]:
+        """The scheme of every layer in the new format. Raises TargetError."""
+        schemes = {name: layer.scheme for name, layer in self.layers.items()}
+        refused = {name: reason for name, scheme in schemes.items() if (reason := self._refuses(scheme)) is not None}
+        clash = None if refused else self._clash(schemes)
+        if not refused and clash is None:
+            return schemes
+        if not self.requantize:
+            where = "" if not refused else f"{next(iter(refused))}: "
+            reason = clash or next(iter(refused.values()))
+            raise TargetError(f"export: {where}{reason}. {self._lossless(schemes)}")
+        nearest = {name: self._nearest(schemes[name]) if name in refused else schemes[name] for name in schemes}
+        if self._clash(nearest) is not None:
+            nearest = self._one_for_all(list(schemes.values()), schemes)
+        return nearest
+
+    def _refuses(self, scheme: LayerScheme) -> str | None:
+        """Why the format cannot store a layer; dense formats store every weight."""
+        return self.form.refuses(scheme)
+
+    def _clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        adapted = {name: self.form.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
+        return self.form.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
+
+    def _lossless(self, schemes: Mapping[str, LayerScheme]) -> str:
+        """The formats that store all layers as they are."""
+        able = []
+        for name, other in FORMATS.items():
+            plan = replace(self, form=other)
+            if not any(other.refuses(scheme) for scheme in schemes.values()) and plan._clash(schemes) is None:
+                able.append(name)
+        return f"Lossless formats: {', '.join(able)}. To round the weights again, add --requantize"
+
+    def _candidates(self, scheme: LayerScheme) -> list[LayerScheme]:
+        """Schemes of one part of codes that the format stores, the nearest to a layer's own first."""
+        old = scheme.all_codes[0] if scheme.all_codes else CodesScheme(GRIDS["int4"], 32)
+        rounded: list[tuple[RoundingScheme, ...]] = [() if scheme.rounding is None else (scheme.rounding,), ()]
+        rounded.append((RoundingScheme(GRIDS["int8"], "token", OUTLIER),))
+        own = [LayerScheme(scheme.shape, scheme.parts, inputs) for inputs in rounded]
+        found: list[tuple[tuple[float, ...], int, LayerScheme]] = [
+            ((-1.0,), i, new) for i, new in enumerate(own) if self.form.refuses(new) is None
+        ]
+        for grid in GRIDS.values():
+            for size in (grid.group_size,) if grid.group_size else (*SIZES, "channel"):
+                for symmetric in (True,) if grid.symmetric_only else (old.symmetric, not old.symmetric):
+                    if isinstance(size, int) and size > scheme.shape[1]:
+                        continue
+                    for inputs in rounded:
+                        new = LayerScheme(scheme.shape, (CodesScheme(grid, size, symmetric),), inputs)
+                        if self.form.refuses(new) is None:
+                            found.append((_distance(old, new, scheme), len(found), new))
+        return [new for *_, new in sorted(found, key=lambda item: item[:2])]
+
+    def _nearest(self, scheme: LayerScheme) -> LayerScheme:
+        """The nearest scheme that the format stores. Raises TargetError."""
+        found = self._candidates(scheme)
+        if not found:
+            raise TargetError(
+                f"export: format {self.form.name} stores no codes for layers of {scheme.shape[0]} x {scheme.shape[1]}; "
+                "use format: native, or dense"
+            )
+        return found[0]
+
+    def _one_for_all(
+        self, every: Sequence[LayerScheme], schemes: Mapping[str, LayerScheme]
+    ) -> dict[str, LayerScheme]:  # fmt: skip
+        """One target for all layers, for formats whose layers must agree. Raises TargetError."""
+        for new in self._candidates(every[0]):
+            found = {name: LayerScheme(old.shape, new.parts, new.transforms) for name, old in schemes.items()}
+            if not any(self.form.refuses(scheme) for scheme in found.values()) and self._clash(found) is None:
+                return found
+        raise TargetError(f"export: no scheme of format {self.form.name} fits all layers; use format: native, or dense")
+
+    def _convert(self, name: str, layer: CompressedLinear, target: LayerScheme) -> None:
+        """Convert one layer, and add its error to those of its kind."""
+        scheme = layer.scheme
+        if target.parts != scheme.parts:
+            layer.absorb_inputs()
+        before = layer.weight_as(torch.float32)
+        if target != scheme:
+            _requantize(layer, target, self.form.scales_in(self.storage))
+        elif self.form.adapt(scheme) is not None:
+            self._check_scales(name, layer)
+        after = layer.weight_as(torch.float32)
+        stored = self.form.adapt(layer.scheme)
+        text = "dense" if stored is None else stored.text
+        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), scheme.text, text
+        error = self.errors.setdefault(kind, _Error())
+        error.difference += float((after - before).double().square().sum())
+        error.norm += float(before.double().square().sum())
+        error.count += 1
+
+    def _check_scales(self, name: str, layer: CompressedLinear) -> None:
+        """Convert the scales to the dtype of the format; codes are rounded again where this changes scales.
+
+        Raises TargetError if that is needed but not asked for.
+        """
+        part, dtype = layer.codes, self.form.scales_in(self.storage)
+        if part is None or part.grid.scaling.stored is not None or part.scale.dtype == dtype:
+            return
+        stored = part.in_storage(dtype)
+        if torch.equal(stored.scale.to(part.scale.dtype), part.scale):
+            layer.put(stored)
+        elif self.requantize:
+            layer.put(_rounded_again(part, stored))
+        else:
+            raise TargetError(
+                f"export: {name}: its scales are {part.scale.dtype}, which {dtype}, the dtype of scales in format "
+                f"{self.form.name}, cannot represent exactly; use --dtype float32 (if the format does not "
+                "fix their dtype), or add --requantize to round its weights again"
+            )
+
+
+def _distance(old: CodesScheme, new: LayerScheme, scheme: LayerScheme) -> tuple[float, ...]:
+    """How far a scheme is from a layer's own: bits, grid, the kind of grid, group size, zero points and inputs."""
+    codes, width = new.all_codes[0], scheme.shape[1]
+    sizes = [each if isinstance(each, int) else width for each in (old.group_size, codes.group_size)]
+    bits = codes.grid.bits - old.grid.bits
+    return (
+        abs(bits) + (0.5 if bits < 0 else 0),
+        codes.grid is not old.grid,
+        isinstance(codes.grid, IntGrid) is not isinstance(old.grid, IntGrid),
+        abs(math.log2(sizes[1] / sizes[0])),
+        codes.symmetric is not old.symmetric,
+        new.rounding != scheme.rounding,
+    )
+
+
+def _without_constant_zeros(layer: CompressedLinear) -> None:
+    """Drop zero points that are all in the middle of the grid: the same weight without them."""
+    part = layer.codes
+    if part is not None and part.zero is not None and not part.scheme.float_zeros and not bool(part.zero.any()):
+        layer.put(part.changed(replace(part.scheme, symmetric=True), zero=None))
+
+
+def _requantize(layer: CompressedLinear, target: LayerScheme, dtype: torch.dtype) -> None:
+    """Round the weight of a layer to the grid of another scheme if that differs; change the rounding of inputs."""
+    if target.parts != layer.scheme.parts:
+        codes, weight, mask = target.all_codes[0], layer.weight_as(torch.float32), layer.mask
+        layer.put(quantize(weight, codes.grid, codes.group_size, codes.symmetric, mask=mask, dtype=dtype), mask)
+        layer.change_parts(lambda part: part.in_storage(dtype))
+    if target.rounding != layer.scheme.rounding:
+        rounding = target.rounding
+        layer.round_inputs(None if rounding is None else InputRounding(rounding, layer.shape, {}))
+
+
+def _rounded_again(part: CodesPart, stored: CodesPart) -> CodesPart:
+    """The codes of the same weight for the scales of `stored`."""
+    width, codes = part.shape[1], stored.codes()
+
+    def every(per_group: Tensor) -> Tensor:
+        return spread(per_group.float(), width, part.group_size, codes.group_index)
+
+    zero = None if codes.zero is None else every(codes.zero)
+    found = part.grid.encode(part.dense(torch.float32), every(codes.scale), zero)
+    codes = replace(codes, codes=store(found, part.grid))
+    return CodesPart.of(codes)

@@ -1,0 +1,47 @@
+"""What a pass must be to work on the input embedding or the output head; checked before the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from compress.api.observers import Nothing
+from compress.api.passes import LayerPass, Pass
+from compress.errors import TargetError
+from compress.model.structure.ends import End
+from compress.weights.layer import LayerScheme
+
+
+def check_ends(step: Pass, ends: Sequence[End], where: str) -> None:
+    """Raise TargetError if a pass cannot work on one of the ends that its targets name."""
+    for end in ends:
+        reason = _inside_only(step) or (None if end.embedding is None else _unfit_for_ids(step, end))
+        if reason is not None:
+            raise TargetError(
+                f"{where}: {reason}; remove {' and '.join(end.names)} from its targets, and use another pass"
+            )
+
+
+def _inside_only(step: Pass) -> str | None:
+    """Why a pass works on the linears inside the blocks only; None if it also works on ends."""
+    needs = step.requires
+    here = "the linears inside the blocks, not on the output head or the embedding"
+    if not isinstance(step, LayerPass) or "quantized" not in step.facts() or needs.new_shape:
+        return f"it works on {here}, which only passes that quantize one layer at a time take"
+    if step.sparsities((1, 1)) or step.survey() is not None:
+        return f"it prunes {here}"
+    if needs.reference or needs.original or needs.unquantized:
+        return f"it compares a layer with the uncompressed one, on {here}"
+    return None
+
+
+def _unfit_for_ids(step: Pass, end: End) -> str | None:
+    """Why a pass cannot work on an embedding, whose inputs are token ids; None if it can."""
+    assert isinstance(step, LayerPass)
+    own = step.for_layer(end.name) or step
+    assert isinstance(own, LayerPass)
+    tied = f"{end.embedding} is tied to {end.head}, and the" if end.head else "the"
+    if own.observer is not Nothing or own.watches() is not None:
+        return f"it calibrates on the inputs of a layer, but {tied} inputs of {end.embedding} are token ids"
+    if own.becomes(LayerScheme((1, 1))).rounding is not None and end.head is None:
+        return f"it rounds the inputs of a layer, but the inputs of {end.embedding} are token ids"
+    return None

@@ -1,0 +1,146 @@
+"""Evaluate one model, or several on the same windows and items against the first one: what `compress eval` calls."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from compress.api.context import Run, device_of
+from compress.api.journal import Journal
+from compress.data.text_source import as_source
+from compress.errors import ModelError
+from compress.evaluate import EVALUATORS, combine_all
+from compress.evaluate.base import EvaluationContext
+from compress.evaluate.harness.tasks import check_tasks
+from compress.evaluate.processes import Processes
+from compress.evaluate.store import Store, digest_of
+from compress.evaluate.windows import evaluation_ids
+from compress.model.objective import objective_of
+from compress.model.open.files import fingerprint_of
+from compress.model.open.load import load
+from compress.model.open.opening import InMemory, OpenModel, folder_of
+from compress.model.open.supported import check_language_model
+from compress.model.open.vocabulary import first_difference
+from compress.model.structure.blocks import find_blocks
+from compress.pipeline.progress import shown_progress
+from compress.recipe.evaluation import Evaluate
+from compress.report.evaluation import Evaluation, ModelEvaluation
+from compress.stream.capture import ModelShell
+from compress.version import __version__
+
+WORK = Path("out") / "evaluation"
+"""The default folder of kept results."""
+
+
+def evaluate_models(
+    sources: Sequence[str],
+    settings: Evaluate,
+    *,
+    base: str | None = None,
+    work: Path | None = WORK,
+    dtype: str = "auto",
+    device: str = "auto",
+    journal: Journal | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Measure models one after the other; all but the base are compared with it.
+
+    sources: checkpoint folders, hub ids or .gguf files. base: the model that the others are compared with; by default
+    the first of several. work: the folder of kept results, with which a killed evaluation continues; None keeps
+    nothing, and measures no divergence. With several processes of a launcher, each measures a share of the requests,
+    and all return the result.
+
+    Raises ModelError for a folder without a model and for different tokenizers, CalibrationError for texts, RecipeError
+    for tasks that do not exist, NumericError for a loss that is NaN.
+    """
+    check_tasks(settings)
+    journal, where = journal or Journal(), device_of(device)
+    processes = Processes.launched(cpu=where.type == "cpu")
+    base = sources[0] if base is None and len(sources) > 1 else base
+    order = list(dict.fromkeys(([] if base is None else [base]) + list(sources)))
+    folders = {source: model_folder(source) for source in order}  # errors before the first model is measured
+    if base is None:
+        settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
+    found: list[ModelEvaluation] = []
+    measured: dict[str, Any] = {}
+    first: tuple[dict[str, Tensor], PreTrainedTokenizerBase | None] | None = None
+    console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
+    with shown_progress(journal, console) if progress and processes.first else nullcontext():
+        for source in order:
+            digest = digest_of(fingerprint_of(folders[source], weight_files(folders[source])), dtype, __version__)
+            store = Store(work, digest, found[0].digest if found else digest, processes)
+            model, tokenizer = load(folders[source], dtype, where)
+            checked(model, tokenizer, source, where)
+            if first is None:
+                first = texts_of(model, tokenizer, settings), tokenizer
+            else:
+                check_same(model, tokenizer, source, first[1], order[0])
+            state = Run(where, model.dtype, journal=journal)
+            context = EvaluationContext(state, texts=first[0], tokenizer=tokenizer, settings=settings, store=store)
+            values = measure(model, context.of_base() if source == base else context)
+            measured[source] = values
+            compared = combine_all(values, measured[base]) if base is not None and source != base else {}
+            size = sum(path.stat().st_size for path in weight_files(folders[source]))
+            found.append(ModelEvaluation.of(source, digest, size, values, compared))
+            del model
+            gc.collect()
+    notes = [f"{entry.where}: {entry.message}" for entry in journal.entries]
+    return Evaluation(compress=__version__, base=base, settings=settings, models=found, notes=notes)
+
+
+def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
+    """The results of the evaluators that compare two models, by key."""
+    return {key: kind().measure(model, context) for key, kind in EVALUATORS.items() if kind.needs_base}
+
+
+def model_folder(source: str) -> Path:
+    """The local folder of a model. Raises ModelError for a folder without a model."""
+    folder = Path(folder_of(source))
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
+    return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a folder, in order."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def checked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:
+    """Check that a model is a language model that runs. Raises ModelError."""
+    check_language_model(model)
+    first = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", device, first.dtype)
+    ModelShell(opened).check()
+    objective_of(model, tokenizer)
+
+
+def texts_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: Evaluate
+) -> dict[str, Tensor]:
+    """The token ids of all texts by name. Raises CalibrationError."""
+    shape = settings.windows, settings.length, settings.stride
+    labels = [as_source(text).label for text in settings.perplexity]
+    found = [evaluation_ids(model, tokenizer, text, *shape)[0] for text in settings.perplexity]
+    return dict(zip(labels, found, strict=True))
+
+
+def check_same(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, other: Any, base: str
+) -> None:
+    """Check that a model has the tokenizer of the base model. Raises ModelError."""
+    difference = first_difference(other, tokenizer)
+    if difference is not None:
+        difference = difference.replace("in the teacher", f"in {base}").replace("in the model", f"in {source}")
+        raise ModelError(
+            f"model: {base} and {source} have different tokenizers ({difference}), so their losses cannot be compared; "
+            "evaluate them in two calls"
+        )

@@ -1,0 +1,123 @@
+"""What is measured of a model: texts, tasks and generation, as recipes spell it under `eval` and suites as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from compress.api.options import OptionError, Options, mistake
+from compress.data.text_source import TextSource, as_source
+from compress.errors import RecipeError, did_you_mean
+from compress.recipe.calibration import EvaluatedTexts
+from compress.recipe.yaml import compose
+
+SUITE = "suite"
+"""The key of a suite in the values of `eval`."""
+
+
+class Evaluate(Options):
+    """The evaluation of the reloaded checkpoint and of the base model.
+
+    It is spelled as a mapping of options, as the name of a suite, or as a mapping with `suite: NAME` whose other
+    options replace those of the suite.
+    """
+
+    @classmethod
+    def key(cls) -> str:
+        """The key in a recipe."""
+        return "eval"
+
+    perplexity: EvaluatedTexts = Field(
+        default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
+    )
+    windows: int | None = Field(default=16, gt=0, description="windows per text; null: all")
+    length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
+    stride: int | None = Field(
+        default=None, gt=0, description="tokens from one window to the next, each token is scored once; null: length"
+    )
+    top_k: int | None = Field(
+        default=128,
+        gt=0,
+        description="most likely tokens of the base model that the divergence compares; null: no divergence",
+    )
+    tasks: tuple[str, ...] = Field(default=(), description="tasks of lm-eval, by name or as a YAML file")
+    data: str | None = Field(
+        default=None, description="folder with the data of tasks (TASK/SPLIT.parquet) and task files; null: the hub"
+    )
+    limit: int | None = Field(default=None, gt=0, description="items of each task, from its start; null: all")
+    fewshot: int | None = Field(
+        default=None, ge=0, description="worked examples in each prompt of a task; null: as the task says"
+    )
+    chat_template: bool = Field(default=False, description="put the prompts of tasks into the model's chat template")
+    generation: bool = Field(default=False, description="compare greedy answers to fixed prompts")
+    speed: bool = Field(default=False, description="measure decoding and prefill of both models, which takes a minute")
+    seed: int = Field(default=1234, ge=0, description="seed of the choice of worked examples")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_suite(cls, values: Any) -> Any:
+        """Accept the name of a suite, alone or among the options."""
+        given = {SUITE: values} if isinstance(values, str) else values
+        if not isinstance(given, Mapping) or SUITE not in given:
+            return values
+        try:
+            return suite_values(given[SUITE]) | {key: value for key, value in given.items() if key != SUITE}
+        except RecipeError as error:
+            raise OptionError((SUITE,), str(error)) from error
+
+    @field_validator("perplexity")
+    @classmethod
+    def _different(cls, texts: tuple[TextSource | str, ...]) -> tuple[TextSource | str, ...]:
+        labels = [as_source(text).label for text in texts]
+        if twice := [label for label in labels if labels.count(label) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice; remove one of them")
+        if "self" in labels:
+            raise ValueError("self is sampled from the model, which is no text to measure; use another source")
+        return texts
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_once(cls, tasks: tuple[str, ...]) -> tuple[str, ...]:
+        if twice := [task for task in tasks if tasks.count(task) > 1]:
+            raise ValueError(f"{twice[0]} is listed twice; remove one of them")
+        return tasks
+
+
+@cache
+def suites() -> dict[str, str]:
+    """The YAML text of every suite by name."""
+    folder = files("compress.recipe").joinpath("suites")
+    found = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): file.read_text(encoding="utf-8") for file in found}
+
+
+def suite_values(name: Any) -> dict[str, Any]:
+    """The plain values of a suite: one of `suites`, or a YAML file. Raises RecipeError."""
+    known = suites()
+    if isinstance(name, str) and name in known:
+        return yaml.safe_load(known[name])
+    if not isinstance(name, str) or not name.endswith((".yaml", ".yml")):
+        near = did_you_mean(str(name), known)
+        raise RecipeError(f"suite {name!r} is not known{near}; or write the path of a YAML file")
+    try:
+        values = compose(Path(name).read_text(encoding="utf-8"), name)[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"suite {name}: cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"suite {name}: must be a mapping of options, such as tasks: [arc_easy]")
+    return values
+
+
+def read_suite(name: str, **changes: Any) -> Evaluate:
+    """The evaluation of a suite, with some options changed. Raises RecipeError."""
+    try:
+        return Evaluate.model_validate({**suite_values(name), **changes})
+    except ValidationError as error:
+        place, message = mistake(error, Evaluate)
+        raise RecipeError(f"suite {name}: {' '.join(map(str, place))}: {message}") from None

@@ -1,0 +1,182 @@
+"""Compare variants of one model: a table, and the Pareto plot of size against loss as an SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from compress.evaluate.base import Record
+from compress.report.evaluation import Evaluation, plus_minus
+from compress.report.verdict import of_loss
+from compress.report.write import FILE, ReportError, read_report
+
+HEAD = ("model", "MB", "smaller", "loss - base", "KL", "top-1", "tasks, mean difference", "front")
+MB = 1e6
+WIDE, TALL, EDGE, FOOT = 640, 400, 70, 48  # pixels of the picture, and of its margins on the left and below
+
+
+class Variant(Record):
+    """One model of a comparison. size_bytes: of its weight files. loss: the paired difference from the base in nats.
+
+    kl, agreement: the divergence from the base. tasks: the mean over tasks of the accuracy difference. text: the name
+    and the digest of the text, which must be equal for all.
+    """
+
+    source: str
+    size_bytes: int
+    base_bytes: int
+    text: str
+    loss: float
+    loss_stderr: float | None = None
+    kl: float | None = None
+    kl_stderr: float | None = None
+    agreement: float | None = None
+    tasks: float | None = None
+
+
+def from_report(folder: Path) -> Variant:
+    """The variant that a run wrote, from its report.json. Raises ReportError."""
+    path, report = folder / FILE, read_report(folder)
+    texts = report.evaluations.get("perplexity") or []
+    if not texts or texts[0].difference is None:
+        raise ReportError(f"{path}: has no paired loss on a text; run compress compare --measure")
+    text, found = texts[0], texts[0].divergence
+    return Variant(
+        source=str(folder),
+        size_bytes=report.size.checkpoint_bytes,
+        base_bytes=report.size.dense_bytes,
+        text=f"{text.text}, {text.windows} x {text.length} tokens, sha256 {text.sha256[:12]}",
+        loss=text.difference.loss,
+        loss_stderr=text.difference.stderr,
+        kl=None if found is None else found.mean,
+        kl_stderr=None if found is None else found.stderr,
+        agreement=None if found is None else found.agreement,
+        tasks=_mean_of_tasks(report.evaluations.get("tasks")),
+    )
+
+
+def from_reports(folders: Sequence[Path]) -> list[Variant]:
+    """The variants of some runs. Raises ReportError when they were measured on different texts or models."""
+    found = [from_report(folder) for folder in folders]
+    for other in found[1:]:
+        for name in ("text", "base_bytes"):
+            if getattr(other, name) != getattr(found[0], name):
+                raise ReportError(
+                    f"{other.source}: its {name.replace('_', ' ')} is {getattr(other, name)}, but that of "
+                    f"{found[0].source} is {getattr(found[0], name)}; run compress compare --measure --base MODEL"
+                )
+    return found
+
+
+def from_evaluation(found: Evaluation) -> list[Variant]:
+    """The variants of an evaluation against its base, which is not among them. Raises ReportError without a text."""
+    sizes = {model.source: model.size_bytes for model in found.models}
+    variants = []
+    for model in found.models:
+        if model.source == found.base:
+            continue
+        if found.base is None or not model.texts or model.texts[0].difference is None:
+            raise ReportError(f"{model.source}: was not compared with a base on a text; give --base and a --text")
+        text, kl = model.texts[0], model.texts[0].divergence
+        variants.append(
+            Variant(
+                source=model.source,
+                size_bytes=model.size_bytes,
+                base_bytes=sizes[found.base],
+                text=f"{text.text}, {text.windows} x {text.length} tokens, sha256 {text.sha256[:12]}",
+                loss=0.0 if text.difference is None else text.difference.loss,
+                loss_stderr=None if text.difference is None else text.difference.stderr,
+                kl=None if kl is None else kl.mean,
+                kl_stderr=None if kl is None else kl.stderr,
+                agreement=None if kl is None else kl.agreement,
+                tasks=_mean_of_tasks(model.compared.get("tasks")),
+            )
+        )
+    return variants
+
+
+def _mean_of_tasks(result: object) -> float | None:
+    """The mean accuracy difference over the tasks; of each task, its first metric that is right or wrong."""
+    first: dict[str, float] = {}
+    for row in getattr(result, "scores", ()):
+        if row.paired is not None and row.paired.p is not None:
+            first.setdefault(row.task, row.paired.difference)
+    return sum(first.values()) / len(first) if first else None
+
+
+def front(variants: Sequence[Variant]) -> list[bool]:
+    """Whether no other variant is as small with less loss, or smaller with as little loss."""
+
+    def beats(one: Variant, other: Variant) -> bool:
+        no_worse = one.size_bytes <= other.size_bytes and one.loss <= other.loss
+        return no_worse and (one.size_bytes < other.size_bytes or one.loss < other.loss)
+
+    return [not any(beats(other, one) for other in variants) for one in variants]
+
+
+def rows(variants: Sequence[Variant]) -> list[tuple[str, ...]]:
+    """Rows of `HEAD`, from the largest model to the smallest."""
+    best = dict(zip((one.source for one in variants), front(variants), strict=True))
+    return [
+        (
+            one.source,
+            f"{one.size_bytes / MB:.1f}",
+            f"{one.base_bytes / one.size_bytes:.2f}x",
+            plus_minus(one.loss, one.loss_stderr, "+.4f"),
+            "" if one.kl is None else plus_minus(one.kl, one.kl_stderr, ".4f"),
+            "" if one.agreement is None else f"{one.agreement:.1%}",
+            "" if one.tasks is None else f"{one.tasks:+.4f}",
+            "yes" if best[one.source] else "",
+        )
+        for one in sorted(variants, key=lambda one: -one.size_bytes)
+    ]
+
+
+def verdict(one: Variant) -> str:
+    """A variant in words: its size, its loss, and whether the loss is more than chance."""
+    return of_loss(one.base_bytes / one.size_bytes, one.loss, one.loss_stderr)
+
+
+def picture(variants: Sequence[Variant]) -> str:
+    """The loss of each variant over its size, with standard errors; a line joins the Pareto front."""
+    best = front(variants)
+    errors = [one.loss_stderr or 0.0 for one in variants]
+    right = 1.1 * max(one.size_bytes for one in variants) / MB
+    low = min(0.0, *(one.loss - e for one, e in zip(variants, errors, strict=True)))
+    high = max(one.loss + e for one, e in zip(variants, errors, strict=True))
+    span = (high - low) * 1.1 or 1.0
+
+    def place(size: float, loss: float) -> tuple[float, float]:
+        return EDGE + (WIDE - EDGE - 20) * size / right, 20 + (TALL - FOOT - 20) * (1 - (loss - low) / span)
+
+    ordered = sorted((one for one, on in zip(variants, best, strict=True) if on), key=lambda one: one.size_bytes)
+    line = " ".join("{:.1f},{:.1f}".format(*place(one.size_bytes / MB, one.loss)) for one in ordered)
+    parts = [f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-dasharray="4 3"/>']
+    for one, on, error in zip(variants, best, errors, strict=True):
+        x, y = place(one.size_bytes / MB, one.loss)
+        _, top = place(0, one.loss + error)
+        _, bottom = place(0, one.loss - error)
+        color = "#1f77b4" if on else "#888"
+        parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{color}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>')
+        side = 'text-anchor="end"' if x > WIDE * 0.7 else ""
+        shift = -8 if side else 8
+        parts.append(f'<text x="{x + shift:.1f}" y="{y - 6:.1f}" {side}>{escape(Path(one.source).name)}</text>')
+    return _frame(parts, right, low, low + span, variants[0].text)
+
+
+def _frame(parts: Sequence[str], right: float, low: float, high: float, text: str) -> str:
+    """The picture with its axes."""
+    base = TALL - FOOT
+    labels = [
+        f'<text x="{EDGE}" y="{base + 18}">0</text>',
+        f'<text x="{WIDE - 20}" y="{base + 18}" text-anchor="end">{right:.0f} MB</text>',
+        f'<text x="{EDGE - 6}" y="28" text-anchor="end">{high:+.3f}</text>',
+        f'<text x="{EDGE - 6}" y="{base}" text-anchor="end">{low:+.3f}</text>',
+        f'<text x="{EDGE}" y="{base + 38}">loss minus that of the base model, in nats, on {escape(text)}</text>',
+    ]
+    axes = f'<path d="M{EDGE} 20V{base}H{WIDE - 20}" fill="none" stroke="#444"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {TALL}" width="{WIDE}" height="{TALL}"'
+    body = f'<rect width="100%" height="100%" fill="white"/>{axes}{"".join(labels)}{"".join(parts)}'
+    return f'{head} font-family="sans-serif" font-size="12">{body}</svg>\n'

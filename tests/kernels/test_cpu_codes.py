@@ -1,0 +1,265 @@
+"""The C++ kernels compute what plain torch computes, on every instruction set of this machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compress.errors import RecipeError
+from compress.kernels import dispatch, reference
+from compress.kernels.cpu import KERNEL
+from compress.kernels.cpu.library import instruction_set, library
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.sparse.positions import Kept
+from compress.weights.codes import CodesPart
+from compress.weights.sparse import SparsePart
+from compress.weights.transforms.rounding import InputRounding
+
+SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
+
+INT8 = GRIDS["int8"]
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}  # relative to the largest output; bfloat16 has 8 bits
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(found, wanted, dtype):
+    assert found.dtype == dtype and found.shape == wanted.shape
+    largest = float(wanted.float().abs().max()) if wanted.numel() else 0.0
+    return float((found.float() - wanted.float()).abs().max() if wanted.numel() else 0) <= NEAR[dtype] * max(
+        largest, 1e-6
+    )
+
+
+@pytest.fixture(params=SETS)
+def chosen(request):
+    """One instruction set after the other."""
+    assert library().compress_use(request.param.encode()) == 0
+    yield request.param
+    library().compress_use(SETS[0].encode())
+
+
+def part_of(rows, width, bits, group, symmetric, indexed=False, dtype=torch.float32, seed=0):
+    codes = quantize(random(rows, width, seed=seed), GRIDS[f"int{bits}"], group, symmetric, dtype=dtype)
+    part = CodesPart.of(codes)
+    if not indexed:
+        return part
+    groups = codes.scale.shape[1]
+    index = torch.randint(groups, (width,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return CodesPart.of(replace(codes, group_index=index))
+
+
+def exact(part, x, rounding, bias):
+    """The product in float64, of the weights and inputs that the reference uses."""
+    x = x if rounding is None else rounding(x)
+    y = x.double() @ part.dense(torch.float32).double().T
+    return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("rounded", [None, "token", "static"])
+def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
+    part = part_of(50, 160, bits, 64, symmetric=bits % 2 == 0)  # 2 1/2 groups, 3 1/8 tiles
+    bias = random(50, seed=2).to(dtype)
+    rounding = {None: None, "token": InputRounding.of(INT8), "static": InputRounding.of(INT8, torch.tensor([0.02]))}[
+        rounded
+    ]
+    for batch in (0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 30):
+        x = random(batch, 160, seed=1).to(dtype)
+        assert KERNEL.supports(part, x, rounding)
+        assert near(dispatch.linear(x, [part], rounding, bias), exact(part, x, rounding, bias), dtype)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(1, 200), st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([1, 7, 16, 32, 48, 64, 128, "channel", "tensor"]), st.booleans(), st.booleans(), st.booleans(),
+    st.integers(1, 9), st.integers(0, 999),
+)  # fmt: skip
+def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, rounded, batch, seed):
+    group = min(group, width) if isinstance(group, int) else group
+    part = part_of(rows, width, bits, group, symmetric, indexed and isinstance(group, int), seed=seed)
+    x, rounding = random(batch, width, seed=seed + 1), InputRounding.of(INT8) if rounded else None
+    assert KERNEL.supports(part, x, rounding)
+    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
+
+
+def test_integers_are_those_of_the_reference():
+    """Codes of inputs equal those of torch in both dtypes: with an identity as the weight the output is code * scale."""
+    eye = torch.eye(64)
+    part = CodesPart.of(Codes(eye.to(torch.int8), torch.ones(64, 1), None, INT8, "channel"))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random(40, 64, seed=3).to(dtype)
+        found = dispatch.linear(x, [part], InputRounding.of(INT8), None)
+        assert torch.equal(found, exact(part, x, InputRounding.of(INT8), None))
+
+
+TABLES = [name for name, grid in GRIDS.items() if not name.startswith("int")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grid", TABLES)
+def test_grids_that_are_no_integers(chosen, grid, dtype):
+    part = CodesPart.of(quantize(random(50, 160), GRIDS[grid], GRIDS[grid].group_size or 32))
+    for batch in (1, 2, 5, 12, 13):
+        x, bias = random(batch, 160, seed=1).to(dtype), random(50, seed=2).to(dtype)
+        assert KERNEL.supports(part, x, None)
+        assert near(dispatch.linear(x, [part], None, bias), exact(part, x, None, bias), dtype)
+
+
+def test_all_numbers_of_8_bit_floats(chosen):
+    """Every code times one, subnormal numbers included, equals torch's number."""
+    for grid in ("fp8_e4m3", "fp8_e5m2"):
+        numbers = torch.arange(256, dtype=torch.uint8).view(GRIDS[grid].dtype).float()
+        finite = torch.arange(256)[numbers.isfinite()]
+        part = CodesPart.of(Codes(finite[:, None].expand(-1, 32), torch.ones(len(finite), 1), None, GRIDS[grid], 32))
+        x = torch.zeros(1, 32)
+        x[0, 7] = 1
+        assert torch.equal(dispatch.linear(x, [part], None, None)[0], numbers[finite])
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "bitmask"])
+@pytest.mark.parametrize(
+    "grid,symmetric", [("int4", True), ("int4", False), ("int8", True), ("nf4", True), ("mxfp4", True)]
+)
+def test_kept_weights_alone(chosen, pattern, grid, symmetric):
+    weight = random(40, 96)
+    mask = weight.abs() >= weight.abs().unflatten(1, (-1, 4)).topk(2, dim=-1).values[..., -1:].expand(
+        -1, -1, 4
+    ).flatten(1)
+    part = CodesPart.of(quantize(weight * mask, GRIDS[grid], GRIDS[grid].group_size or 32, symmetric, mask=mask))
+    sparse = SparsePart.of(part, Kept.of(mask, (2, 4) if pattern == "2:4" else None))
+    x = random(5, 96, seed=1)
+    assert KERNEL.supports(sparse, x, None)
+    assert near(dispatch.linear(x, [sparse], None, None), exact(sparse, x, None, None), x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("threshold,columns", [(3.0, False), (None, True), (3.0, True), (100.0, False)])
+def test_outlier_columns_are_floats(chosen, threshold, columns, indexed, dtype):
+    """LLM.int8 (Dettmers 2022): the columns with outliers are not rounded; the others are products of integers."""
+    part = part_of(50, 96, 8, 32, True, indexed)
+    kept = torch.zeros(96, dtype=torch.bool)
+    kept[[3, 50]] = True
+    rounding = InputRounding.of(INT8, threshold=threshold, columns=kept if columns else None, shape=(50, 96))
+    for batch in (1, 7):
+        x = random(batch, 96, seed=4).to(dtype)
+        x[:, 3] *= 20
+        assert KERNEL.supports(part, x, rounding)
+        wanted = exact(part, x, rounding, None)
+        assert near(dispatch.linear(x, [part], rounding, None), wanted, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 8), st.sampled_from([1, 7, 16, 48, 64]), st.booleans())
+def test_columns_are_read_back(rows, width, bits, group, indexed):
+    grid = GRIDS["binary" if bits == 1 else f"int{bits}"]
+    codes = quantize(random(rows, width), grid, min(group, width))
+    if indexed:
+        groups = codes.scale.shape[1]
+        codes = replace(codes, group_index=torch.arange(width, dtype=torch.int32).flip(0) % groups)
+    part = CodesPart.of(codes)
+    if bits > 1:
+        assert torch.equal(KERNEL.prepare(part).columns(torch.arange(width)), part.dense(torch.float32))
+
+
+def test_infinite_inputs_are_not_numbers_after_rounding(chosen):
+    part, x = part_of(20, 64, 4, 32, True), random(2, 64)
+    x[0, 5] = float("inf")
+    y = dispatch.linear(x, [part], InputRounding.of(INT8), None)
+    assert bool(y[0].isnan().all()) and not bool(y[1].isnan().any())
+
+
+def test_float_zero_points(chosen):
+    codes = quantize(random(20, 96), GRIDS["int4"], 32, False)
+    part = CodesPart.of(replace(codes, zero=codes.zero + 0.3, float_zeros=True))
+    x = random(3, 96, seed=1)
+    assert near(dispatch.linear(x, [part], None, None), exact(part, x, None, None), x.dtype)
+
+
+def test_inputs_of_other_layouts():
+    part = part_of(20, 64, 4, 32, True)
+    wide = random(6, 2, 128)
+    for x in (wide[..., :64], wide[..., ::2], wide.transpose(0, 1)[:, :, 64:], random(64), random(2, 3, 4, 64)):
+        assert near(dispatch.linear(x, [part], None, None), reference.linear(x, [part], None, None), x.dtype)
+
+
+def test_threads_do_not_change_a_bit():
+    part, x, before, found = part_of(300, 256, 4, 64, True), random(7, 256), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 64):  # more threads than tiles, too
+            torch.set_num_threads(threads)
+            found.append([dispatch.linear(x[:m], [part], None, None) for m in (1, 7)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("rounding", [None, InputRounding.of(INT8), InputRounding.of(INT8, torch.tensor([0.1]))])
+@pytest.mark.parametrize("batch", [1, 9])
+def test_nan_stays_nan(chosen, rounding, batch):
+    part, x = part_of(20, 64, 4, 32, True), random(batch, 64)
+    x[0, 5] = float("nan")
+    y = dispatch.linear(x, [part], rounding, None)
+    assert bool(y[0].isnan().all()) and not bool(y[1:].isnan().any())
+
+
+def test_what_the_kernel_leaves_to_torch():
+    part, x = part_of(20, 64, 4, 32, True), random(2, 64)
+    nf4 = CodesPart.of(quantize(random(20, 64), GRIDS["nf4"], 32))
+    assert not KERNEL.supports(nf4, x, InputRounding.of(INT8))
+    assert not KERNEL.supports(part, x.half(), None)
+    assert not KERNEL.supports(part, x.double(), None)
+    assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["fp8_e4m3"]))
+    assert not KERNEL.supports(part, x, InputRounding.of(INT8, group=16))
+    assert not KERNEL.supports(part, x.requires_grad_(), None)
+    y = dispatch.linear(x, [part], None, None)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, part.dense(torch.float32).sum(0).expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_is_packed_once_and_again_after_a_cast(monkeypatch):
+    part, x, calls = part_of(20, 64, 4, 32, True), random(2, 64), []
+    prepare = KERNEL.prepare
+    monkeypatch.setattr(type(KERNEL), "prepare", lambda self, part: calls.append(1) or prepare(part))
+    for _ in range(3):
+        dispatch.linear(x, [part], None, None)
+    assert len(calls) == 1
+    dispatch.linear(x, [part.to(torch.bfloat16)], None, None)
+    assert len(calls) == 2
+
+
+def test_the_operator_is_seen_by_tracers():
+    part, x = part_of(20, 64, 4, 32, True), random(3, 64)
+    p = KERNEL.prepare(part)
+    arguments = (x, None, False, None, None, None, *p.tensors, *p.numbers)
+    torch.library.opcheck(torch.ops.compress.codes_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.testing.assert_close(torch.ops.compress.codes_linear(*arguments), dispatch.linear(x, [part], None, None))
+
+
+def test_the_instruction_set_can_be_chosen(monkeypatch):
+    library.cache_clear()
+    try:
+        monkeypatch.setenv("COMPRESS_KERNELS", "none")
+        assert library() is None and instruction_set() == "none"
+        library.cache_clear()
+        monkeypatch.setenv("COMPRESS_KERNELS", "generic")
+        assert library() is not None and instruction_set() == "generic"
+        library.cache_clear()
+        monkeypatch.setenv("COMPRESS_KERNELS", "mmx")
+        with pytest.raises(
+            RecipeError, match="COMPRESS_KERNELS=mmx is not available here; use one of .*generic, or none"
+        ):
+            library()
+    finally:
+        monkeypatch.undo()
+        library.cache_clear()
+        library().compress_use(SETS[0].encode())

@@ -1,0 +1,41 @@
+"""The dtype of computation follows the instructions of the processor."""
+
+import pytest
+import torch
+
+from compress.numerics import dtypes
+from compress.numerics.dtypes import fast_dtype, has_bfloat16_products
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("found", "fast"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"architecture": "x86_64", "avx2": True}, False),
+        ({"architecture": "aarch64"}, True),  # not known to be slow, so nothing changes
+    ],
+)
+def test_capabilities_decide(monkeypatch, found, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert has_bfloat16_products() is fast
+
+
+@pytest.mark.parametrize(("avx", "amx"), [(True, False), (False, True), (False, False)])
+def test_an_older_torch_is_asked_by_its_own_names(monkeypatch, avx, amx):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr("torch.cpu." + "_is_avx512_bf16_supported", lambda: avx, raising=False)
+    monkeypatch.setattr("torch.cpu." + "_is_amx_tile_supported", lambda: amx, raising=False)
+    assert has_bfloat16_products() is (avx or amx)
+
+
+def test_only_slow_bfloat16_is_widened(monkeypatch):
+    monkeypatch.setattr(dtypes, "has_bfloat16_products", lambda: False)
+    assert fast_dtype(torch.bfloat16, CPU) == torch.float32
+    assert fast_dtype(torch.float16, CPU) == torch.float16
+    assert fast_dtype(torch.bfloat16, torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr(dtypes, "has_bfloat16_products", lambda: True)
+    assert fast_dtype(torch.bfloat16, CPU) == torch.bfloat16

@@ -1,0 +1,126 @@
+"""compress.export: lossless between formats, refused with what would be, and --requantize with the error it adds."""
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+import compress
+from compress.cli import main
+from compress.errors import ModelError, OutputError, TargetError, UserError
+from compress.model.linear import CompressedLinear
+from compress.passes.llm_int8 import LLMInt8
+from compress.passes.rtn import RTN
+
+
+@pytest.fixture(scope="module")
+def written(pico, tmp_path_factory):
+    """written(format, pass) -> a folder with pico, rounded by the pass and saved in the format."""
+    made = {}
+
+    def write(form, step):
+        key = f"{form} {step}"
+        if key not in made:
+            model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [step])
+            made[key] = compress.save(model, tmp_path_factory.mktemp("from") / "model", form)
+        return made[key]
+
+    return write
+
+
+def layers(folder):
+    model, _ = compress.load(folder)
+    return {n: m for n, m in model.named_modules() if isinstance(m, CompressedLinear)}
+
+
+def weights(folder):
+    """The weights of all linears in float32, whatever the dtype of their scales."""
+    model, _ = compress.load(folder)
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear | CompressedLinear)]
+    return {n: CompressedLinear.of(m).weight_as(torch.float32) for n, m in found}
+
+
+INT4 = {"native", "compressed-tensors", "gptq", "awq", "dense"}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("first", ["compressed-tensors", "gptq", "awq", "native"])
+def test_int4_moves_between_all_formats_that_hold_it_and_back(written, tmp_path, first, symmetric):
+    step = RTN(weights="int4", group_size=32, symmetric=symmetric)
+    source = written("gptq", step)  # scales are float16, so every format can hold them
+    compress.export(source, tmp_path / "a", first)
+    before = weights(source)
+    for form in sorted(INT4):
+        found = compress.export(tmp_path / "a", tmp_path / form, form)
+        assert {kind.error for kind in found} == {0.0}
+        after = weights(tmp_path / form)
+        assert all(torch.equal(before[name], after[name]) for name in before), form
+    compress.export(tmp_path / "awq", tmp_path / "back", "gptq")
+    ours, theirs = layers(source), layers(tmp_path / "back")
+    assert {n: m.sha256() for n, m in ours.items()} == {n: m.sha256() for n, m in theirs.items()}
+
+
+def test_what_a_format_cannot_hold_is_refused_with_the_formats_that_can(written, tmp_path):
+    source = written("bitsandbytes", RTN(weights="nf4", group_size=32))
+    with pytest.raises(TargetError, match=r"q_proj: format gptq holds weights int2.* Lossless formats: native, bitsan"):
+        compress.export(source, tmp_path / "a", "gptq")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scales_that_would_be_rounded_are_refused(written, tmp_path):
+    source = written("native", RTN(weights="int4", group_size=32))  # float32
+    with pytest.raises(TargetError, match=r"its scales are torch.float32, which torch.float16.* add --requantize"):
+        compress.export(source, tmp_path / "a", "gptq")
+    found = compress.export(source, tmp_path / "a", "gptq", requantize=True)
+    assert all(0 < kind.error < 1e-3 for kind in found)  # that of float16, with codes that suit the new scales
+
+
+def test_requantize_takes_the_nearest_grid_and_tells_the_error(written, tmp_path):
+    source = written("bitsandbytes", RTN(weights="nf4", group_size=32))
+    found = compress.export(source, tmp_path / "a", "gptq", requantize=True)
+    assert {(kind.before, kind.after) for kind in found} == {("nf4, group 32", "int4, group 32")}
+    before, after = weights(source), weights(tmp_path / "a")
+    kind = next(kind for kind in found if kind.name == "model.layers.*.mlp.up_proj")
+    names = [f"model.layers.{i}.mlp.up_proj" for i in range(3)]
+    error = sum((after[n] - before[n]).square().sum() for n in names) / sum(before[n].square().sum() for n in names)
+    assert kind.count == 3 and kind.error == pytest.approx(float(error.sqrt()), rel=1e-4)
+    assert 0.02 < kind.error < 0.2
+
+
+def test_codes_stay_when_only_the_rounding_of_inputs_cannot_be_stated(written, tmp_path):
+    source = written("bitsandbytes", LLMInt8())
+    with pytest.raises(TargetError, match="Lossless formats: native, bitsandbytes"):
+        compress.export(source, tmp_path / "a", "dense")
+    found = compress.export(source, tmp_path / "a", "dense", requantize=True)
+    assert {kind.error for kind in found} == {0.0}
+    before, after = weights(source), weights(tmp_path / "a")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_one_grid_is_found_for_layers_that_must_agree(written, tmp_path):
+    step = RTN(weights="int4", group_size=32, overrides={"*.down_proj": {"weights": "int8", "group_size": "channel"}})
+    compress.export(written("gptq", step), tmp_path / "a", "awq", requantize=True)
+    assert {m.scheme.text for m in layers(tmp_path / "a").values()} == {"int4, group 32"}
+
+
+def test_mistakes(written, pico, tmp_path):
+    source = written("gptq", RTN(weights="int4", group_size=32))
+    with pytest.raises(UserError, match="export: format 'gpt' is not known; did you mean 'gptq'"):
+        compress.export(source, tmp_path / "a", "gpt")
+    with pytest.raises(TargetError, match="holds no compressed layers; compress it first"):
+        compress.export(pico, tmp_path / "a", "gptq")
+    with pytest.raises(ModelError, match="no folder"):
+        compress.export(tmp_path / "none", tmp_path / "a", "gptq")
+    with pytest.raises(OutputError, match="exists already"):
+        compress.export(source, source, "awq")
+
+
+def test_the_command_prints_a_line_per_kind_and_writes_a_card(written, tmp_path):
+    source = written("gptq", RTN(weights="int4", group_size=32))
+    found = CliRunner().invoke(main, ["export", str(source), "--format", "awq", "-o", str(tmp_path / "a")])
+    assert found.exit_code == 0, found.output
+    assert "0 (lossless)" in found.output and "model card" in found.output
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "int4, group 32" in card and "vLLM read this format too" in card
+    again = CliRunner().invoke(main, ["export", str(source), "--format", "bitsandbytes", "-o", str(tmp_path / "b")])
+    assert again.exit_code == 2 and "--requantize" in again.output

@@ -1,0 +1,104 @@
+"""`compress eval` on several models: the same windows, the base once, and models that cannot be compared."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import compress
+from compress import Evaluate
+from compress.cli import main
+from compress.errors import ModelError
+from compress.pipeline.evaluation import evaluate_models
+
+
+@pytest.fixture(scope="module")
+def variant(recipe, tmp_path_factory):
+    """A compressed checkpoint of pico."""
+    out = tmp_path_factory.mktemp("variant") / "small"
+    compress.run(recipe(compress.RTN(weights="int3", group_size=32)), out, progress=False)
+    return str(out)
+
+
+@pytest.fixture
+def settings(texts):
+    return Evaluate(perplexity=(texts["test"],), windows=2, length=None)
+
+
+def test_models_are_compared_on_the_same_windows(variant, pico, settings, tmp_path):
+    found = evaluate_models([variant, pico], settings, base=pico, work=tmp_path)
+    base, small = found.models
+    assert (found.base, base.source, small.source) == (pico, pico, variant)
+    [before], [after] = base.texts, small.texts
+    assert before.difference is before.divergence is None and before.sha256 == after.sha256
+    pairs = zip(before.score.by_window, after.score.by_window, strict=True)
+    changes = [b - a for a, b in pairs]
+    assert after.difference.loss == pytest.approx(sum(changes) / 2)
+    assert after.difference.stderr == pytest.approx(abs(changes[0] - changes[1]) / 2)
+    assert after.divergence.mean > 0 and 0 < after.divergence.agreement < 1
+    report = json.loads(Path(variant, "report.json").read_text())
+    assert after.score.loss == pytest.approx(report["perplexity"][0]["compressed"]["loss"], rel=1e-5)
+    assert after.divergence.mean == pytest.approx(report["perplexity"][0]["divergence"]["mean"], rel=1e-3)
+
+
+def test_the_base_is_measured_once(variant, pico, settings, tmp_path, monkeypatch):
+    first = evaluate_models([pico, variant], settings, work=tmp_path)
+    ran = []
+    monkeypatch.setattr("compress.evaluate.windows.measure_window", lambda *_: ran.append(1))
+    again = evaluate_models([pico, variant], settings, work=tmp_path)
+    assert ran == [] and again == first
+
+
+def test_one_model_has_no_base(pico, settings, tmp_path):
+    found = evaluate_models([pico], settings, work=tmp_path)
+    assert found.base is None and found.models[0].compared == {}
+    assert found.models[0].texts[0].score.perplexity > 1
+
+
+def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(pico, other)
+    text = (other / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)
+    tokens = vocabulary["model"]["vocab"]
+    a, b = list(tokens)[300:302]
+    tokens[a], tokens[b] = tokens[b], tokens[a]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(ModelError, match=r"have different tokenizers \(token \d+ is .*evaluate them in two calls"):
+        evaluate_models([pico, str(other)], settings, work=tmp_path / "w")
+
+
+def test_a_folder_that_is_no_model_is_an_error_before_anything_runs(pico, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(main, ["eval", pico, str(tmp_path / "empty"), "--work", str(tmp_path / "w")])
+    assert done.exit_code == 2 and "model" in done.stderr and "config.json" in done.stderr
+    done = CliRunner().invoke(main, ["eval", pico, str(tmp_path / "none"), "--work", str(tmp_path / "w")])
+    assert done.exit_code == 2 and "no folder" in done.stderr and not (tmp_path / "w").exists()
+
+
+def test_a_loss_that_is_not_a_number_says_what_to_do(pico, texts, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(pico, broken)
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if "norm" in name)
+    tensors[name][0] = math.nan
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    args = ["--text", texts["test"], "--windows", "1", "--length", "32", "--work", str(tmp_path / "w")]
+    done = CliRunner().invoke(main, ["eval", str(broken), *args])
+    assert done.exit_code != 0 and "NaN" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_tables_and_json(variant, pico, texts, tmp_path):
+    args = ["eval", pico, variant, "--text", texts["test"], "--windows", "2", "--length", "64"]
+    args += ["--work", str(tmp_path / "w"), "-o", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.output
+    assert "loss - base" in " ".join(done.stdout.split()) or "loss -" in done.stdout
+    printed = CliRunner().invoke(main, [*args, "--json"])
+    assert json.loads(printed.stdout) == json.loads((tmp_path / "found.json").read_text())
+    assert torch.tensor(json.loads(printed.stdout)["models"][1]["texts"][0]["divergence"]["mean"]) > 0

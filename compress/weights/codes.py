@@ -106,7 +106,7 @@ class CodesScheme(PartScheme):
         if width % self.grid.block:
             return (
                 f"its {width} inputs are not a multiple of {self.grid.block}, the super-blocks of weights "
-                f"{self.grid.name}; use a grid without super-blocks, such as int4"
+                f"{self.grid.name}; set fallback: int5, or use a grid without super-blocks for it"
             )
         if self.rows > 1 and isinstance(self.group_size, int) and width % self.group_size:
             return (

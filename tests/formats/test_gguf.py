@@ -119,8 +119,8 @@ def family(name, config):
         "qwen2": lambda: Qwen2Config(**{k: v for k, v in sizes.items() if k != "head_dim"}),
         "qwen3": lambda: Qwen3Config(**{**sizes, "head_dim": 128}),  # transformers reads no other head size from GGUF
         "gemma3_text": lambda: Gemma3TextConfig(
-            **{**sizes, "num_hidden_layers": 7}, query_pre_attn_scalar=32, sliding_window=32
-        ),
+            **{**sizes, "num_hidden_layers": 7, "head_dim": 256}, query_pre_attn_scalar=256, sliding_window=32
+        ),  # transformers reads no other scale of the queries from GGUF
     }
     return kinds[name]()
 

@@ -112,7 +112,9 @@ def test_grids_that_are_no_integers(chosen, grid, dtype):
     width = 256 if kind.block > 1 else 160  # super-blocks take 256 columns
     weight = random(50, width)
     weight[0, :32] = 3  # a minimum equal to the maximum
-    part = CodesPart.of(quantize(weight, kind, kind.group_size or 32, not kind.offset, "mse" if kind.offset else "absmax"))
+    part = CodesPart.of(
+        quantize(weight, kind, kind.group_size or 32, not kind.offset, "mse" if kind.offset else "absmax")
+    )
     for batch in (1, 2, 5, 12, 13):
         x, bias = random(batch, width, seed=1).to(dtype), random(50, seed=2).to(dtype)
         assert KERNEL.supports(part, x, None)

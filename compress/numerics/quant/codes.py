@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compress.numerics.quant.grids import Grid, IntGrid
-from compress.numerics.quant.scales import FloatScale, SuperBlock
+from compress.numerics.quant.scales import FloatScale
+from compress.numerics.quant.super_blocks import SuperBlock
 
 GroupSize = int | Literal["channel", "tensor"]
 

@@ -25,8 +25,8 @@ from compress.numerics.quant.scales import (
     FloatScale,
     PowerOfTwo,
     Scaling,
-    SuperBlock,
 )
+from compress.numerics.quant.super_blocks import SuperBlock
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,11 @@ class IntGrid(Grid):
     @property
     def lowest_stored(self) -> int:
         return self.lowest
+
+    @property
+    def plain(self) -> bool:
+        """Whether scales are positive floats, as other programs expect of integers."""
+        return self.scaling == FloatScale()
 
     @property
     def lowest(self) -> int:

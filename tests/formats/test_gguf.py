@@ -213,3 +213,32 @@ def test_files_of_others_and_damaged_ones_say_what_to_do(recipe, tmp_path):
         compress.load(tmp_path)
     with pytest.raises(ValueError, match="not written by compress"):
         open_gguf(tmp_path / FILE)
+
+
+def test_a_pass_compresses_tied_ends_and_the_format_leaves_them(recipe, pico, tmp_path):
+    """The codes of the pass are stored under the embedding's name, and `compress.load` reads them as codes."""
+    steps = RTN(weights="uint4", **GROUPS), RTN(targets=["lm_head", "embed_tokens"], weights="int5_signed", **GROUPS)
+    made = compress.run(recipe(*steps, save={"format": "gguf"}, eval=None), tmp_path, progress=False)
+    assert made.report["verified"]["own"] == 0 and made.report["verified"]["transformers"] <= 1e-5
+    theirs = {t.name: t for t in gguf.GGUFReader(tmp_path / FILE).tensors}
+    assert theirs["token_embd.weight"].tensor_type.name == "Q5_0" and "output.weight" not in theirs
+    model, _ = compress.load(tmp_path)
+    assert model.lm_head.scheme.codes.grid.name == "int5_signed"
+    stored = theirs["token_embd.weight"]
+    wanted = model.lm_head.weight_as(torch.float32)
+    assert torch.equal(torch.from_numpy(dequantize(stored.data, stored.tensor_type)), wanted)
+
+
+def test_a_pass_compresses_an_untied_head_alone(recipe, pico, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    model.config.tie_word_embeddings = False
+    weight = model.lm_head.weight.detach().clone() * 1.01
+    model.lm_head.weight = torch.nn.Parameter(weight)
+    model.save_pretrained(tmp_path / "untied")
+    AutoTokenizer.from_pretrained(pico).save_pretrained(tmp_path / "untied")
+    step = GPTQ(targets=["lm_head", "q_proj"], weights="int8", **GROUPS)
+    asked = recipe(step, model=str(tmp_path / "untied"), save={"format": "gguf", "embedding": "Q4_0"}, eval=None)
+    made = compress.run(asked, tmp_path / "out", progress=False)
+    assert made.report["verified"]["own"] == 0
+    theirs = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE).tensors}
+    assert (theirs["token_embd.weight"], theirs["output.weight"]) == ("Q4_0", "Q8_0")

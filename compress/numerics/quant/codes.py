@@ -164,15 +164,16 @@ def fit(
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
         return scales(low, high)
-    if grid.offset:
-        return _least_error_of_ends(parts, grid, low, high, scales)
     if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
         # without a zero in the grid, the padding of the last group would count as an error
-        last, _ = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
+        last, low_end = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
         if short == weight.shape[1]:
-            return last, None
-        first, _ = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
-        return torch.cat([first, last], dim=1), None
+            return last, low_end
+        first, low_ends = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
+        both = None if low_end is None or low_ends is None else torch.cat([low_ends, low_end], dim=1)
+        return torch.cat([first, last], dim=1), both
+    if grid.offset:
+        return _least_error_of_ends(parts, grid, low, high, scales)
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
 
 

@@ -161,17 +161,18 @@ def fit(
         counts = _sizes(weight, group_size) if mask is None else grouped(mask.to(weight.dtype), group_size).sum(-1)
         extent = parts.abs().sum(-1) / counts.clamp(min=1) * grid.span
         return scales(-extent, extent)
-    low, high = torch.aminmax(parts, dim=-1)
-    if search == "absmax":
-        return scales(low, high)
-    if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
-        # without a zero in the grid, the padding of the last group would count as an error
+    searched = grid.offset or (search != "absmax" and not grid.has_zero)
+    if searched and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
+        # the padding of the last group would count as an error, or widen a range without zero
         last, low_end = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
         if short == weight.shape[1]:
             return last, low_end
         first, low_ends = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
         both = None if low_end is None or low_ends is None else torch.cat([low_ends, low_end], dim=1)
         return torch.cat([first, last], dim=1), both
+    low, high = torch.aminmax(parts, dim=-1)
+    if search == "absmax":
+        return scales(low, high)
     if grid.offset:
         return _least_error_of_ends(parts, grid, low, high, scales)
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))

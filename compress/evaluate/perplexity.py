@@ -120,6 +120,8 @@ class Perplexity(Evaluator):
         Raises NumericError, ModelError.
         """
         found: dict[str, Any] = {}
+        if not context.texts:
+            return found
         settings, lm_objective = context.settings, objective_of(model, context.tokenizer)
         for name, ids in context.texts.items():
             facts = {

@@ -61,7 +61,7 @@ class CompressedEmbedding(nn.Module):
 
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
         rows, places = ids.unique(return_inverse=True)
-        known = self.table.rows(rows, self.dtype_of_computation.dtype)
+        known = self.table.rows_at(rows, self.dtype_of_computation.dtype)
         return functional_call(self.own, {"weight": known}, (places,))
 
     def extra_repr(self) -> str:

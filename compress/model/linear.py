@@ -131,12 +131,12 @@ class CompressedLinear(nn.Module):
         parts = tuple(part.scheme for part in self.all_parts)
         return LayerScheme(self.shape, parts, tuple(t.scheme for t in self.all_transforms), self.role)
 
-    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         """Some rows of the dense weight, computed in `dtype`; only these rows are dequantized where parts allow it."""
         first, *others = self.all_parts
-        found = first.rows(ids, dtype)
+        found = first.rows_at(ids, dtype)
         for part in others:
-            found = found + part.rows(ids, dtype)
+            found = found + part.rows_at(ids, dtype)
         return found
 
     def tensors(self) -> dict[str, Tensor]:

@@ -120,7 +120,13 @@ def outside_tensors(
         name = end.embedding if plain and end.embedding is not None else end.name  # where the dense model has it
         stored = layer_tensors(layer, format_, storage)
         found |= {f"{name}.{key}": tensor for key, tensor in stored.items() if key != "bias"}
-    return {name: found[name].cpu().contiguous() for name in sorted(found)}
+    result = {name: found[name].cpu().contiguous() for name in sorted(found)}
+    seen: set[int] = set()
+    for name, tensor in result.items():  # a layer that the caller has put in may share its tensor with the embedding
+        if tensor.data_ptr() in seen:
+            result[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    return result
 
 
 def write_description(

@@ -144,8 +144,10 @@ def apply(
     missing mask token.
     """
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
-    check_order(passes, begun=any(isinstance(module, CompressedLinear) for module in model.modules()))
+    check_order(passes, begun=True)
     check_language_model(model)
+    if not any(isinstance(module, CompressedLinear) for module in model.modules()):
+        check_order(passes)
     guard_saving(model)
     journal = journal or Journal()
     for log in open_experts(model):
@@ -252,7 +254,7 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
-    loads_in = job.opened.dtype if job.recipe.save.dtype == "auto" else job.context.storage
+    loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together, loads_in)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)

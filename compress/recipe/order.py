@@ -8,7 +8,7 @@ from compress.api.facts import Fact
 from compress.api.options import Place, place_text
 from compress.api.passes import Pass
 from compress.errors import RecipeError
-from compress.model.structure.ends import HEAD
+from compress.model.structure.ends import EMBEDDING, HEAD
 
 DISJOINT = "remove one of the two, or give them disjoint targets"
 
@@ -57,9 +57,15 @@ def unprepared(fact: Fact) -> str:
 
 
 def _surely_meet(first: Pass, second: Pass) -> bool:
-    """Whether two passes share a layer in every model: both target all blocks, or both have the same targets."""
-    everywhere = all("*" in step.targets and not set(step.left_out) - {HEAD} for step in (first, second))
+    """Whether two passes share a layer in every model: one targets all blocks, or both have the same targets."""
+    everywhere = any("*" in step.targets and not set(step.left_out) - {HEAD} for step in (first, second))
+    everywhere = everywhere and not any(_ends_only(step) for step in (first, second))
     return everywhere or (first.targets, first.left_out) == (second.targets, second.left_out)
+
+
+def _ends_only(step: Pass) -> bool:
+    """Whether all targets name the embedding or the head, which are outside of the blocks."""
+    return all(target.rpartition(".")[2] in (HEAD, EMBEDDING) for target in step.targets)
 
 
 def in_words(fact: Fact) -> str:

@@ -82,9 +82,9 @@ class EndWork:
             with self.run.phase(label):
                 layer = replace_end(self.opened.model, end)
                 ids = rows.to(self.opened.device)
-                before = layer.rows(ids, torch.float32)
+                before = layer.rows_at(ids, torch.float32)
                 found = self._solve(label, step, end, layer, ())
-                results.append(replace(found, error=relative_error(layer.rows(ids, torch.float32), before)))
+                results.append(replace(found, error=relative_error(layer.rows_at(ids, torch.float32), before)))
         return results
 
     def heads(self, batches: Sequence[Tensor], hidden: Iterable[Tensor]) -> list[LayerResult]:

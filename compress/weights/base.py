@@ -269,7 +269,7 @@ class WeightPart(Component):
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         """The weight of the part, computed in `dtype`."""
 
-    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         """Some rows of the weight, computed in `dtype`; equal to those of `dense`."""
         return self.dense(dtype)[ids]
 

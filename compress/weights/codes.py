@@ -214,7 +214,7 @@ class CodesPart(WeightPart):
         everything = slice(None)
         return self.dequantized(unpack(self.words, self.grid.bits, self.shape[1]), everything, dtype)
 
-    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         return self.dequantized(unpack(self.words[ids], self.grid.bits, self.shape[1]), ids, dtype)
 
     def dequantized(

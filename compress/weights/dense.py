@@ -61,7 +61,7 @@ class DensePart(WeightPart):
     def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
         return self.weight.to(dtype)
 
-    def rows(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
         return self.weight[ids].to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:

@@ -309,7 +309,7 @@ def test_short_groups_are_adapted(make):
 )
 def test_what_has_no_word_in_the_format_is_refused_with_what_has(transforms, message):
     reason = FORMAT.refuses(coded("int8", "channel", True, *transforms))
-    assert message in reason and reason.endswith("use format: native")
+    assert message in reason and "use format: native" in reason
 
 
 def test_a_permutation_is_refused_with_what_to_do_instead():

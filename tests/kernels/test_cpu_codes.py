@@ -11,6 +11,7 @@ from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
 from compress.kernels.cpu.library import instruction_set, library
+from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
@@ -270,6 +271,13 @@ def test_the_operator_is_seen_by_tracers():
     arguments = (x, None, False, None, None, None, *p.tensors, *p.numbers)
     torch.library.opcheck(torch.ops.compress.codes_linear, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.testing.assert_close(torch.ops.compress.codes_linear(*arguments), dispatch.linear(x, [part], None, None))
+
+
+def test_a_layer_compiles_to_one_graph():
+    layer, x = CompressedLinear(quantize(random(64, 64), GRIDS["int4"], 32), None), random(2, 64)
+    with torch.no_grad():
+        wanted = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
 
 
 def test_the_instruction_set_can_be_chosen(monkeypatch):

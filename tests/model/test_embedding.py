@@ -41,14 +41,14 @@ def test_rows_are_those_of_the_dense_weight(grid, group_size, symmetric, width, 
     part = CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric))
     ids = torch.tensor(picked, dtype=torch.long)
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(part.rows(ids, dtype), part.dense(dtype)[ids])
+        assert torch.equal(part.rows_at(ids, dtype), part.dense(dtype)[ids])
 
 
 def test_rows_of_kept_weights_alone():
     weight = torch.randn(6, 16)
     mask = torch.rand(6, 16) > 0.5
     part = SparsePart.of(layer_of(nn.Embedding.from_pretrained(weight * mask)).all_parts[0], Kept.of(mask))
-    assert torch.equal(part.rows(torch.tensor([5, 0]), torch.float32), (weight * mask)[[5, 0]])
+    assert torch.equal(part.rows_at(torch.tensor([5, 0]), torch.float32), (weight * mask)[[5, 0]])
 
 
 class Scaled(nn.Embedding):

@@ -85,15 +85,14 @@ def test_low_rank_needs_less_memory():
     assert Finetune().memory(extent) - Finetune(lora_rank=4).memory(extent) == 12 * 1000
 
 
-RECOVERED = {"plain": ({}, 0.4), "lora": ({"lora_rank": 8, "learning_rate": 3e-3}, 0.2)}
+RECOVERED = {"plain": (RATES, 0.4), "lora": ({"lora_rank": 8, "learning_rate": 3e-3}, 0.2)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RECOVERED)
 def test_it_recovers_a_part_of_what_2_of_4_cost(pico, pico_model, case):
     options, share = RECOVERED[case]
-    step = Finetune(**{**RATES, **options})
-    found = recovered(pico_model, step, texts(pico), [compress.Magnitude(pattern="2:4")])
+    found = recovered(pico_model, Finetune(**options), texts(pico), [compress.Magnitude(pattern="2:4")])
     assert found > share
 
 

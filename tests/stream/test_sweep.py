@@ -9,6 +9,7 @@ import compress
 from compress.api.context import Run
 from compress.api.layers import Layer
 from compress.errors import NumericError
+from compress.kernels.dispatch import plain_torch
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import find_groups, find_links
 from compress.stream.capture import ModelShell
@@ -90,7 +91,7 @@ def batches(ids):
 def test_it_does_what_the_obvious_version_does(family, make, true_sequential, tiny, in_memory, batches):
     step = make(true_sequential=true_sequential)
     swept, plain = in_memory(tiny(family)), in_memory(tiny(family))
-    with torch.no_grad():
+    with torch.no_grad(), plain_torch():
         sweep(swept, batches, step)
         obvious(plain, batches, step)
     assert_same_weights(weights_of(swept), weights_of(plain))

@@ -113,7 +113,7 @@ class OpenModel:
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
     `PROCESSOR_FILES` that exists. narrow: the 16-bit dtype that holds the weights of the source; None: the source needs
-    wider ones, or is unknown.
+    wider ones, or is unknown. stored: the dtype of the checkpoint if `auto` chose a wider one for the computation.
     """
 
     model: PreTrainedModel
@@ -127,11 +127,17 @@ class OpenModel:
     notes: list[str] = field(default_factory=list)
     processor: dict[str, str] = field(default_factory=dict)
     narrow: torch.dtype | None = None
+    stored: torch.dtype | None = None
 
     @property
     def storage(self) -> torch.dtype:
         """The dtype in which a run stores scales and dense tensors, if its recipe names none."""
         return self.dtype if self.narrow is None or self.dtype.itemsize <= self.narrow.itemsize else self.narrow
+
+    @property
+    def loads_in(self) -> torch.dtype:
+        """The dtype in which a written checkpoint is computed on a processor that is as fast in all of them."""
+        return self.stored or self.dtype
 
     @property
     def config(self) -> PretrainedConfig:
@@ -204,7 +210,7 @@ def open_model(
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
     check_language_model(model)
-    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute}
+    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "stored": wider_than}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
     notes, files = open_experts(model) + widened(wider_than), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))

@@ -214,5 +214,5 @@ def _open_compressed(
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
         fingerprint_of(folder, paths), device, found.dtype, widened(found.narrow), read_processor(folder),
-        narrow_dtype(folder, files),
+        narrow_dtype(folder, files), found.narrow,
     )  # fmt: skip

@@ -77,10 +77,10 @@ def test_no_such_folder(tmp_path):
 
 def test_another_method_of_quantization(folder):
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "gptq"
+    config["quantization_config"]["quant_method"] = "eetq"
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ModelError, match=r"is quantized by 'gptq', which compress does not read; start from its dense model"
+        ModelError, match=r"is quantized by 'eetq', which compress does not read; start from its dense model"
     ):
         compress.load(folder)
 

@@ -149,6 +149,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
     steps, form = resolve(recipe.passes, opened, recipe.save.target())
     _check_cache(recipe, steps)
+    _check_end_types(recipe, steps, opened)
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
@@ -175,6 +176,22 @@ def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
         if step.cache is not None and recipe.save.target().file is not None:
             reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
             raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
+
+
+def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+    """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
+    ends = ends_of(opened)
+    given = {} if ends.tied else {ends.embedding: "embedding"}
+    given |= {ends.head: "head"}
+    for end in find_ends(opened.model):
+        option = given.get(f"{end.name}.weight")
+        value = "auto" if option is None else getattr(recipe.save, option)
+        by = next((where for where, _, names in steps if end.name in names), None)
+        if value != "auto" and by is not None:
+            raise TargetError(
+                f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "
+                f"{end.name} from the targets of the pass"
+            )
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:

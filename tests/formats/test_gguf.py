@@ -37,6 +37,19 @@ def wide(tmp_path_factory, pico):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory, pico):
+    """Pico with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied")
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    model.config.tie_word_embeddings = False
+    weight = model.lm_head.weight.detach().clone() * 1.01
+    model.lm_head.weight = torch.nn.Parameter(weight)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(pico).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     "grid", [pytest.param(g, marks=[] if g in ("int4_signed", "uint4") else pytest.mark.slow) for g in GRIDS]
 )
@@ -198,6 +211,20 @@ def test_types_of_embedding_and_head(recipe, tmp_path):
     assert stored.tensor_type.name == "Q4_1"  # the head is tied to the embedding
 
 
+def test_block_types_of_ends_that_a_pass_compresses_are_refused_by_the_plan(recipe, untied):
+    ends = ["lm_head", "embed_tokens"]
+    both = RTN(weights="int4", **GROUPS), RTN(targets=ends, weights="int8", **GROUPS)
+    reason = r"save: {}: Q4_1 has no effect, since passes\[1\] rtn compresses {}; leave it out, or remove {} from"
+    with pytest.raises(TargetError, match=reason.format("head", "lm_head", "lm_head")):
+        compress.plan(recipe(*both, save={"format": "gguf", "head": "Q4_1"}))
+    compress.plan(recipe(*both, save={"format": "gguf", "embedding": "Q4_1"}))  # tied: the head's type counts
+    name = "model.embed_tokens"
+    with pytest.raises(TargetError, match=reason.format("embedding", name, name)):
+        compress.plan(recipe(*both, model=untied, save={"format": "gguf", "embedding": "Q4_1"}))
+    head = both[0], RTN(targets=["lm_head"], weights="int8", **GROUPS)
+    compress.plan(recipe(*head, model=untied, save={"format": "gguf", "embedding": "Q4_1"}))
+
+
 def test_files_of_others_and_damaged_ones_say_what_to_do(recipe, tmp_path):
     asked = recipe(RTN(weights="int4", **GROUPS), save={"format": "gguf", "verify": "own"}, eval=None)
     compress.run(asked, tmp_path, progress=False)
@@ -229,15 +256,9 @@ def test_a_pass_compresses_tied_ends_and_the_format_leaves_them(recipe, pico, tm
     assert torch.equal(torch.from_numpy(dequantize(stored.data, stored.tensor_type)), wanted)
 
 
-def test_a_pass_compresses_an_untied_head_alone(recipe, pico, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(pico)
-    model.config.tie_word_embeddings = False
-    weight = model.lm_head.weight.detach().clone() * 1.01
-    model.lm_head.weight = torch.nn.Parameter(weight)
-    model.save_pretrained(tmp_path / "untied")
-    AutoTokenizer.from_pretrained(pico).save_pretrained(tmp_path / "untied")
+def test_a_pass_compresses_an_untied_head_alone(recipe, untied, tmp_path):
     step = GPTQ(targets=["lm_head", "q_proj"], weights="int8", **GROUPS)
-    asked = recipe(step, model=str(tmp_path / "untied"), save={"format": "gguf", "embedding": "Q4_0"}, eval=None)
+    asked = recipe(step, model=untied, save={"format": "gguf", "embedding": "Q4_0"}, eval=None)
     made = compress.run(asked, tmp_path / "out", progress=False)
     assert made.report["verified"]["own"] == 0
     theirs = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE).tensors}

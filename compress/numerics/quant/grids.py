@@ -78,7 +78,7 @@ class Grid(ABC):
     @property
     def block(self) -> int:
         """The number of columns that share the numbers of their scales; the width of a weight is a multiple of it."""
-        return self.scaling.block * (self.group_size or 1) if self.scaling.block > 1 else 1
+        return self.scaling.super_block * (self.group_size or 1) if self.scaling.super_block > 1 else 1
 
     @property
     def free_scales(self) -> bool:

@@ -38,7 +38,7 @@ class Scaling(ABC):
         return False
 
     @property
-    def block(self) -> int:
+    def super_block(self) -> int:
         """The number of consecutive scales of a row that must exist together; rows have a multiple of it."""
         return 1
 

@@ -35,7 +35,7 @@ class SuperBlock(Scaling):
         return self.bottom < 0
 
     @property
-    def block(self) -> int:
+    def super_block(self) -> int:
         return self.size
 
     @property

@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import E2M1_LEVELS, GRIDS, NF4_LEVELS, Float4Grid, Float8Grid, IntGrid, LevelGrid
 from compress.numerics.quant.scales import FloatScale
 
@@ -56,7 +57,7 @@ def test_names_and_bits_agree():
     assert all(GRIDS[name].bits == 4 for name in ("fp4_e2m1_pow2", "mxfp4", "nvfp4", "nf4_dq"))
     fixed = {"mxfp4": 32, "nvfp4": 16, "uint2_k": 16, "int3_k": 16, "uint4_k": 32, "uint5_k": 32, "int6_k": 16}
     assert {grid.name: grid.group_size for grid in ALL if grid.group_size} == fixed
-    assert {grid.block for grid in ALL if grid.name.endswith("_k")} == {256}
+    assert {grid.name: grid.block for grid in ALL if grid.block > 1} == {n: 256 for n in fixed if n.endswith("_k")}
 
 
 @pytest.mark.parametrize("grid", INTEGERS, ids=by_name)
@@ -231,13 +232,13 @@ def test_grids_with_a_minimum_reach_both_ends_of_any_range(grid, low, range_):
     assert ((found - values).abs() <= scale / 2 * 1.001 + 1e-5 * values.abs().max()).all()
 
 
-@pytest.mark.parametrize("grid", [grid for grid in ALL if grid.block == 1 and not grid.offset], ids=by_name)
+@pytest.mark.parametrize("grid", ALL, ids=by_name)
 def test_the_ends_of_the_fitted_range_are_met_within_half_a_step(grid):
-    values = torch.tensor([-1.0, 0.3, 1.0])
-    scale, _ = grid.fit(values.min(), values.max(), True, torch.float32)
-    found = grid.decode(grid.encode(values, scale, None), scale, None)
-    half = scale * 0.5 if isinstance(grid, IntGrid) or grid.scaling != FloatScale() else 1e-6
-    assert ((found - values).abs()[[0, 2]] <= half * (1 + 1e-5)).all()
+    values = torch.tensor([[-1.0, 0.3, 1.0]])
+    found = quantize(values, grid, "channel", not grid.offset)
+    half = found.scale * 0.5 if isinstance(grid, IntGrid) or grid.offset or grid.scaling != FloatScale() else 1e-6
+    slack = 1e-5 if grid.block == 1 else 2**-11  # the step of a super-block is rounded to float16
+    assert ((found.dense() - values).abs()[:, [0, 2]] <= half + slack).all()
 
 
 @pytest.mark.parametrize("grid", OTHERS, ids=by_name)

@@ -6,6 +6,7 @@ from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.report import report
+from compress.cli.roofline import roofline
 
-for command in (bench, compare, evaluate, export, report):
+for command in (bench, compare, evaluate, export, report, roofline):
     main.add_command(command)

@@ -95,11 +95,15 @@ def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert."""
+    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
+
+    needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
+    """
 
     scheme: LayerScheme
     transposed: bool
     expert: bool
+    needs_weight: bool = False
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,8 @@ class CompressedTensors(Format):
         coded = [layer for layer in layers if not layer.scheme.plain]
         if any(layer.transposed for layer in coded):
             return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+        if any(layer.needs_weight and "weight" not in self.tensors(layer.scheme) for layer in coded):
+            return "transformers initializes this model's linears by their weight, which packed layers do not have"
         if any(layer.expert and layer.scheme.plain for layer in layers):
             return "transformers does not read dense experts if other layers are quantized"
         codes = [codes_of(layer.scheme) for layer in coded]

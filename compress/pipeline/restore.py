@@ -13,7 +13,8 @@ from compress.formats.containers.files import file_sha256
 from compress.model.kv_cache import SCALES, cache_records
 from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.model.open.load import fill, fill_caches
-from compress.model.open.opening import Mapped, assign, stored_in
+from compress.model.open.opening import Mapped, assign
+from compress.model.open.stored import stored_in
 from compress.model.structure.blocks import Block
 from compress.weights.layer import LayerScheme
 

@@ -20,6 +20,7 @@ from compress.model.open import opening as opening
 from compress.model.open.compiled import compile_generation
 from compress.model.open.computation import compute_dtype
 from compress.model.open.experts import open_experts
+from compress.model.open.stored import stored_shapes, stored_tensors
 from compress.model.saving import MASKED_KEY, guard_saving
 from compress.model.structure.ends import find_ends, replace_end, tie
 from compress.weights.layer import LayerScheme
@@ -34,8 +35,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
-    Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass. Save such a
-    model with `compress.save`.
+    Packed weights stay packed and memory-mapped. A layer that the CPU kernels cover multiplies its codes; any other
+    dequantizes its weight in every forward pass. Save such a model with `compress.save`.
     dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
     instructions for bfloat16 products, where bfloat16 is several times slower.
 
@@ -72,7 +73,7 @@ def load(
 class Description:
     """What the files of a checkpoint state, with its model without weights.
 
-    dtype: of the computation. narrow: that of the checkpoint if 'auto' chose a wider one for the computation.
+    dtype: of the computation. widened_from: that of the checkpoint if 'auto' chose a wider one for the computation.
     format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
     values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
     stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
@@ -80,7 +81,7 @@ class Description:
 
     model: PreTrainedModel
     dtype: torch.dtype
-    narrow: torch.dtype | None
+    widened_from: torch.dtype | None
     format: Format | None
     schemes: dict[str, LayerScheme]
     caches: dict[str, CacheScheme]
@@ -102,17 +103,17 @@ def describe(
     quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
     format_, described = _format_of(quantization, source)
     masked = masked_in(config)
-    compute, narrow = compute_dtype(config, dtype, device)
+    compute, widened_from = compute_dtype(config, dtype, device)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
-    stored = opening.stored_tensors(folder)
+    stored = stored_tensors(folder)
     shapes = {name: shape_of(module) for name, module in linears(model).items()}
-    schemes = {} if format_ is None else _schemes(format_, described, shapes, opening.stored_shapes(stored))
+    schemes = {} if format_ is None else _schemes(format_, described, shapes, stored_shapes(stored))
     ends = [end for end in find_ends(model) if end.name in schemes]
     schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
     files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
     caches = _cache_schemes(model, record, format_, described)
-    return Description(model, compute, narrow, format_, schemes, caches, masked, stored, files)
+    return Description(model, compute, widened_from, format_, schemes, caches, masked, stored, files)
 
 
 def masked_in(config: Any) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -27,7 +25,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError
-from compress.formats.containers.gguf import FILE, open_gguf
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
@@ -35,10 +32,10 @@ from compress.model.open.computation import compute_dtype, widened
 from compress.model.open.experts import open_experts, renamed
 from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.narrow import narrow_dtype
+from compress.model.open.stored import opened_file, shapes_of, stored_tensors
 from compress.model.open.supported import check_language_model, class_of
 from compress.model.structure.blocks import Block, find_blocks
 
-PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
 
@@ -90,7 +87,7 @@ class Mapped:
         """Tensors by name, on the device, in their stored dtype."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.files[name][0] for name in names}):
-            with _opened(path) as file:
+            with opened_file(path) as file:
                 for name in names:
                     if self.files[name][0] == path:
                         found[name] = file.get_tensor(self.files[name][1]).to(self.device)
@@ -113,7 +110,8 @@ class OpenModel:
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
     `PROCESSOR_FILES` that exists. narrow: the 16-bit dtype that holds the weights of the source; None: the source needs
-    wider ones, or is unknown. stored: the dtype of the checkpoint if `auto` chose a wider one for the computation.
+    wider ones, or is unknown. widened_from: the dtype of the checkpoint if `auto` chose a wider one for the
+    computation.
     """
 
     model: PreTrainedModel
@@ -127,7 +125,7 @@ class OpenModel:
     notes: list[str] = field(default_factory=list)
     processor: dict[str, str] = field(default_factory=dict)
     narrow: torch.dtype | None = None
-    stored: torch.dtype | None = None
+    widened_from: torch.dtype | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -137,7 +135,7 @@ class OpenModel:
     @property
     def loads_in(self) -> torch.dtype:
         """The dtype in which a written checkpoint is computed on a processor that is as fast in all of them."""
-        return self.stored or self.dtype
+        return self.widened_from or self.dtype
 
     @property
     def config(self) -> PretrainedConfig:
@@ -206,13 +204,13 @@ def open_model(
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     if getattr(config, CONFIG_KEY, None) is not None:
         raise ModelError(f"model: {source} has a quantized KV cache; start from the original model")
-    compute, wider_than = compute_dtype(config, dtype, device)
+    compute, widened_from = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
     check_language_model(model)
-    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "stored": wider_than}
+    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "widened_from": widened_from}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
-    notes, files = open_experts(model) + widened(wider_than), match(model, stored)
+    notes, files = open_experts(model) + widened(widened_from), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     common["narrow"] = narrow_dtype(folder, stored)
     if files is None:
@@ -308,49 +306,6 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         raise ModelError(f"model: the tokenizer in {folder} cannot be read ({error}); fetch it again") from error
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
-    if (folder / FILE).exists():
-        paths = [folder / FILE]
-    elif index.exists():
-        try:
-            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
-    else:
-        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
-    return {name: place for path in paths for name, place in stored_in(path).items()}
-
-
-def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for one safetensors file."""
-    with _opened(path) as file:
-        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
-    try:
-        if path.name == FILE:
-            yield open_gguf(path)
-            return
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except FileNotFoundError as error:
-        raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
-    except (ValueError, LookupError, TypeError, ImportError) as error:
-        if path.name != FILE:
-            raise
-        raise ModelError(f"model: {path} cannot be read ({error})") from error
-
-
 def match(
     model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
 ) -> dict[str, tuple[Path, str]] | None:
@@ -372,21 +327,7 @@ def match(
             if name not in tied and wanted[name].is_meta and name.rpartition(".")[0] not in present:
                 return None
     plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
-    return found if all(shape == wanted[name].shape for name, shape in _shapes(plain)) else None
-
-
-def stored_shapes(stored: dict[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every stored tensor by name."""
-    return {name: tuple(shape) for name, shape in _shapes(stored)}
-
-
-def _shapes(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
-    """(name in the model, shape in the file) of every tensor."""
-    for path in sorted({path for path, _ in files.values()}):
-        with _opened(path) as file:
-            for name, (place, key) in files.items():
-                if place == path:
-                    yield name, torch.Size(file.get_slice(key).get_shape())
+    return found if all(shape == wanted[name].shape for name, shape in shapes_of(plain)) else None
 
 
 def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

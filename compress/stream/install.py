@@ -194,10 +194,13 @@ def _same(one: InputTransform, other: InputTransform) -> bool:
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
-    """Round dense floating tensors to the storage dtype; scales are computed in it."""
-    for tensor in module.parameters():
-        if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
-            tensor.data = tensor.data.to(run.storage).to(tensor.dtype)
+    """Round dense floating tensors to the storage dtype; scales are computed in it. Rounded ends stay as they are."""
+    for name, tensor in module.named_parameters():
+        if name in run.ends:
+            continue
+        storage = run.format.stored_dtype(tensor.shape, run.storage)
+        if tensor.is_floating_point() and torch.finfo(storage).bits < torch.finfo(tensor.dtype).bits:
+            tensor.data = tensor.data.to(storage).to(tensor.dtype)
     for part in module.modules():
         if isinstance(part, WeightPart):
             part.round_to(run.storage)

@@ -80,7 +80,11 @@ class Rounding:
         self.options, self.grid, self.order, self.regroup = options, options.grid, order, regroup
         self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
         self.shared = fit_shared(
-            _ordered(weight, order) if regroup else weight, self.grid, options.group_size, options.shared_absmax
+            _ordered(weight, order) if regroup else weight,
+            self.grid,
+            options.group_size,
+            options.shared_absmax,
+            options.search,
         )
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []

@@ -36,10 +36,10 @@ class LayerHistograms:
 
 def histogram(before: Tensor, after: Tensor) -> Histogram | None:
     """Count at most `SAMPLE` values of each tensor; None where a value is not finite."""
-    limit = max(float(before.abs().max()), float(after.abs().max()))
-    if not math.isfinite(limit):
+    sizes = float(before.abs().max()), float(after.abs().max())
+    if not all(map(math.isfinite, sizes)):
         return None
-    limit = limit or 1.0
+    limit = max(sizes) or 1.0
     return Histogram(limit, _counts(before, limit), _counts(after, limit))
 
 

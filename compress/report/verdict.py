@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from compress.evaluate.perplexity import Difference
 from compress.evaluate.speed import SpeedResult
+from compress.report.page.numbers import with_error
 from compress.report.schema import Report
 
 DECIDED = 2  # standard errors from which a difference counts as decided
@@ -51,11 +52,11 @@ def headline(report: Report) -> str:
 def in_words(found: Difference) -> str:
     """A loss difference in words: z ± e, and whether it is significant."""
     if found.stderr is None:
-        return f"loss {found.loss:+.4f} nats per token, of unknown error (one window)"
-    size = f"{abs(found.loss):.4f} ± {found.stderr:.4f} nats per token"
+        return f"loss {with_error(found.loss, None, '+')} nats per token, of unknown error (one window)"
     if not decided(found):
-        return f"no significant difference in loss ({found.loss:+.4f} ± {found.stderr:.4f} nats per token)"
-    return f"{'worse' if found.loss > 0 else 'better'} by {size} (significant)"
+        return f"no significant difference in loss ({with_error(found.loss, found.stderr, '+')} nats per token)"
+    side = "worse" if found.loss > 0 else "better"
+    return f"{side} by {with_error(abs(found.loss), found.stderr)} nats per token (significant)"
 
 
 def of_report(report: Report) -> list[str]:
@@ -75,13 +76,16 @@ def of_report(report: Report) -> list[str]:
     rate = faster(report)
     if rate is not None:
         found.append(f"decodes {rate:.2f}x as fast as the base model (one sequence)")
+    return found + of_tasks(report)
+
+
+def of_tasks(report: Report) -> list[str]:
+    """A sentence on the tasks, if there are any."""
     tasks = report.evaluations.get("tasks")
     rows = [row for row in tasks.scores if row.paired is not None and row.paired.p is not None] if tasks else []
-    if rows:
-        other = [row for row in rows if row.paired.p < SIGNIFICANT]
-        names = ", ".join(f"{row.task} {row.metric} ({row.paired.difference:+.3f})" for row in other)
-        found.append(
-            f"{len(other)} of {len(rows)} task metrics differ by more than chance (p < {SIGNIFICANT})"
-            + (f": {names}" if other else "")
-        )
-    return found
+    if not rows:
+        return []
+    other = [row for row in rows if row.paired.p < SIGNIFICANT]
+    names = ", ".join(f"{row.task} {row.metric} ({row.paired.difference:+.3f})" for row in other)
+    many = f"{len(other)} of {len(rows)} task metrics differ by more than chance (p < {SIGNIFICANT})"
+    return [many + (f": {names}" if other else "")]

@@ -120,7 +120,7 @@ def install(
     if mask is not None and not bool((zero | mask).all()):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
     error = None if before is None else relative_error(layer(rows), before)
-    seen = None if inputs is None else histogram(inputs, _multiplied(layer, rows))
+    seen = None if rows is None or inputs is None else histogram(inputs, _multiplied(layer, rows))
     zeros = solution.zeros
     owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
     shown = LayerHistograms(histogram(weight, stored), seen)

@@ -30,6 +30,14 @@ class Lead(Block):
 
 
 @dataclass(frozen=True)
+class Heading(Block):
+    """A heading inside of a section, and a note after it."""
+
+    text: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Prose(Block):
     """A paragraph."""
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from compress.numerics.histogram import Histogram
 from compress.report.page.blocks import Block, Tone
-from compress.report.page.numbers import number, span, ticks
+from compress.report.page.numbers import number, span, tick_name, ticks
 
 LineStyle = Literal["main", "base", "faint"]
 MOST_DOTS = 64  # points of a line that show their values
@@ -84,7 +84,10 @@ class LineChart(Block):
     @property
     def levels(self) -> list[Mark]:
         """The ticks of the values."""
-        return [Mark(0, self.place(self.x_range[0], value)[1], number(value)) for value in ticks(*self.y_range, 3)]
+        return [
+            Mark(0, self.place(self.x_range[0], value)[1], tick_name(value))
+            for value in ticks(*self.y_range, 4 if self.height > 100 else 3)
+        ]
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -131,9 +134,10 @@ class HistogramChart(Block):
 
 @dataclass(frozen=True)
 class Grid(Block):
-    """Charts next to each other, as many in a row as fit."""
+    """Charts next to each other, as many in a row as fit. small: they are many and simple."""
 
     charts: Sequence[Block]
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ class Intervals(Block):
     @property
     def marks(self) -> list[Mark]:
         """The ticks of the axis."""
-        return [Mark(self.at(value), 0, f"{number(value)}") for value in ticks(*self.limits, 4)]
+        return [Mark(self.at(value), 0, tick_name(value)) for value in ticks(*self.limits, 4)]
 
 
 @dataclass(frozen=True)
@@ -260,9 +264,9 @@ class Scatter(Block):
     @property
     def levels(self) -> list[Mark]:
         """The ticks of y."""
-        return [Mark(0, self.place(0, value)[1], number(value)) for value in ticks(*self.y_range, 4)]
+        return [Mark(0, self.place(0, value)[1], tick_name(value)) for value in ticks(*self.y_range, 4)]
 
     @property
     def marks(self) -> list[Mark]:
         """The ticks of x."""
-        return [Mark(self.place(value, 0)[0], self.height, number(value)) for value in ticks(*self.x_range, 4)]
+        return [Mark(self.place(value, 0)[0], self.height, tick_name(value)) for value in ticks(*self.x_range, 4)]

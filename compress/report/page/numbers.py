@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+PLUS_MINUS = "\u00a0±\u00a0"  # with spaces that break no line
 STEPS = 1, 2, 2.5, 5, 10  # of ticks, times a power of ten
 
 
@@ -14,10 +15,32 @@ def number(value: float, digits: int = 3) -> str:
         return str(value)
     size = abs(value)
     if size != 0 and (size < 1e-4 or size >= 1e7):
-        return f"{value:.{digits - 1}e}"
+        return signed(f"{value:.{digits - 1}e}")
     whole = 0 if size == 0 else math.floor(math.log10(size)) + 1
-    shown = f"{value:,.{max(digits - whole, 0)}f}"
-    return shown.rstrip("0").rstrip(".") if size < 1e-3 or float(shown.replace(",", "")) == int(value) else shown
+    return signed(f"{value:,.{max(digits - whole, 0)}f}")
+
+
+def signed(text: str) -> str:
+    """The text of a number with the minus sign of typography."""
+    return text.replace("-", "−")
+
+
+def tick_name(value: float) -> str:
+    """A round value of an axis, without zeros at its end."""
+    return signed(f"{value:.6g}")
+
+
+def with_error(value: float, error: float | None, sign: str = "") -> str:
+    """A value with its standard error, which has two significant digits. sign: '+' shows that of positive values."""
+    if error is None or not math.isfinite(error) or error <= 0:
+        return signed(f"{value:{sign}.4f}")
+    digits = min(max(1 - math.floor(math.log10(error)), 0), 8)
+    return signed(f"{value:{sign}.{digits}f}") + f"{PLUS_MINUS}{error:.{digits}f}"
+
+
+def upper_first(text: str) -> str:
+    """A sentence with a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def data_size(size_bytes: float) -> str:
@@ -30,10 +53,12 @@ def data_size(size_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as hours and minutes, minutes and seconds, or seconds."""
-    if seconds >= 3600:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
-    if seconds >= 60:
-        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        hours, left = divmod(round(seconds / 60), 60)
+        return f"{hours} h {left} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
     return f"{seconds:.1f} s" if seconds >= 0.05 else f"{seconds * 1000:.0f} ms"
 
 
@@ -49,9 +74,10 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def span(values: Sequence[float], zero: bool = False) -> tuple[float, float]:
-    """The range of an axis: that of the values with a margin, and with zero if asked for."""
+    """The range of an axis: that of the finite values with a margin. zero: with zero at its end or inside."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
     margin = (high - low or abs(high) or 1.0) * 0.08
-    low, high = low - margin, high + margin
-    return (min(low, 0.0) if low < 0 and min(finite) < 0 else 0.0, max(high, 0.0)) if zero else (low, high)
+    if zero:
+        return min(0.0, low - margin if low < 0 else 0.0), max(0.0, high + margin if high > 0 else 0.0)
+    return low - margin, high + margin

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from compress.report.page.blocks import Block
 from compress.version import __version__
 
+NAME_PARTS = re.compile(r"(?<=[./_])(?=[^\W\d])")
 PACKAGE = "compress.report.page"
 
 
@@ -37,7 +39,13 @@ def environment() -> Environment:
         loader=PackageLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.globals["draw"] = draw
+    found.filters["soft"] = soft
     return found
+
+
+def soft(text: str) -> Markup:
+    """Escaped text that may break after the dots, slashes and underscores of a name."""
+    return Markup("<wbr>").join(escape(part) for part in NAME_PARTS.split(text))
 
 
 def draw(block: Block) -> Markup:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from compress.report.depth import by_kind
-from compress.report.page.blocks import Block, Details, Prose, Table
+from compress.report.page.blocks import Block, Details, Heading, Prose, Table
 from compress.report.page.charts import Grid, Line, LineChart
 from compress.report.page.numbers import span
 from compress.report.schema import LayerRow, Report
@@ -53,8 +53,8 @@ def along_depth(report: Report) -> Iterator[Block]:
             continue
         y = span([y for points in kinds.values() for _, y in points], zero=True)
         if len(labels) > 1:
-            yield Prose(label)
-        yield Grid([LineChart(kind, lines_of(kind, kinds), "block", y, 96) for kind in kinds])
+            yield Heading(label)
+        yield Grid([LineChart(kind, lines_of(kind, kinds), "block", y, 96) for kind in kinds], small=True)
 
 
 def lines_of(kind: str, kinds: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:

@@ -9,7 +9,7 @@ from compress.evaluate import EVALUATORS
 from compress.evaluate.base import SummaryRow
 from compress.numerics.dtypes import DTYPES
 from compress.report.page.blocks import Bars, Block, Details, Table, before_and_after
-from compress.report.page.numbers import data_size
+from compress.report.page.numbers import data_size, number
 from compress.report.schema import Report
 from compress.report.sections.base import MB, Section, table
 
@@ -34,7 +34,7 @@ class SizeAndQuality(Section):
         title = f"Bits per weight, {size.compressed_layers} layers"
         groups = [
             before_and_after("Checkpoint", smaller, bytes_, names),
-            before_and_after(title, f"{bits / widths[1]:.2f}× smaller", widths, (f"{bits}", f"{widths[1]:.3f}")),
+            before_and_after(title, f"{bits / widths[1]:.2f}× smaller", widths, (f"{bits}", number(widths[1]))),
         ]
         return [Bars(groups), Details("All figures in one table", [Table(HEAD, rows(report))])]
 

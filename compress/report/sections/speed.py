@@ -8,6 +8,7 @@ from typing import ClassVar
 from compress.evaluate.speed import SpeedResult
 from compress.evaluate.speed import table as rows
 from compress.report.page.blocks import Bars, Block, Details, Prose, Table, before_and_after
+from compress.report.page.numbers import number
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
@@ -35,9 +36,7 @@ class Speed(Section):
         ]
         rates.append(("Prompt", first.prefill, last.prefill))
         groups = [
-            before_and_after(
-                name, f"tokens/s, {after / before:.2f}×", (before, after), (f"{before:.1f}", f"{after:.1f}")
-            )
+            before_and_after(name, f"tokens/s, {after / before:.2f}×", (before, after), (number(before), number(after)))
             for name, before, after in rates
         ]
         details = Details("All figures in one table", [Table(("", *found.models), rows(found))])

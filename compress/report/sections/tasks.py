@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from compress.evaluate.tasks import TaskComparison, TasksResult, with_error
+from compress.evaluate.tasks import TaskComparison, TasksResult
 from compress.report.page.blocks import Block, Items, Prose, Table, Tone
 from compress.report.page.charts import Interval, Intervals
-from compress.report.page.numbers import number
+from compress.report.page.numbers import number, signed, with_error
 from compress.report.schema import Report
 from compress.report.sections.base import Section
 from compress.report.verdict import SIGNIFICANT
 
-HEAD = ("task", "metric", "items", "before", "after", "gained", "lost", "p")
+HEAD = ("task", "items", "before", "after")
 
 
 class Tasks(Section):
@@ -32,15 +32,15 @@ class Tasks(Section):
         shown = [interval(row) for row in found.scores if row.paired is not None]
         facts = "with the chat template" if found.chat_template else "without a chat template"
         text = (
-            "Difference on the same items, compressed minus base, with its 95% interval. Gained and lost are the items "
-            "that only the compressed, only the base model answers right; p is that of the exact McNemar test. "
+            "Difference on the same items, compressed minus base, with its 95% interval. Gained and lost: items that "
+            "only the compressed or only the base model answers right; p: of the exact McNemar test. "
             f"lm-eval {found.lm_eval}, {facts}."
         )
         failed = [f"{name} failed: {why}" for name, why in found.failed.items()]
         return [
             Prose(text),
             *([Intervals(shown, "lower", "higher")] if shown else []),
-            *([Table(HEAD, [row_of(row) for row in found.scores], frozenset({1}))] if found.scores else []),
+            *([Table(HEAD, [row_of(row) for row in found.scores])] if found.scores else []),
             *([Items(failed)] if failed else []),
         ]
 
@@ -49,21 +49,19 @@ def interval(row: TaskComparison) -> Interval:
     """The paired difference of a metric; its tone is that of a decided one."""
     paired = row.paired
     assert paired is not None
-    counts = "" if paired.p is None else f"+{paired.gained} −{paired.lost}, p = {number(paired.p, 2)}"
-    bounds = "" if paired.low is None or paired.high is None else f" [{paired.low:+.3f}, {paired.high:+.3f}]"
+    counts = "" if paired.p is None else f"{paired.gained} gained, {paired.lost} lost, p = {number(paired.p, 2)}"
+    bounds = "" if paired.low is None or paired.high is None else signed(f" [{paired.low:+.3f}, {paired.high:+.3f}]")
     tone: Tone = "plain"
     if paired.p is not None and paired.p < SIGNIFICANT:
         tone = "good" if (paired.difference > 0) == row.higher_is_better else "bad"
     name = f"{row.task} {row.metric}"
-    return Interval(name, paired.difference, paired.low, paired.high, f"{paired.difference:+.3f}{bounds}", counts, tone)
+    return Interval(
+        name, paired.difference, paired.low, paired.high, signed(f"{paired.difference:+.3f}") + bounds, counts, tone
+    )
 
 
 def row_of(row: TaskComparison) -> tuple[str, ...]:
     """A row of `HEAD`."""
     items = f"{row.items} of {row.of}" if row.items < row.of else f"{row.items}"
     scores = with_error(row.base, row.base_stderr), with_error(row.compressed, row.compressed_stderr)
-    paired = row.paired
-    flips = ("", "", "")
-    if paired is not None and paired.p is not None:
-        flips = (f"{paired.gained}", f"{paired.lost}", number(paired.p, 2))
-    return (row.task, row.metric, items, *scores, *flips)
+    return (f"{row.task} {row.metric}", items, *scores)

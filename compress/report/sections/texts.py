@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from compress.evaluate.divergence import AtPositions
 from compress.evaluate.perplexity import Difference, Score, TextQuality
-from compress.report.evaluation import plus_minus
-from compress.report.page.blocks import Bar, BarGroup, Bars, Block, Prose, Table
+from compress.report.page.blocks import Bar, BarGroup, Bars, Block, Heading, Prose, Table
 from compress.report.page.charts import Interval, Intervals
-from compress.report.page.numbers import number
+from compress.report.page.numbers import number, with_error
 from compress.report.schema import Report
 from compress.report.sections.base import Section
 from compress.report.verdict import decided
@@ -35,7 +34,9 @@ class Texts(Section):
         if paired:
             note = "Difference in loss, compressed minus base, in nats per token, with its 95% interval over windows."
             found += [Prose(note), Intervals(paired, "better", "worse")]
-        found += [Table(HEAD, [row for text in texts for row in rows(text, len(texts) > 1)])] if texts else []
+        for text in texts:
+            found += [Heading(text.text)] if len(texts) > 1 else []
+            found.append(Table(HEAD, rows(text)))
         groups = [by_position(text.text, text.divergence.by_position) for text in texts if text.divergence is not None]
         return [*found, Bars(groups)] if groups else found
 
@@ -46,31 +47,33 @@ def interval(text: TextQuality, change: Difference) -> Interval:
     low, high = (None, None) if half is None else (change.loss - half, change.loss + half)
     tone = "plain" if not decided(change) else "bad" if change.loss > 0 else "good"
     words = "" if change.stderr is None else ", significant" if decided(change) else ", not significant"
-    shown = plus_minus(change.loss, change.stderr, "+.4f") + words
+    shown = with_error(change.loss, change.stderr, "+") + words
     return Interval(text.text, change.loss, low, high, shown, f"{text.windows} windows of {text.length} tokens", tone)
 
 
-def rows(text: TextQuality, named: bool) -> list[tuple[str, str, str]]:
-    """Rows of `HEAD` on one text. named: with its name."""
-    name = f"{text.text}: " if named else ""
+def rows(text: TextQuality) -> list[tuple[str, ...]]:
+    """Rows of `HEAD` on one text."""
     kind = "perplexity" if text.base.of == "next tokens" else f"perplexity of {text.base.of}"
-    found = [
-        (f"{name}{kind}", *(f"{score.perplexity:.3f}" for score in (text.base, text.compressed))),
-        (f"{name}loss, nats per token", *(plus_minus(s.loss, s.stderr, ".4f") for s in (text.base, text.compressed))),
+    found: list[tuple[str, ...]] = [
+        (kind, *(f"{score.perplexity:.3f}" for score in (text.base, text.compressed))),
+        ("loss, nats per token", *(with_error(s.loss, s.stderr) for s in (text.base, text.compressed))),
     ]
     if text.base.bits_per_byte is not None and text.compressed.bits_per_byte is not None:
-        found.append((f"{name}bits per byte", _bits(text.base), _bits(text.compressed)))
+        found.append(("bits per byte", _bits(text.base), _bits(text.compressed)))
     if text.divergence is not None:
         other = text.divergence
-        shown = plus_minus(other.agreement, other.agreement_stderr, ".2%")
-        kl = f"{plus_minus(other.mean, other.stderr, '.4f')}; median {number(other.median)}, 99% {number(other.p99)}"
-        found += [(f"{name}KL divergence, nats", "0", kl), (f"{name}same most likely token", "100%", shown)]
+        error = "" if other.agreement_stderr is None else f" ± {other.agreement_stderr:.1%}"
+        found += [
+            ("KL divergence, nats", "0", with_error(other.mean, other.stderr)),
+            ("KL divergence, median and 99% quantile", "0", f"{number(other.median)} and {number(other.p99)}"),
+            ("same most likely token", "100%", f"{other.agreement:.1%}{error}"),
+        ]
     return found
 
 
 def _bits(score: Score) -> str:
     assert score.bits_per_byte is not None
-    return plus_minus(score.bits_per_byte, score.bits_stderr, ".4f")
+    return with_error(score.bits_per_byte, score.bits_stderr)
 
 
 def by_position(name: str, found: Sequence[AtPositions]) -> BarGroup:

@@ -9,10 +9,10 @@ from compress.evaluate.divergence import Divergence
 from compress.evaluate.perplexity import TextQuality
 from compress.evaluate.speed import SpeedResult
 from compress.report.page.blocks import Block, Items, Lead, Tile, Tiles
-from compress.report.page.numbers import data_size
+from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
 from compress.report.schema import Report
 from compress.report.sections.base import Section
-from compress.report.verdict import decided, faster, headline, of_report
+from compress.report.verdict import decided, faster, headline, in_words, of_report, of_tasks
 
 
 class Verdict(Section):
@@ -30,8 +30,9 @@ class Verdict(Section):
         if texts:
             tiles.append(_loss(texts[0]))
             tiles += [] if texts[0].divergence is None else [_agreement(texts[0].text, texts[0].divergence)]
-        measured = any(text.difference is not None for text in texts)
-        return [Lead(headline(report)), Tiles(tiles), *([Items(of_report(report)[1:])] if measured else [])]
+        others = [f"On {t.text}: {in_words(t.difference)}." for t in texts[1:] if t.difference is not None]
+        others += [f"{upper_first(sentence)}." for sentence in of_tasks(report)]
+        return [Lead(headline(report)), Tiles(tiles), *([Items(others)] if others else [])]
 
 
 def _size(report: Report) -> Tile:
@@ -56,11 +57,15 @@ def _loss(text: TextQuality) -> Tile:
     change = text.difference
     if change is None:
         note = f"perplexity {text.base.perplexity:.2f} → {text.compressed.perplexity:.2f}"
-        return Tile(f"{text.compressed.loss - text.base.loss:+.4f}", f"nats per token, {text.text}", note)
-    error = "" if change.stderr is None else f"± {change.stderr:.4f}, {'' if decided(change) else 'not '}significant"
+        difference = signed(f"{text.compressed.loss - text.base.loss:+.4f}")
+        return Tile(difference, f"loss in nats per token, {text.text}", note)
+    value, _, error = with_error(change.loss, change.stderr, "+").partition(PLUS_MINUS)
+    note = f"± {error}, {'' if decided(change) else 'not '}significant" if error else "of unknown error"
     tone = "plain" if not decided(change) else "bad" if change.loss > 0 else "good"
-    return Tile(f"{change.loss:+.4f}", f"loss in nats per token, {text.text}", error, tone)
+    return Tile(value, f"loss in nats per token, {text.text}", note, tone)
 
 
 def _agreement(name: str, found: Divergence) -> Tile:
-    return Tile(f"{found.agreement:.1%}", "same most likely token", f"KL divergence {found.mean:.4f} nats, {name}")
+    return Tile(
+        f"{found.agreement:.1%}", "same most likely token as before", f"KL divergence {number(found.mean)} nats, {name}"
+    )

@@ -179,9 +179,15 @@ def html(variants: Sequence[Variant]) -> str:
     parts = [
         Part("plot", "", [Prose(text), plot]),
         Part("verdicts", "Verdicts", [sentences]),
-        Part("table", "Table", [Table(HEAD, rows(variants))]),
+        Part("table", "Table", [Table(*_measured(rows(variants)))]),
     ]
     return page(f"{len(variants)} variants of one model", "compress compare", parts)
+
+
+def _measured(found: Sequence[tuple[str, ...]]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows without the columns that are empty."""
+    kept = [i for i in range(len(HEAD)) if any(row[i] for row in found)]
+    return [HEAD[i] for i in kept], [[row[i] for i in kept] for row in found]
 
 
 def _point(one: Variant, on_front: bool) -> Point:

@@ -63,14 +63,17 @@ def duration(seconds: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round values in [low, high]."""
+    """About `count` round values in [low, high], and at least one less."""
     if high <= low:
         return [low]
-    rough = (high - low) / max(count - 1, 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in STEPS if s * power >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+    found: list[float] = []
+    power = 10.0 ** math.floor(math.log10((high - low) / count))
+    for step in (factor * power for factor in (10 * STEPS[-2], *reversed(STEPS))):
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        found = [i * step for i in range(first, last + 1)]
+        if len(found) >= count - 1:
+            break
+    return found
 
 
 def span(values: Sequence[float], zero: bool = False) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from compress.report.page.blocks import Block
+from compress.report.page.numbers import PLUS_MINUS
 from compress.version import __version__
 
 NAME_PARTS = re.compile(r"(?<=[./_])(?=[^\W\d])")
@@ -39,8 +40,13 @@ def environment() -> Environment:
         loader=PackageLoader(PACKAGE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     found.globals["draw"] = draw
-    found.filters["soft"] = soft
+    found.filters |= {"soft": soft, "joined": joined}
     return found
+
+
+def joined(text: str) -> str:
+    """Text that does not break between a value and its error."""
+    return text.replace(" ± ", PLUS_MINUS)
 
 
 def soft(text: str) -> Markup:

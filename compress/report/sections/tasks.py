@@ -13,7 +13,7 @@ from compress.report.schema import Report
 from compress.report.sections.base import Section
 from compress.report.verdict import SIGNIFICANT
 
-HEAD = ("task", "items", "before", "after")
+HEAD = ("task", "before", "after")
 
 
 class Tasks(Section):
@@ -64,4 +64,4 @@ def row_of(row: TaskComparison) -> tuple[str, ...]:
     """A row of `HEAD`."""
     items = f"{row.items} of {row.of}" if row.items < row.of else f"{row.items}"
     scores = with_error(row.base, row.base_stderr), with_error(row.compressed, row.compressed_stderr)
-    return (f"{row.task} {row.metric}", items, *scores)
+    return (f"{row.task} {row.metric}, {items} items", *scores)

@@ -27,7 +27,8 @@ def test_units():
 
 
 def test_ticks_are_round_and_inside():
-    assert ticks(0, 0.53, 3) == [0, 0.5] and ticks(-3, 9, 4) == pytest.approx([0, 5]) and ticks(2, 2) == [2]
+    assert ticks(0, 0.53, 3) == [0, 0.5] and ticks(-3, 9, 4) == [-2.5, 0, 2.5, 5, 7.5] and ticks(2, 2) == [2]
+    assert all(3 <= len(ticks(-0.03, 0.01 * i)) <= 9 for i in range(1, 2000, 7))
     assert [tick_name(x) for x in ticks(0.03, 0.16)] == ["0.05", "0.1", "0.15"]
 
 

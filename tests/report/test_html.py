@@ -8,7 +8,7 @@ import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
 from compress.report.depth import by_kind, kind_and_depth
-from compress.report.html import html
+from compress.report.html import html, short_name
 from compress.report.page.blocks import Block, Code
 from compress.report.page.charts import Heat, HistogramChart, Interval, Intervals, Line, LineChart
 from compress.report.pareto import Variant
@@ -115,6 +115,13 @@ def test_the_verdict_in_one_sentence():
     assert headline(report()) == "3.12 times smaller, the quality was not measured."
     values["size"]["checkpoint_bytes"] *= 4
     assert headline(report()).startswith("1.28 times larger, ")
+
+
+def test_the_title_is_short():
+    assert short_name("org/model") == "org/model" and short_name("model") == "model"
+    assert short_name("/models/small") == "small" and short_name("../a/b.gguf") == "b.gguf" and short_name("/") == "/"
+    read = Reader(page(sample("~/models/small")))
+    assert "small, compressed" in read.text and "~/models/small: sparsegpt → gptq → distill → native" in read.text
 
 
 def test_sections_without_data_are_left_out():

@@ -36,6 +36,7 @@ FOLDERS = {
     "stream": "the sweep over the blocks: capture, calibration in lockstep, installing, the activation store",
     "families": "what kinds of passes share: quantizing, pruning, allocation, training, reconstruction, reshaping",
     "passes": "one file per algorithm; passes never import each other",
+    "roofline": "operations and bytes of a model's products, and their least time on a device",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
     "evaluate": "evaluators, one file each: perplexity, sparsity, the cost of a rounded KV cache",
     "report": "the typed report.json, its sections (one file each) in report.md and report.html, `page/`: blocks and templates",
@@ -59,6 +60,8 @@ LATE_IMPORTS = {
     "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
     "compress.cli.report": "as in compress.cli.commands",
+    "compress.cli.roofline": "as in compress.cli.commands",
+    "compress.cli.sensitivity": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }

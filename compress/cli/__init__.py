@@ -6,6 +6,8 @@ from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
 from compress.cli.report import report
+from compress.cli.roofline import roofline
+from compress.cli.sensitivity import sensitivity
 
-for command in (bench, compare, evaluate, export, report):
+for command in (bench, compare, evaluate, export, report, roofline, sensitivity):
     main.add_command(command)

@@ -91,11 +91,15 @@ def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert."""
+    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
+
+    needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
+    """
 
     scheme: LayerScheme
     transposed: bool
     expert: bool
+    needs_weight: bool = False
 
 
 class Format(ABC):
@@ -177,8 +181,11 @@ class Format(ABC):
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`."""
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.
+
+        stored: the dtype of the layer's scales on disk.
+        """
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:

@@ -64,6 +64,11 @@ def layout_of(scheme: LayerScheme) -> Layout | None:
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
 
+def _dequantized_early(scheme: LayerScheme) -> bool:
+    """Whether transformers has to dequantize a layer while it loads; it does so in the stored dtype."""
+    return not codes_of(scheme).symmetric and scheme.rounding is None
+
+
 class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
@@ -143,14 +148,18 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         layout = layout_of(scheme)
-        return torch.bfloat16 if layout is not None and layout.name in IN_BFLOAT16 else dtype
+        if layout is not None and layout.name in IN_BFLOAT16:
+            return torch.bfloat16
+        return stored if _dequantized_early(scheme) else dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         coded = [layer for layer in layers if not layer.scheme.plain]
         if any(layer.transposed for layer in coded):
             return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+        if any(layer.needs_weight and "weight" not in self.tensors(layer.scheme) for layer in coded):
+            return "transformers initializes this model's linears by their weight, which packed layers do not have"
         if any(layer.expert and layer.scheme.plain for layer in layers):
             return "transformers does not read dense experts if other layers are quantized"
         codes = [codes_of(layer.scheme) for layer in coded]
@@ -164,7 +173,7 @@ class CompressedTensors(Format):
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
                 "group_size that divides the inputs of all layers, or symmetric: true"
             )
-        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
@@ -202,7 +211,7 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
+        zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
             # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from compress.api.passes import Step
 from compress.errors import TargetError
@@ -42,11 +43,24 @@ def unreadable(
     if not stated and all(scheme.plain for scheme in schemes.values()):
         return None
     inside = {id(module) for expert in experts for module in linears(expert).values()}
-    layers = []
+    layers, needs_weight = [], _needs_weight(model)
     for name, module in linears(model).items():
         layer = CompressedLinear.of(module)
-        layers.append(StoredLayer(schemes.get(name, LayerScheme(layer.shape)), layer.transposed, id(module) in inside))
+        scheme = schemes.get(name, LayerScheme(layer.shape))
+        layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight))
     return FORMATS[recipe.save.format].unreadable(layers, dtype)
+
+
+def _needs_weight(model: nn.Module) -> bool:
+    """Whether the initialization of the model's class, which transformers runs when it loads, reads `linear.weight`."""
+    packed = nn.Linear(1, 1, bias=False, device="meta")
+    del packed.weight
+    try:
+        if isinstance(model, PreTrainedModel):
+            model._init_weights(packed)
+    except AttributeError:
+        return True
+    return False
 
 
 def check_reader(

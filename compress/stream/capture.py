@@ -205,11 +205,13 @@ class ModelShell:
 
         The first block's weights are read only if it cannot run without them.
 
-        Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other, and
-        returns logits for every token.
+        Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other,
+        returns logits for every token, and writes no weight of a block.
         """
         model = self._opened.model
         size = vocabulary_size(model)
+        blocks = self._opened.blocks
+        before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
         ids = torch.arange(CHECKED_TOKENS)[None] % size
         try:
             if any(tensor.is_meta for tensor in self._opened.blocks[0].module.parameters()):
@@ -225,6 +227,12 @@ class ModelShell:
             ) from error
         finally:
             self._form = None
+        for name, parameter, version in before:
+            if parameter._version != version:
+                raise ModelError(
+                    f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
+                    "compressed; use another model"
+                )
 
 
 def _zeros(part: Any, device: torch.device) -> Any:

@@ -5,8 +5,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from schemes import coded, rounding
 from tolerances import LOGITS
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import compress
 from compress.api.context import Run
@@ -14,6 +15,7 @@ from compress.api.journal import Journal
 from compress.errors import CompressError, TargetError, VerificationError
 from compress.formats.containers.files import file_sha256
 from compress.pipeline.checkpoint import WORK, open_folder
+from compress.pipeline.readers import unreadable
 from compress.pipeline.verify import verify
 from compress.recipe.schema import Save
 
@@ -208,6 +210,24 @@ def test_what_transformers_cannot_read_is_an_error_before_the_run(case, recipe, 
         assert compress.plan(recipe(step, model=model, save=save)).checkpoint_bytes
     report = compress.run(recipe(step, model=model, save={"verify": "own"}), tmp_path / "own").report
     assert report["verified"]["own"] <= LOGITS and report["verified"]["transformers"] is None
+
+
+def test_packed_layers_whose_model_class_reads_their_weight(recipe):
+    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64, rescale_every=0)
+    model, name = RwkvForCausalLM(config), "rwkv.blocks.0.attention.key"
+    as_words = coded("int4", shape=(32, 32))
+    as_bytes = coded("int8", "channel", True, rounding(), shape=(32, 32))
+    for scheme, reason in (as_words, "initializes this model's linears by their weight"), (as_bytes, None):
+        found = unreadable(recipe(compress.RTN()), model, {name: scheme}, torch.float32, False)
+        assert found is None if reason is None else reason in found
+
+
+def test_zero_points_with_scales_in_16_bits_load_into_a_float32_model(recipe, tmp_path):
+    """transformers dequantizes packed zero points while it loads, in the dtype of the stored scales."""
+    step = compress.RTN(weights="int4", group_size=32, symmetric=False)
+    result = compress.run(recipe(step, dtype="float32", save={"dtype": "bfloat16"}), tmp_path / "out", progress=False)
+    assert result.report["verified"]["transformers"] > 0 and result.report["verified"]["own"] <= LOGITS
+    assert any("dequantizes these weights in bfloat16" in entry.message for entry in result.journal.entries)
 
 
 def test_without_the_package_that_reads_it_there_is_no_plan(recipe, monkeypatch):

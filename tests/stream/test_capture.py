@@ -4,6 +4,7 @@ import pytest
 import torch
 from tolerances import near
 from torch import nn
+from transformers import RwkvConfig, RwkvForCausalLM
 
 from compress.errors import ModelError, NumericError
 from compress.model.structure.blocks import hidden_of
@@ -118,6 +119,14 @@ def test_a_block_without_hidden_states(tiny, in_memory, ids):
     )
     with pytest.raises(ModelError, match=r"model\.layers\.0 is called without hidden states as its first argument"):
         shell.capture(ids())
+
+
+def test_a_model_that_writes_weights_of_its_blocks_is_refused(in_memory):
+    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=64, rescale_every=6)
+    with pytest.raises(ModelError, match=r"RwkvForCausalLM changes rwkv\.blocks\.0\.attention\.output\.weight in"):
+        ModelShell(in_memory(RwkvForCausalLM(config).eval())).check()
+    config.rescale_every = 0  # then its forward pass writes none
+    ModelShell(in_memory(RwkvForCausalLM(config).eval())).check()
 
 
 def test_hidden_states_may_be_alone_or_the_first_of_several():

@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 Logs = Float[Tensor, "positions vocabulary"]
 
 SHORTEST = 4  # tokens; a shorter common prefix is not worth a second forward pass
-CALL_TOKENS = 24  # cost of a forward pass in tokens; SmolLM2-135M, float32, one thread: 95 ms, and 5 ms per token
+CALL_TOKENS = 24  # assumed cost of one more forward pass, in tokens: the weights are read again
 CALL_TOKENS_GPU = 2048  # below this number of tokens a forward pass on a GPU takes about the same time
 PROBED = 3  # items that are computed both ways before the cache is trusted
 TOLERANCE = 2e-4  # relative, in float32; the order of sums differs

@@ -93,7 +93,7 @@ class Experts(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "tokens width"]:
         """The weighted sum of the chosen experts' outputs; arguments are identified by dtype and shape."""
-        x, chosen, weights = _roles((*args, *kwargs.values()))
+        x, chosen, weights = roles((*args, *kwargs.values()))
         output = torch.zeros_like(x)
         for number in range(self.count):
             if self.all_tokens:
@@ -108,7 +108,7 @@ class Experts(nn.Module):
         return output
 
 
-def _roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], Float[Tensor, "tokens k"]]:
+def roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], Float[Tensor, "tokens k"]]:
     """Identify (tokens, chosen expert numbers, expert weights) among the arguments of a call."""
     (chosen,) = (t for t in tensors if not t.is_floating_point())
     x, weights = (t for t in tensors if t.is_floating_point())

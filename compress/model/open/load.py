@@ -34,8 +34,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
-    Packed weights stay packed and memory-mapped; each layer dequantizes its weight in every forward pass. Save such a
-    model with `compress.save`.
+    Packed weights stay packed and memory-mapped. A layer that the CPU kernels cover multiplies its codes; any other
+    dequantizes its weight in every forward pass. Save such a model with `compress.save`.
     dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
     instructions for bfloat16 products, where bfloat16 is several times slower.
 
@@ -72,7 +72,7 @@ def load(
 class Description:
     """What the files of a checkpoint state, with its model without weights.
 
-    dtype: of the computation. narrow: that of the checkpoint if 'auto' chose a wider one for the computation.
+    dtype: of the computation. widened_from: that of the checkpoint if 'auto' chose a wider one for the computation.
     format: None for a dense checkpoint. schemes: of its compressed linears by name. caches: the rounding of keys and
     values by attention. masked: the linears whose zeros are pruned weights, if the checkpoint lists them. stored: every
     stored tensor. files: the tensors of the model; None if some of them are missing or have another shape.
@@ -80,7 +80,7 @@ class Description:
 
     model: PreTrainedModel
     dtype: torch.dtype
-    narrow: torch.dtype | None
+    widened_from: torch.dtype | None
     format: Format | None
     schemes: dict[str, LayerScheme]
     caches: dict[str, CacheScheme]
@@ -102,7 +102,7 @@ def describe(
     quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
     format_, described = _format_of(quantization, source)
     masked = masked_in(config)
-    compute, narrow = compute_dtype(config, dtype, device)
+    compute, widened_from = compute_dtype(config, dtype, device)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     open_experts(model)
     stored = opening.stored_tensors(folder)
@@ -112,7 +112,7 @@ def describe(
     schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
     files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
     caches = _cache_schemes(model, record, format_, described)
-    return Description(model, compute, narrow, format_, schemes, caches, masked, stored, files)
+    return Description(model, compute, widened_from, format_, schemes, caches, masked, stored, files)
 
 
 def masked_in(config: Any) -> frozenset[str]:

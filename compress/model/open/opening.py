@@ -112,7 +112,8 @@ class OpenModel:
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
     `PROCESSOR_FILES` that exists. narrow: the 16-bit dtype that holds the weights of the source; None: the source needs
-    wider ones, or is unknown. stored: the dtype of the checkpoint if `auto` chose a wider one for the computation.
+    wider ones, or is unknown. widened_from: the dtype of the checkpoint if `auto` chose a wider one for the
+    computation.
     """
 
     model: PreTrainedModel
@@ -126,7 +127,7 @@ class OpenModel:
     notes: list[str] = field(default_factory=list)
     processor: dict[str, str] = field(default_factory=dict)
     narrow: torch.dtype | None = None
-    stored: torch.dtype | None = None
+    widened_from: torch.dtype | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -136,7 +137,7 @@ class OpenModel:
     @property
     def loads_in(self) -> torch.dtype:
         """The dtype in which a written checkpoint is computed on a processor that is as fast in all of them."""
-        return self.stored or self.dtype
+        return self.widened_from or self.dtype
 
     @property
     def config(self) -> PretrainedConfig:
@@ -205,13 +206,13 @@ def open_model(
         raise ModelError(f"model: {source} is already quantized; start from the dense model (compress.load reads it)")
     if getattr(config, CONFIG_KEY, None) is not None:
         raise ModelError(f"model: {source} has a quantized KV cache; start from the original model")
-    compute, wider_than = compute_dtype(config, dtype, device)
+    compute, widened_from = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
     check_language_model(model)
-    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "stored": wider_than}
+    common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "widened_from": widened_from}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
-    notes, files = open_experts(model) + widened(wider_than), match(model, stored)
+    notes, files = open_experts(model) + widened(widened_from), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     common["narrow"] = narrow_dtype(folder, stored)
     if files is None:

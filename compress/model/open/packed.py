@@ -213,6 +213,6 @@ def _open_compressed(
     paths = sorted({path for path, _ in found.stored.values()})
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
-        fingerprint_of(folder, paths), device, found.dtype, widened(found.narrow), read_processor(folder),
-        narrow_dtype(folder, files), found.narrow,
+        fingerprint_of(folder, paths), device, found.dtype, widened(found.widened_from), read_processor(folder),
+        narrow_dtype(folder, files), found.widened_from,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -195,6 +196,7 @@ class DoubleScale(Scaling):
     """
 
     block: int = 256
+    largest: ClassVar[float] = 127  # the step of a block times this is its largest distance from the mean
 
     def shared_count(self, scales: int) -> int:
         return 1 + math.ceil(scales / self.block)
@@ -205,7 +207,7 @@ class DoubleScale(Scaling):
         scales = (extent / span).flatten().float()
         mean = scales.mean()
         apart = torch.nn.functional.pad((scales - mean).abs(), (0, -scales.numel() % self.block))
-        steps = apart.view(-1, self.block).amax(1) / 127
+        steps = apart.view(-1, self.block).amax(1) / self.largest
         return torch.cat([mean[None], torch.where(steps == 0, 1.0, steps)])
 
     def part(
@@ -260,14 +262,7 @@ class DynamicDoubleScale(DoubleScale):
     scale = mean + level[byte] * extent[block]. shared: [mean, extent, extent, ...].
     """
 
-    def fit_shared(
-        self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
-    ) -> Float[Tensor, " n"] | None:
-        scales = (extent / span).flatten().float()
-        mean = scales.mean()
-        apart = torch.nn.functional.pad((scales - mean).abs(), (0, -scales.numel() % self.block))
-        extents = apart.view(-1, self.block).amax(1)
-        return torch.cat([mean[None], torch.where(extents == 0, 1.0, extents)])
+    largest: ClassVar[float] = 1
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared

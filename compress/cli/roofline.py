@@ -1,0 +1,104 @@
+"""`compress roofline`: the least latency of a model on a device, before and after compression."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from compress.cli.group import without_collection
+from compress.cli.show import print_json, print_table
+
+if TYPE_CHECKING:
+    from compress.pipeline.rooflines import Roofline
+    from compress.roofline.estimate import Cost, Pass
+
+HEAD = ("products", "count", "operations", "bytes", "op/byte", "bound by", "us of all")
+"""Of one product, but the microseconds; 'before -> after' where a run changes them."""
+
+
+@click.command()
+@click.argument("subject", metavar="MODEL|FOLDER|RECIPE")
+@click.option(
+    "--on", default="A100-80GB", show_default=True, metavar="DEVICE",
+    help="A known device, '{tflops: ..., gbps: ..., memory_gb: ...}', or here: this machine, measured.",
+)  # fmt: skip
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences computed together.")
+@click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of each prompt.")
+@click.option(
+    "--devices", is_flag=True, is_eager=True, expose_value=False, help="List the known devices.",
+    callback=lambda context, _, value: _list(context) if value else None,
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def roofline(subject: str, on: str, batch: int, context: int, as_json: bool) -> None:
+    """Estimate the latency of a model, a compressed checkpoint, or the model of a recipe before and after its run.
+
+    Each product takes the time of its operations or of the bytes that it moves, whichever is longer (roofline model).
+    No weights are read. A real program is slower; ratios say more than seconds.
+    """
+    with without_collection():
+        from compress.pipeline.rooflines import roofline as estimate
+        from compress.recipe.schema import Recipe
+    is_recipe = Path(subject).suffix in (".yaml", ".yml")
+    found = estimate(Recipe.from_yaml(Path(subject)) if is_recipe else subject, on, batch, context)
+    if as_json:
+        print_json(found.to_json())
+        return
+    title = f"{found.device.name}, batch {batch}, context {context}"
+    print_table(f"prefill: {title}", *_rows(found.before.prefill, found.after and found.after.prefill))
+    if found.before.decode is not None:
+        print_table(f"decode one token: {title}", *_rows(found.before.decode, found.after and found.after.decode))
+    for line in _totals(found):
+        click.echo(line)
+
+
+def _list(context: click.Context) -> None:
+    from compress.roofline.devices import devices
+
+    for name, device in devices().items():
+        rates = ", ".join(f"{kind} {rate / 1e12:g}" for kind, rate in device.rates.items())
+        click.echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
+    context.exit()
+
+
+def _rows(before: Pass, after: Pass | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head of the table, and a row for each kind of product."""
+    later = {cost.name: cost for cost in (after or before).costs}
+    rows = []
+    for cost in before.costs:
+        pairs = zip(_cells(cost), _cells(later[cost.name]) if cost.name in later else ("none",) * 6, strict=True)
+        rows.append((cost.name, *(one if one == other else f"{one} -> {other}" for one, other in pairs)))
+    return HEAD, rows
+
+
+def _cells(cost: Cost) -> tuple[str, ...]:
+    operations, size = cost.operations / cost.count, cost.size_bytes / cost.count
+    rates = f"{cost.intensity:.3g}", cost.bound, f"{cost.seconds * 1e6:.4g}"
+    return f"{cost.count}", shortened(operations), shortened(size), *rates
+
+
+def _totals(found: Roofline) -> list[str]:
+    sides = [side for side in (found.before, found.after) if side is not None]
+    lines = ["prefill: " + " -> ".join(f"{side.prefill.seconds * 1e3:.3g} ms" for side in sides)]
+    steps = [side.decode.seconds for side in sides if side.decode is not None]
+    if steps:
+        rates = " -> ".join(f"{found.batch / seconds:.4g}" for seconds in steps)
+        lines.append(
+            f"decode: {' -> '.join(f'{seconds * 1e3:.3g} ms' for seconds in steps)} per token, {rates} tokens/s"
+        )
+    else:
+        lines.append("decode: none; the model keeps no cache of keys and values")
+    weights = " -> ".join(f"{side.weight_bytes / 1e9:.3g} GB" for side in sides)
+    cache, memory = sides[-1].cache_bytes / 1e9, found.device.memory
+    fits = " -> ".join(dict.fromkeys("fits" if s.memory_bytes <= memory else "does not fit" for s in sides))
+    lines.append(f"memory: weights {weights}, KV cache {cache:.3g} GB; {fits} in {memory / 1e9:.3g} GB")
+    return lines
+
+
+def shortened(number: float) -> str:
+    """Three digits and a unit: 68.7G."""
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

@@ -1,0 +1,120 @@
+"""The roofline of a model, of a compressed checkpoint, or of a recipe before its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from compress.errors import RecipeError
+from compress.formats import FORMATS
+from compress.model.objective import text_config
+from compress.model.open.experts import open_experts
+from compress.model.open.opening import OpenModel
+from compress.model.open.packed import Packed, open_input
+from compress.pipeline.plan import plan_on
+from compress.pipeline.resolve import resolve, schemes_of
+from compress.recipe.schema import Recipe
+from compress.roofline.devices import HERE, Device, read_device
+from compress.roofline.estimate import Pass, Stored, estimate
+from compress.roofline.here import here
+from compress.roofline.trace import check_length, trace
+
+
+@dataclass(frozen=True)
+class Side:
+    """One state of a model. weight_bytes: of all its tensors. decode: None for a model that decodes no tokens."""
+
+    weight_bytes: int
+    cache_bytes: int
+    prefill: Pass
+    decode: Pass | None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Weights and cache, without activations."""
+        return self.weight_bytes + self.cache_bytes
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least latencies of a model on a device. after: None if nothing is compressed.
+
+    context: tokens of the prompt of each of `batch` sequences; the decoded token follows them.
+    """
+
+    device: Device
+    batch: int
+    context: int
+    before: Side
+    after: Side | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1, context: int = 2048) -> Roofline:
+    """Estimate prefill and decoding of a model, a checkpoint's folder, or a recipe, without reading weights.
+
+    on: the device, as `read_device` takes it, or 'here': measured. Raises RecipeError, ModelError, TargetError.
+    """
+    if batch < 1 or context < 1:
+        raise RecipeError(f"--batch {batch} --context {context}: must be at least 1")
+    device = None if on == HERE else read_device(on)
+    if isinstance(subject, Recipe):
+        opened = open_input(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
+        steps, form = resolve(subject.passes, opened, FORMATS[subject.save.format])
+        planned = plan_on(subject, steps, form)
+        stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if not p.scheme.plain}
+    else:
+        opened = form = open_input(str(subject))
+        stored = _stored(opened)
+    check_length(text_config(opened.config), context)
+    dtype = opened.dtype if device is None else opened.storage  # a program here computes in the dtype of `load`
+    device = device or here(dtype)
+    before = _side(opened, {}, dtype, device, batch, context)
+    if not stored and form is opened:
+        return Roofline(device, batch, context, before, None)
+    after = _side(form, stored, dtype, device, batch, context)
+    return Roofline(device, batch, context, before, after)
+
+
+def _stored(opened: OpenModel) -> dict[str, Stored]:
+    """The packed weights of an open checkpoint."""
+    weights = opened.weights
+    if not isinstance(weights, Packed) or weights.format is None:
+        return {}
+    schemes = {name: scheme for name, scheme in schemes_of(opened).items() if not scheme.plain}
+    return {n: Stored.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
+
+
+def _side(
+    opened: OpenModel, stored: Mapping[str, Stored], dtype: torch.dtype, device: Device, batch: int, context: int
+) -> Side:  # fmt: skip
+    model = _without_data(opened, dtype)
+    prefill, decode = trace(model, batch, context)
+    shapes = {name: p.numel() for name, p in model.named_parameters()}  # a tied weight stands once
+    dense = sum(count for name, count in shapes.items() if name.removesuffix(".weight") not in stored)
+    packed = sum(one.size_bytes for one in stored.values())
+    itemsize = dtype.itemsize
+    return Side(
+        dense * itemsize + packed,
+        prefill.cached * itemsize,
+        estimate(prefill, stored, itemsize, device),
+        None if decode is None else estimate(decode, stored, itemsize, device),
+    )
+
+
+def _without_data(opened: OpenModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on device meta, in evaluation mode."""
+    with torch.device("meta"):
+        model = type(opened.model)(opened.config)
+    model.tie_weights()
+    open_experts(model)
+    getattr(model, "to")(dtype)  # noqa: B009  its declaration lacks the dtype
+    return model.eval()

@@ -1,0 +1,81 @@
+"""Devices: how many operations and bytes per second they do at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.errors import RecipeError, did_you_mean
+
+TABLE = Path(__file__).with_name("devices.yaml")
+RATES = ("tflops", "gbps", "memory_gb", "tflops_fp8", "tops_int8")
+"""The keys of a device; the first three are needed."""
+
+HERE = "here"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The limits of a device.
+
+    rates: operations per second by kind of numbers, 'float16', 'float8' or 'int8'. bandwidth: bytes per second.
+    memory: bytes. call_seconds: time that every call of the framework takes besides its operations and bytes.
+    """
+
+    name: str
+    rates: dict[str, float] = field(hash=False)
+    bandwidth: float
+    memory: float
+    call_seconds: float = 0.0
+
+    def rate(self, kind: str) -> float:
+        """Operations per second of a kind of numbers; those of 16-bit floats where the device has no faster ones."""
+        return self.rates.get(kind, self.rates["float16"])
+
+    def seconds(self, operations: float, size: float, kind: str) -> float:
+        """The least time of a product: it waits for its operations or for its bytes, whichever takes longer."""
+        return max(operations / self.rate(kind), size / self.bandwidth)
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """The known devices by name."""
+    return {name: _device(name, values) for name, values in yaml.safe_load(TABLE.read_text("utf-8")).items()}
+
+
+def read_device(text: str) -> Device:
+    """A device by name, in any case, or from '{tflops: 100, gbps: 500, memory_gb: 24}'. Raises RecipeError."""
+    for name, device in devices().items():
+        if name.lower() == text.lower():
+            return device
+    if not text.lstrip().startswith("{"):
+        raise RecipeError(f"--on {text}: unknown device; known: {', '.join(devices())}, {HERE}, or {_example()}")
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RecipeError(f"--on {text}: cannot be read; write {_example()}") from None
+    return _device("custom", values)
+
+
+def _example() -> str:
+    return "'{tflops: 100, gbps: 500, memory_gb: 24}'"
+
+
+def _device(name: str, values: Any) -> Device:
+    if not isinstance(values, dict):
+        raise RecipeError(f"--on: a device is {_example()}")
+    for key, value in values.items():
+        if key not in RATES:
+            raise RecipeError(f"--on: {key}: unknown{did_you_mean(str(key), RATES)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise RecipeError(f"--on: {key}: {value!r} is no number above 0")
+    missing = [key for key in RATES[:3] if key not in values]
+    if missing:
+        raise RecipeError(f"--on: {', '.join(missing)} missing; write for example {_example()}")
+    kinds = {"float16": "tflops", "float8": "tflops_fp8", "int8": "tops_int8"}
+    rates = {kind: values[key] * 1e12 for kind, key in kinds.items() if key in values}
+    return Device(name, rates, values["gbps"] * 1e9, values["memory_gb"] * 1e9)

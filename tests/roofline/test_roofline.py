@@ -1,0 +1,182 @@
+"""The roofline: the published table of Llama-2-7B, counts by hand, all families, devices, and what a user sees."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import compress
+from compress import cli
+from compress.errors import ModelError, RecipeError, TargetError
+from compress.model.open.experts import open_experts
+from compress.pipeline.rooflines import roofline
+from compress.roofline.devices import devices, read_device
+from compress.roofline.estimate import Stored, estimate
+from compress.roofline.here import here
+from compress.roofline.trace import trace
+
+LENGTH = 32
+
+
+def on_meta(model):
+    """A copy without data."""
+    with torch.device("meta"):
+        found = type(model)(model.config).eval()
+    open_experts(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def llama2():
+    """Prefill and decoding of Llama-2-7B on an A6000: 2048 tokens, batch 1, 16 bits."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=4096)).eval()
+    return [estimate(found, {}, 2, read_device("a6000")) for found in trace(model, 1, 2048)]
+
+
+def cost_of(found, name):
+    return next(cost for cost in found.costs if cost.name.endswith(name))
+
+
+def test_the_published_table_of_llama_2_7b(llama2):
+    """LLM Inference Unveiled (Yuan 2024), table 1: q_proj on an A6000."""
+    prefill, decode = (cost_of(found, "q_proj") for found in llama2)
+    assert prefill.count == decode.count == 32
+    assert (round(prefill.operations / 32e9), round(prefill.size_bytes / 32e6)) == (69, 67)
+    assert (prefill.intensity, prefill.bound) == (1024, "compute")
+    assert (round(decode.operations / 32e6), round(decode.size_bytes / 32e6)) == (34, 34)
+    assert (round(decode.intensity), decode.bound) == (1, "memory")
+
+
+def test_attention_and_cache_by_hand(llama2):
+    prefill, decode = (cost_of(found, "(attention)") for found in llama2)
+    assert prefill.operations == 32 * 2 * 2 * 2048 * 2048 * 4096  # scores and their product with the values
+    assert decode.operations == 32 * 2 * 2 * 2049 * 4096
+    assert decode.size_bytes == 32 * 2 * (2 * 2049 + 2) * 4096  # keys, values, query, output
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_key_value_heads=8)).eval()
+    assert trace(model, 3, 100)[0].cached == 2 * 3 * 100 * 8 * 128
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_product_takes_the_longer_of_its_operations_and_its_bytes(batch):
+    device = read_device("{tflops: 1, tops_int8: 4, gbps: 10, memory_gb: 1}")
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1)).eval()
+    _, decode = trace(model, batch, 8)
+    name = "model.layers.0.mlp.up_proj"
+    rows, width = 11008, 4096
+    stored = {name: Stored(rows * width // 2, "int8")}
+    cost = cost_of(estimate(decode, stored, 2, device), "mlp.up_proj")
+    assert cost.size_bytes == rows * width // 2 + 2 * batch * (rows + width)
+    assert cost.seconds == max(cost.operations / 4e12, cost.size_bytes / 10e9)
+    dense = cost_of(estimate(decode, {}, 2, device), "mlp.up_proj")
+    assert dense.seconds == max(dense.operations / 1e12, dense.size_bytes / 10e9) > cost.seconds
+
+
+@pytest.mark.parametrize("grid", ["int8", "int4", "fp8_e4m3", None])
+def test_only_rounded_inputs_use_the_fast_numbers(grid):
+    numbers = {"int8": "int8", "int4": "int8", "fp8_e4m3": "float8", None: "float16"}
+    assert Stored(1, grid).numbers == numbers[grid]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "opt", "gemma2", "phi3", "bloom", "falcon", "mixtral", "qwen3-moe", "bert"]
+)
+def test_families_run_without_data(family, tiny):
+    """Linears of the blocks are all seen, each with two operations per weight and token."""
+    model = tiny(family)
+    prefill, decode = trace(on_meta(model), 1, LENGTH)
+    linears = {p.module: p for p in prefill.products if p.kind == "linear"}
+    assert len(linears) > 4
+    for product in linears.values():
+        tokens = product.operations / (2 * product.rows * product.width)
+        assert 1 <= tokens <= LENGTH and product.moved == tokens * (product.rows + product.width)
+    assert (decode is None) == (family == "bert")
+    assert decode is None or 0 < len(decode.products) <= len(prefill.products)
+    attention = [p for p in prefill.products if p.kind != "linear"]
+    assert len(attention) >= model.config.num_hidden_layers
+
+
+def test_experts_share_the_tokens(tiny):
+    model = tiny("qwen3-moe")
+    prefill, decode = trace(on_meta(model), 1, LENGTH)
+    chosen, count = model.config.num_experts_per_tok, model.config.num_experts
+    first = [p for p in prefill.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
+    assert len(first) == count
+    assert sum(p.operations for p in first) >= 2 * LENGTH * chosen * first[0].rows * first[0].width
+    one = [p for p in decode.products if ".0.mlp.experts." in p.module and p.module.endswith("up_proj")]
+    assert len(one) == chosen
+
+
+def test_a_recipe_before_its_run_and_its_checkpoint_after_it(recipe, tmp_path):
+    asked = recipe(compress.RTN(weights="int4", group_size=32))
+    planned = roofline(asked, "A6000", context=LENGTH)
+    folder = compress.run(asked, tmp_path / "out", progress=False).folder
+    found = roofline(folder, "A6000", context=LENGTH)
+    assert planned.after == found.after and planned.before == found.before
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert 0.9 * size < found.after.weight_bytes <= size
+    assert found.after.decode.seconds < found.before.decode.seconds
+    assert found.after.cache_bytes == found.before.cache_bytes > 0
+
+
+def test_a_dense_model_has_one_side_and_removed_blocks_cost_nothing(pico, recipe):
+    assert roofline(pico, "T4", context=LENGTH).after is None
+    shorter = roofline(recipe(compress.DropBlocks(count=1)), "T4", context=LENGTH)
+    counts = [cost_of(side.prefill, "q_proj").count for side in (shorter.before, shorter.after)]
+    assert counts == [3, 2]
+
+
+def test_this_machine_is_measured(pico):
+    device = here(torch.float32)
+    assert device.bandwidth > 1e8 and device.rate("float16") > 1e8 and 0 < device.call_seconds < 1e-3
+    found = roofline(pico, "here", context=LENGTH)
+    assert found.before.decode.seconds > sum(cost.seconds for cost in found.before.decode.costs)
+
+
+def test_devices_are_complete():
+    assert all(device.bandwidth > 1e11 and device.rate("float16") > 1e13 for device in devices().values())
+    assert read_device("h100-sxm").rate("float8") == 1979e12 and read_device("V100").rate("int8") == 112e12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("H100", "--on H100: unknown device; known: V100, .*, H100-PCIe, H100-SXM, .*, here, or '{tflops: 100"),
+        ("{tflops: 1", "--on {tflops: 1: cannot be read; write '{tflops: 100"),
+        ("{tflops: 1, gbps: 2}", "--on: memory_gb missing; write for example"),
+        ("{tflops: 1, gbps: 2, memory: 3}", r"--on: memory: unknown; did you mean 'memory_gb'\?"),
+        ("{tflops: -1, gbps: 2, memory_gb: 3}", "--on: tflops: -1 is no number above 0"),
+        ("{tflops: fast, gbps: 2, memory_gb: 3}", "--on: tflops: 'fast' is no number above 0"),
+    ],
+)
+def test_a_device_that_cannot_be_read(text, message):
+    with pytest.raises(RecipeError, match=message):
+        read_device(text)
+
+
+def test_bad_input(pico, recipe):
+    with pytest.raises(ModelError, match="--context 9999 exceeds the model's 512 positions; use at most 512"):
+        roofline(pico, "T4", context=9999)
+    with pytest.raises(RecipeError, match="must be at least 1"):
+        roofline(pico, "T4", batch=0)
+    with pytest.raises(TargetError, match="matches no linear"):
+        roofline(recipe(compress.RTN(targets="nothing")), "T4", context=LENGTH)
+
+
+def test_what_the_command_prints(pico, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    file = tmp_path / "r.yaml"
+    file.write_text(f"model: {json.dumps(pico)}\npasses: [{{rtn: {{group_size: 32}}}}]\n")
+    run = CliRunner().invoke(cli.main, ["roofline", str(file), "--on", "A6000", "--context", f"{LENGTH}"])
+    assert run.exit_code == 0, run.output
+    assert "model.layers.*.self_attn.q_proj" in run.output and "memory: weights 0.00244 GB ->" in run.output
+    assert "decode: " in run.output and "fits in 48 GB" in run.output
+    plain = CliRunner().invoke(cli.main, ["roofline", pico, "--on", "A6000", "--context", f"{LENGTH}", "--json"])
+    assert json.loads(plain.output)["before"]["decode"]["costs"][0]["count"] == 3
+    assert "A100-80GB: 10^12" in CliRunner().invoke(cli.main, ["roofline", "--devices"]).output
+    wrong = CliRunner().invoke(cli.main, ["roofline", pico, "--on", "A600"])
+    assert wrong.exit_code == 2 and "known: V100" in wrong.output

@@ -6,15 +6,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-NUMBER = re.compile(r"(?:^|\.)(\d+)\.")
+from compress.report.page.charts import Heat
+
+NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+BLOCK = "block"
 
 
 def kind_and_depth(layer: str) -> tuple[str, int | None]:
-    """('mlp.down_proj', 3) of 'model.layers.3.mlp.down_proj'; later numbers, of experts, become '*'."""
+    """('mlp.down_proj', 3) of 'model.layers.3.mlp.down_proj', and ('block', 3) of 'model.layers.3'.
+
+    Later numbers, of experts, become '*'. The depth of a layer outside of blocks is None.
+    """
     found = NUMBER.search(layer)
     if found is None:
         return layer, None
-    return NUMBER.sub(".*.", layer[found.end() :]), int(found[1])
+    return NUMBER.sub(".*", layer[found.end() :].lstrip(".")) or BLOCK, int(found[1])
 
 
 def by_kind(values: Iterable[tuple[str, float]]) -> dict[str, dict[int, float]]:
@@ -29,3 +35,11 @@ def by_kind(values: Iterable[tuple[str, float]]) -> dict[str, dict[int, float]]:
 
 def _means(depths: Mapping[int, list[float]]) -> dict[int, float]:
     return {depth: sum(found) / len(found) for depth, found in sorted(depths.items())}
+
+
+def heat_map(values: Iterable[tuple[str, float]], log: bool = False) -> Heat | None:
+    """Means of (layer, value) as a heat map of kinds by depth; None for fewer than two depths."""
+    kinds = by_kind(values)
+    depths = sorted({depth for found in kinds.values() for depth in found})
+    rows = [[found.get(depth) for depth in depths] for found in kinds.values()]
+    return Heat(list(kinds), [str(depth) for depth in depths], rows, BLOCK, log=log) if len(depths) > 1 else None

@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
-from compress.report.depth import by_kind, kind_and_depth
+from compress.pipeline.sensitivity import Sensitivities
+from compress.pipeline.sensitivity_page import html as sensitivities
+from compress.report.depth import by_kind, heat_map, kind_and_depth
 from compress.report.html import html, short_name
 from compress.report.page.blocks import Block, Code
 from compress.report.page.charts import Heat, HistogramChart, Interval, Intervals, Line, LineChart
@@ -158,6 +160,7 @@ def test_kinds_and_depths_by_hand():
     assert kind_and_depth("model.layers.3.mlp.down_proj") == ("mlp.down_proj", 3)
     assert kind_and_depth("h.0.mlp.experts.17.up") == ("mlp.experts.*.up", 0)
     assert kind_and_depth("lm_head") == ("lm_head", None)
+    assert kind_and_depth("model.layers.12") == ("block", 12)
     pairs = [("h.0.mlp.experts.1.up", 1.0), ("h.0.mlp.experts.2.up", 3.0), ("h.1.fc2", 5.0), ("lm_head", 9.0)]
     assert by_kind(pairs) == {"mlp.experts.*.up": {0: 2.0}, "fc2": {1: 5.0}}
 
@@ -187,6 +190,45 @@ def test_colors_of_a_heat_map():
     assert [level for _, _, level, _ in heat.cells(0)] == [0, 6] and len(heat.cells(1)) == 1
     assert heat.cells(1)[0] == (0, 50, 3, "b, block 0: 0.500")
     assert Heat(["a"], ["0"], [[2.0]], "block").cells(0)[0][2] == 0
+
+
+def test_colors_on_a_logarithmic_scale():
+    heat = Heat(["a"], ["0", "1", "2", "3"], [[0.001, 0.1, 10.0, -1.0]], "block", log=True)
+    assert [level for _, _, level, _ in heat.cells(0)] == [0, 3, 6, 0] and heat.legend == ("0.00100", "10.0")
+    assert [level for _, _, level, _ in Heat(["a"], ["0"], [[-1.0]], "block", log=True).cells(0)] == [0]
+
+
+def test_a_heat_map_of_kinds_by_depth():
+    heat = heat_map([("h.0.a", 1.0), ("h.1.a", 2.0), ("h.1.b", 3.0)])
+    assert heat.rows == ["a", "b"] and heat.columns == ["0", "1"] and heat.values == [[1.0, 2.0], [None, 3.0]]
+    assert heat_map([("h.0.a", 1.0)]) is None
+
+
+def test_sensitivities():
+    def one(block, choice, kl):
+        sizes = {"weights": 9, "bits": 4.25, "kl_stderr": abs(kl) / 10, "loss": kl, "loss_stderr": None}
+        return {"name": f"h.{block}.fc", "choice": choice, "kl": kl, **sizes}
+
+    found = [
+        one(block, choice, kl * (block + 1)) for choice, kl in (("int4", 1e-4), (HOSTILE, 2.0)) for block in range(3)
+    ]
+    facts = {
+        "compress": "1",
+        "model": "org/m",
+        "fingerprint": "f",
+        "text": "t",
+        "windows": 2,
+        "length": 8,
+        "level": "layer",
+    }
+    text = sensitivities(Sensitivities(**facts, choices={"int4": {}, HOSTILE: {}}, found=found))
+    read = Reader(text)
+    assert len(read.found("svg", role="img")) == 2 and not read.found("script") and HOSTILE in read.text
+    assert (
+        "6.00 nats" not in read.text
+        and "12.0 nats over all layers" in read.text
+        and "Sensitivity of org/m" in read.text
+    )
 
 
 def test_a_histogram_is_drawn_on_a_logarithmic_scale():

@@ -180,23 +180,29 @@ class Intervals(Block):
 
 @dataclass(frozen=True)
 class Heat(Block):
-    """Values by row and column as colors; None: there is no value. unit: what a column counts."""
+    """Values by row and column as colors; None: there is no value. unit: what a column counts.
+
+    log: the colors follow the logarithm; values that are not positive have the first color.
+    """
 
     rows: Sequence[str]
     columns: Sequence[str]
     values: Sequence[Sequence[float | None]]
     unit: str
     size: int = 18
+    log: bool = False
 
     @cached_property
     def limits(self) -> tuple[float, float]:
-        """The least and the largest value."""
-        known = [value for row in self.values for value in row if value is not None] or [0.0]
-        return min(known), max(known)
+        """The least and the largest value; on a logarithmic scale, of the positive ones."""
+        known = [value for row in self.values for value in row if value is not None and (value > 0 or not self.log)]
+        return min(known, default=0.0), max(known, default=0.0)
 
     def level(self, value: float) -> int:
         """The color of a value, from 0 to LEVELS - 1."""
         low, high = self.limits
+        if self.log and low > 0:
+            low, high, value = (math.log(max(x, low)) for x in (low, high, value))
         return min(int(LEVELS * (value - low) / (high - low)), LEVELS - 1) if high > low else 0
 
     def cells(self, row: int) -> list[tuple[float, float, int, str]]:

@@ -24,7 +24,8 @@ class Journal(Section):
 
     def blocks(self, report: Report) -> Sequence[Block]:
         groups = [Entry(kind, message, places) for (kind, message), places in grouped(report).items()]
-        return [*sorted(groups, key=lambda group: group.kind != "fallback")] or [Prose(QUIET)]
+        ordered = sorted(groups, key=lambda group: group.kind != "fallback")
+        return ordered or [Prose(QUIET)]
 
 
 def grouped(report: Report) -> dict[tuple[str, str], list[str]]:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.sparsity import SparsityResult
-from compress.report.depth import by_kind
+from compress.report.depth import heat_map
 from compress.report.page.blocks import Block, Prose, Table
-from compress.report.page.charts import Heat
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
@@ -32,11 +31,9 @@ class Sparsity(Section):
         found: SparsityResult | None = report.evaluations.get("sparsity")
         if found is None:
             return []
-        kinds = by_kind((name, layer.achieved) for name, layer in found.layers.items())
-        depths = sorted({depth for values in kinds.values() for depth in values})
-        values = [[row.get(depth) for depth in depths] for row in kinds.values()]
-        heat = [Heat(list(kinds), [str(depth) for depth in depths], values, "block")] if len(depths) > 1 else []
-        return [Prose(f"Shares of zeros of {len(found.layers)} layers; {TERMS}"), *heat, Table(HEAD, rows(found))]
+        heat = heat_map((name, layer.achieved) for name, layer in found.layers.items())
+        drawn = [] if heat is None else [heat]
+        return [Prose(f"Shares of zeros of {len(found.layers)} layers; {TERMS}"), *drawn, Table(HEAD, rows(found))]
 
 
 def rows(found: SparsityResult) -> list[tuple[str, str, str, str]]:

@@ -12,7 +12,7 @@ from compress.pipeline.sensitivity_page import html as sensitivities
 from compress.report.depth import by_kind, heat_map, kind_and_depth
 from compress.report.html import html, short_name
 from compress.report.page.blocks import Block, Code
-from compress.report.page.charts import Heat, HistogramChart, Interval, Intervals, Line, LineChart
+from compress.report.page.charts import MOST_POINTS, Heat, HistogramChart, Interval, Intervals, Line, LineChart, thinned
 from compress.report.pareto import Variant
 from compress.report.pareto import html as comparison
 from compress.report.schema import Report
@@ -84,6 +84,21 @@ def test_the_page_is_complete_by_itself(whole):
     assert not re.search(r"(?:src|href)=\"(?!#|data:)|url\(|@import|https?://", whole)
     assert not read.found("script") and "default-src 'none'" in str(read.found("meta"))
     assert read.found("html", lang="en") and read.found("meta", name="viewport")
+
+
+def test_the_page_of_a_large_model_is_small():
+    """Eighteen thousand experts with a fallback each, and a training of a hundred thousand steps."""
+    values = sample()
+    few = {"kind": "fallback", "message": "few tokens", "figures": {"tokens": 3, "wanted": 64}}
+    values["journal"]["entries"] = [few | {"where": f"passes[0] gptq model.layers.{i}.up"} for i in range(18_000)]
+    curve = [{"step": i, "loss": 1 / (1 + i), "rate": 0.1} for i in range(100_000)]
+    values["training"]["passes[2] distill"]["curve"] = curve
+    text = page(values)
+    assert len(text.encode()) < LIMIT / 2
+    assert "and 16000 more in report.json" in text
+    drawn = thinned([(point["step"], point["loss"]) for point in curve])
+    assert len(drawn) == MOST_POINTS and drawn[0] == (0, 1.0) and drawn[-1] == (99_999, 1e-5)
+    assert [y for _, y in drawn] == sorted((y for _, y in drawn), reverse=True)
 
 
 def test_a_model_called_script_stays_text(whole):

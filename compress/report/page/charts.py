@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from compress.numerics.histogram import Histogram
@@ -14,6 +15,7 @@ from compress.report.page.numbers import number, span, tick_name, ticks
 
 LineStyle = Literal["main", "base", "faint"]
 MOST_DOTS = 64  # points of a line that show their values
+MOST_POINTS = 600  # of a drawn line; a screen shows no more
 LEVELS = 7  # colors of a heat map
 
 
@@ -32,6 +34,19 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     style: LineStyle = "main"
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most `MOST_POINTS` points: means of neighbours, and the first and the last as they are."""
+    if len(points) <= MOST_POINTS:
+        return points
+    inner, count = points[1:-1], MOST_POINTS - 2
+    cuts = [round(i * len(inner) / count) for i in range(count + 1)]
+    means = [
+        tuple(sum(axis) / (end - begin) for axis in zip(*inner[begin:end], strict=True))
+        for begin, end in pairwise(cuts)
+    ]
+    return [points[0], *((x, y) for x, y in means), points[-1]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ class LineChart(Block):
 
     def path(self, line: Line) -> str:
         """The points of a polyline."""
-        places = [self.place(x, y) for x, y in line.points if math.isfinite(y)]
+        places = [self.place(x, y) for x, y in thinned([point for point in line.points if math.isfinite(point[1])])]
         return " ".join(f"{x:.2f},{y:.1f}" for x, y in places)
 
     def dots(self, line: Line) -> list[Mark]:

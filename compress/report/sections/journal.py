@@ -10,6 +10,7 @@ from compress.report.page.blocks import Block, Entry, Prose
 from compress.report.schema import JournalEntry, Report
 from compress.report.sections.base import Section
 
+SHOWN = 2000  # places of one message, as of the experts of a large model
 QUIET = "No fallbacks and no notes."
 
 
@@ -23,9 +24,15 @@ class Journal(Section):
         return "\n".join(f"- {line}" for line in lines(report)) or QUIET
 
     def blocks(self, report: Report) -> Sequence[Block]:
-        groups = [Entry(kind, message, places) for (kind, message), places in grouped(report).items()]
+        groups = [Entry(kind, message, _shortened(places)) for (kind, message), places in grouped(report).items()]
         ordered = sorted(groups, key=lambda group: group.kind != "fallback")
         return ordered or [Prose(QUIET)]
+
+
+def _shortened(places: list[str]) -> list[str]:
+    """At most `SHOWN` places, and the number of the others."""
+    more = len(places) - SHOWN
+    return [*places[:SHOWN], f"and {more} more in report.json"] if more > 0 else places
 
 
 def grouped(report: Report) -> dict[tuple[str, str], list[str]]:

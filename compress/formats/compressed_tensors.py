@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
@@ -251,13 +250,13 @@ class CompressedTensors(Format):
 def _schemes_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:  # fmt: skip
-    """Read the scheme of the codes and those of the transforms from a config group. Raises ModelError."""
+    """Read the scheme of the codes and those of the transforms from a config group. Raises ValueError."""
     weights, inputs = group["weights"], group.get("input_activations")
     layouts = {layout.name: layout for layout in LAYOUTS}
     name = group.get("format") or config["format"]
     if name not in layouts:
         known = ", ".join(layouts)
-        raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {known}")
     size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
     if size == "block":
         rows, size = weights["block_structure"]

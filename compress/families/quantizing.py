@@ -60,8 +60,8 @@ def _search(value: Any) -> Any:
     share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
     if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
         raise ValueError(f"percentile {share!r} must be a fraction above 0.5 and at most 1, such as 0.999")
-    if share is None and value not in ("absmax", "absmean", "mse") and not isinstance(value, Percentile):
-        known = "absmax, absmean, mse, percentile, or {percentile: 0.999}"
+    if share is None and value not in ("absmax", "absmean", "mse", "importance") and not isinstance(value, Percentile):
+        known = "absmax, absmean, mse, importance, percentile, or {percentile: 0.999}"
         raise ValueError(f"scale {value!r} is not known; write {known}")
     return value
 
@@ -145,8 +145,9 @@ class Quantizing(WeightGrid):
 
     scale: ScaleOption = Field(
         default="absmax",
-        description="'absmax' covers the range; 'mse' clips it to the range with the least error; {percentile: 0.999} "
-        "covers that fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
+        description="'absmax' covers the range; 'mse' clips it to the range with the least error; 'importance': the "
+        "least error weighted by its effect on the output (gptq, signround); {percentile: 0.999} covers that "
+        "fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
     )
     activations: InputGrid = Field(
         default="none", description="grid of the activations (inputs of linears), rounded at run time"
@@ -319,8 +320,17 @@ class Quantizing(WeightGrid):
         inputs: frozenset[Fact] = frozenset({"activations_quantized"})
         return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
+    @property
+    def weighs_columns(self) -> bool:
+        """Whether the search for scales knows the inputs of a layer."""
+        return False
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.scale == "importance" and not self.weighs_columns:
+            raise ValueError("scale: importance needs the inputs of a layer, as gptq has them; use scale: mse")
+        if self.scale == "importance" and self.group_size == "tensor":
+            raise ValueError("scale: importance searches the scales of rows; use group_size: channel, or scale: mse")
         if self.activation_scale != "token" and self.input_grid is None:
             grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
             raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")

@@ -1,11 +1,12 @@
 """Perplexity through llama.cpp: its own quantizer against the presets of the same types, with the same bytes.
 
     python tests/benchmarks/versus_llamacpp.py MODEL CALIBRATION.npy EVALUATION.npy [--types Q4_0 Q4_K_M ...]
-        [--llama-python PATH] [--work FOLDER]
+        [--llama-python PATH] [--work FOLDER] [--overwrite]
 
 MODEL is a folder or a .gguf file; the two .npy files hold token ids [sequences, length] of its tokenizer. llama.cpp
 gets the model in float32, and an importance matrix from the calibration ids (the mean squares of the inputs of every
-matrix); each type is also quantized without one. --llama-python: a Python with llama-cpp-python, if it is not this one.
+matrix); each type is also quantized without one. --llama-python: a Python with llama-cpp-python, if it is not this one. Started again, it goes on with the files in --work;
+--overwrite computes those of compress again.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--work", type=Path, default=Path("out/versus_llamacpp"))
     parser.add_argument("--importance-only", action="store_true", help="leave out llama.cpp without a matrix")
+    parser.add_argument("--overwrite", action="store_true", help="compute the files of compress again")
     given = parser.parse_args()
     work = given.work
     work.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ def main() -> None:
         data["save"]["verify"] = "own"
         recipe = Recipe.from_data(data)
         folder = work / kind
-        compress.run(recipe, folder, overwrite=True, progress=False)
+        compress.run(recipe, folder, overwrite=given.overwrite, progress=False)
         files["compress"] = folder / "model.gguf"
         for label, file in files.items():
             found = float(peer(given.llama_python, "perplexity", str(file), given.evaluation))

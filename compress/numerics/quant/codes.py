@@ -21,6 +21,7 @@ from torch import Tensor
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.numerics.quant.scales import FloatScale
 from compress.numerics.quant.super_blocks import SuperBlock
+from compress.numerics.quant.weighted_search import WeightedSearch
 
 GroupSize = int | Literal["channel", "tensor"]
 
@@ -41,7 +42,7 @@ class Percentile(BaseModel):
     percentile: float = Field(default=0.999, gt=0.5, le=1)
 
 
-ScaleSearch = Literal["absmax", "absmean", "mse"] | Percentile
+ScaleSearch = Literal["absmax", "absmean", "mse", "importance"] | Percentile
 """How to find the range that a scale covers."""
 
 
@@ -116,17 +117,19 @@ def fit_shared(
     group_size: GroupSize,
     shared_absmax: float | None = None,
     search: ScaleSearch = "absmax",
+    importance: Float[Tensor, " in"] | None = None,
 ) -> Float[Tensor, " n"] | None:
     """Compute the numbers that all stored scales of a weight share, before the scales; None for most grids.
 
     shared_absmax: the largest magnitude of all weights that share these numbers (`Layer.shared_absmax`); None: of this
-    weight alone. search: how scales will be found; the steps of super-blocks are those of the scales as floats.
+    weight alone. search, importance: how scales will be found; the steps of super-blocks are those of the scales as
+    floats.
     """
     if not grid.scaling.shared_count(1):
         return None
     if isinstance(grid.scaling, SuperBlock):
         free = replace(grid, name=f"{grid.name} with floats", scaling=FloatScale(grid.scaling.signed))
-        scale, zero = fit(weight, free, group_size, not grid.offset, search)
+        scale, zero = fit(weight, free, group_size, not grid.offset, search, importance=importance)
         return grid.scaling.shared_of(scale, None if zero is None else zero.clamp(max=0))
     extent = grouped(weight, group_size).abs().amax(-1)
     return grid.scaling.fit_shared(extent, grid.span, shared_absmax)
@@ -141,11 +144,13 @@ def fit(
     dtype: torch.dtype = torch.float32,
     shared: Float[Tensor, " n"] | None = None,
     mask: Bool[Tensor, "out in"] | None = None,
+    importance: Float[Tensor, " in"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scale and zero per group, [out, groups]; the scale in its stored form: floats are rounded to `dtype`.
 
     search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest rounding
     error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost weights.
+    'importance' finds the least squared error weighted by `importance` (`WeightedSearch`).
     'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3). shared: the result of
     `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`). mask: True for kept weights;
     the others are zero already, and do not count in a mean.
@@ -164,12 +169,17 @@ def fit(
     searched = grid.offset or (search != "absmax" and not grid.has_zero)
     if searched and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
         # the padding of the last group would count as an error, or widen a range without zero
-        last, low_end = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
+        ends = (None, None) if importance is None else (importance[:-short], importance[-short:])
+        last, low_end = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype, importance=ends[1])
         if short == weight.shape[1]:
             return last, low_end
-        first, low_ends = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
+        first, low_ends = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype, importance=ends[0])
         both = None if low_end is None or low_ends is None else torch.cat([low_ends, low_end], dim=1)
         return torch.cat([first, last], dim=1), both
+    if search == "importance":
+        assert importance is not None and group_size != "tensor"
+        weights = grouped(importance[None].to(weight.dtype), group_size)[0]
+        return WeightedSearch(parts, weights, grid, symmetric, dtype, shared).best()
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
         return scales(low, high)

@@ -36,6 +36,7 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )  # fmt: skip
+from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
@@ -148,7 +149,9 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
-    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
+    schemes = {layer.name: layer.scheme for layer in planned.layers}
+    check_reader(recipe, steps, form, schemes)
+    check_servers(recipe, form, FORMATS[recipe.save.format], schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:

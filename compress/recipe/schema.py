@@ -59,6 +59,14 @@ class Save(Options):
         "'always': also if it is larger, so that every mask can be read back; 'off': store the zeros",
     )
 
+    tensor_parallel: int | None = Field(
+        default=1,
+        ge=1,
+        description="devices over which a server such as vLLM splits each layer; the plan checks that groups and "
+        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike; null: "
+        "no server loads the checkpoint",
+    )
+
     @field_validator("format")
     @classmethod
     def _known(cls, name: str) -> str:

@@ -151,7 +151,7 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     planned = plan_on(recipe, steps, form)
     schemes = {layer.name: layer.scheme for layer in planned.layers}
     check_reader(recipe, steps, form, schemes)
-    check_servers(recipe, form, FORMATS[recipe.save.format], schemes)
+    served = check_servers(recipe, form, FORMATS[recipe.save.format], schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -165,7 +165,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+    notes = (*planned.notes, *served)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes)
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:

@@ -53,38 +53,45 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def check_servers(recipe: Recipe, form: OpenModel, format_: Format, planned: Mapping[str, LayerScheme]) -> None:
-    """Raise TargetError if servers cannot load the checkpoint, or split it over `save.tensor_parallel` devices.
+def check_servers(
+    recipe: Recipe, form: OpenModel, format_: Format, planned: Mapping[str, LayerScheme]
+) -> list[str]:  # fmt: skip
+    """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
-    form: the model in its final shape. planned: the final schemes of its linears.
+    form: the model in its final shape. planned: the final schemes of its linears. Raises TargetError for recipes that
+    say so (`save.tensor_parallel`), and if groups or packed words do not divide over the devices.
     """
     parts = recipe.save.tensor_parallel
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
-    if parts is None or all(scheme.plain for scheme in schemes.values()):
-        return
-    if format_.fused and len({_stored(scheme) for scheme in schemes.values()}) > 1:
-        _check_alike(fused_sets(form), schemes)
-    if parts > 1:
-        _check_split(parts, form, format_, {name: scheme for name, scheme in schemes.items() if not scheme.plain})
+    coded = {name: scheme for name, scheme in schemes.items() if not scheme.plain}
+    if not coded:
+        return []
+    differing = format_.fused and len({_stated(scheme) for scheme in schemes.values()}) > 1
+    reason = _unlike(fused_sets(form), schemes) if differing else None
+    if reason is not None and parts is not None:
+        raise TargetError(f"save: tensor_parallel: {parts}: {reason}; give them the same options")
+    if parts is not None and parts > 1:
+        _check_split(parts, form, format_, coded)
+    return [] if reason is None else [f"save: {reason}; save: {{tensor_parallel: 1}} makes this an error"]
 
 
-def _stored(scheme: LayerScheme) -> tuple[object, ...]:
+def _stated(scheme: LayerScheme) -> tuple[object, ...]:
     """What a config states of a layer."""
     return ((), ()) if scheme.plain else (scheme.parts, scheme.transforms)
 
 
-def _check_alike(sets: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme]) -> None:
+def _unlike(sets: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme]) -> str | None:
+    """Why servers refuse these layers; None if the layers of each set are stored alike."""
     for names in sets:
-        found = {name: schemes.get(name) for name in names}
-        first = found[names[0]]
-        for name, scheme in found.items():
-            if first is not None and scheme is not None and _stored(scheme) != _stored(first):
-                texts = [f"{n.rpartition('.')[2]}: {'dense' if s.plain else s.text}" for n, s in found.items() if s]
-                raise TargetError(
-                    f"save: {name} is stored otherwise than {names[0]} ({', '.join(texts)}); servers such as vLLM "
-                    "compute linears with the same input as one and refuse such a checkpoint; give them the same "
-                    "options, or write save: {tensor_parallel: null} if no server loads it"
-                )
+        found = {name: schemes[name] for name in names if name in schemes}
+        other = next((name for name in found if _stated(found[name]) != _stated(found[names[0]])), None)
+        if other is not None:
+            texts = [f"{n.rpartition('.')[2]}: {'dense' if s.plain else s.text}" for n, s in found.items()]
+            return (
+                f"{other} is stored otherwise than {names[0]} ({', '.join(texts)}); servers such as vLLM compute "
+                "linears with the same input as one, and refuse a checkpoint in which these differ"
+            )
+    return None
 
 
 def _check_split(parts: int, form: OpenModel, format_: Format, schemes: Mapping[str, LayerScheme]) -> None:

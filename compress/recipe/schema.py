@@ -60,11 +60,10 @@ class Save(Options):
     )
 
     tensor_parallel: int | None = Field(
-        default=1,
+        default=None,
         ge=1,
-        description="devices over which a server such as vLLM splits each layer; the plan checks that groups and "
-        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike; null: "
-        "no server loads the checkpoint",
+        description="devices over which a server such as vLLM splits each layer: the plan checks that groups and "
+        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike",
     )
 
     @field_validator("format")

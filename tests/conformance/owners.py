@@ -75,7 +75,7 @@ GPTQMODEL = Owner(
 AUTOAWQ = Owner(
     "autoawq",
     ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "transformers==4.51.3", "datasets==3.6.0", "zstandard", "autoawq"),
-    "autoawq", writer=True,
+    "autoawq", "float16", writer=True,
 )  # fmt: skip
 BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
 LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)

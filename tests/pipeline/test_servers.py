@@ -45,28 +45,27 @@ def test_linears_of_one_module_that_read_the_same_tensor_are_a_set():
 def test_a_part_of_a_fused_set_that_is_stored_otherwise_is_an_error(format_, options):
     if format_ == "awq" and "symmetric" in options:  # it stores zero points in any case
         options = {"weights": "none"}
-    chosen = recipe({"format": format_, "verify": "own"}, overrides={"*.v_proj": options})
+    save = {"format": format_, "verify": "own"}
+    chosen = recipe(save | {"tensor_parallel": 1}, overrides={"*.v_proj": options})
     if format_ == "gptq" and "symmetric" in options:
         with pytest.raises(TargetError, match="zero points are stored in another version"):
             plan(chosen)
         return
     with pytest.raises(TargetError, match=r"v_proj is stored otherwise than .*q_proj .*compute linears with the same"):
         plan(chosen)
-    plan(chosen.model_copy(update={"save": chosen.save.model_copy(update={"tensor_parallel": None})}))
+    [note] = [note for note in plan(recipe(save, overrides={"*.v_proj": options})).notes if "servers" in note]
+    assert note.endswith("save: {tensor_parallel: 1} makes this an error")
 
 
 def test_whole_sets_and_layers_alone_may_differ():
-    plan(
-        recipe(
-            {"verify": "own"},
-            overrides={"*.self_attn.[qkv]_proj": {"weights": "int8"}, "*.down_proj": {"weights": "none"}},
-        )
-    )
+    overrides = {"*.self_attn.[qkv]_proj": {"weights": "int8"}, "*.down_proj": {"weights": "none"}}
+    assert plan(recipe({"verify": "own", "tensor_parallel": 1}, overrides=overrides)).notes == ()
 
 
 @pytest.mark.parametrize("format_", ["native", "dense"])
 def test_formats_that_no_server_fuses_store_any_mixture(format_):
-    plan(recipe({"format": format_}, overrides={"*.v_proj": {"weights": "none"}}))
+    save = {"format": format_, "tensor_parallel": 1}
+    plan(recipe(save, overrides={"*.v_proj": {"weights": "none"}}))
 
 
 def test_a_group_that_would_be_cut_names_the_layer_and_what_works():
@@ -93,8 +92,10 @@ def test_heads_of_keys_and_values_are_repeated_on_more_devices(wide):
 
 def test_a_model_without_a_plan_of_its_own_must_allow_both_ways(wide, monkeypatch):
     monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", None)
-    with pytest.raises(TargetError, match=r"q_proj: 256 inputs do not split into 4 equal parts .* of 128; .*: 1, 2;"):
-        plan(recipe({"tensor_parallel": 4}, wide, group_size=128, targets="*.q_proj"))
+    with pytest.raises(
+        TargetError, match=r"gate_proj: 256 inputs do not split into 4 equal parts .* of 128; .*: 1, 2;"
+    ):
+        plan(recipe({"tensor_parallel": 4}, wide, group_size=128, targets="*.mlp.*"))
 
 
 @pytest.mark.parametrize(("format_", "reason"), [("bitsandbytes", "does not split"), ("native", "no server reads")])

@@ -1,6 +1,7 @@
-"""Read checkpoints with AutoAWQ's layer in plain torch, in float32. Run in its own environment: JOBS (a JSON file).
+"""Read checkpoints with AutoAWQ's layer in plain torch, in float16. Run in its own environment: JOBS (a JSON file).
 
-AutoAWQ is archived: its layers run in transformers 4.51, which does not know rope_parameters of later ones.
+AutoAWQ is archived: its layers run in transformers 4.51, which does not know rope_parameters of later ones. On a CPU its
+own loading asks for another archived package, so its layers are put into the model here.
 """
 
 import json
@@ -18,17 +19,24 @@ def read(folder, ids, out):
     """Write the logits, and the dequantized weights as [out, in]."""
     config = AutoConfig.from_pretrained(folder)
     config.rope_theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", config.rope_theta)
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, torch_dtype=torch.float16, device_map="cpu")
-    model = model.eval().float()
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, WQLinear_GEMM)}
+    settings = config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, torch_dtype=torch.float16).eval()
+    stored = {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}
+    layers = {}
+    for name, dense in list(model.named_modules()):
+        if f"{name}.qweight" in stored:
+            layers[name] = WQLinear_GEMM.from_linear(dense, settings["bits"], settings["group_size"], init_only=True)
+            model.set_submodule(name, layers[name])
+    missing, unknown = model.load_state_dict(stored, strict=False)
+    if not layers or unknown or set(missing) > {"lm_head.weight"}:
+        raise RuntimeError(f"{len(layers)} layers of AutoAWQ, missing {missing}, unknown {unknown}")
+    model.tie_weights()
     found = {}
     for name, module in layers.items():
         weight = dequantize_gemm(module.qweight, module.qzeros, module.scales, module.w_bit, module.group_size)
         found[f"{name}.weight"] = weight.T.contiguous()
     with torch.no_grad():
         found["logits"] = model(load_file(ids)["ids"]).logits.float().contiguous()
-    if not layers:
-        raise RuntimeError("no layer of AutoAWQ was loaded")
     save_file(found, out)
 
 

@@ -30,24 +30,25 @@ def weight_of_bitsandbytes(module):
 
 
 def weight_of_compressed_tensors(module):
-    """The dequantized weight of a layer of compressed-tensors after the first forward pass; None for other modules."""
-    scheme = getattr(module, "quantization_scheme", None)
-    weight = getattr(module, "weight", None)
-    if scheme is None or scheme.weights is None or not isinstance(weight, torch.Tensor):
-        return None
-    return weight.detach() if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    """The weight of a linear after the first forward pass, which dequantizes it; None for other modules."""
+    weight = module.weight.detach() if isinstance(module, torch.nn.Linear) and hasattr(module, "weight") else None
+    return weight if weight is not None and weight.dtype in (torch.float32, torch.bfloat16) else None
 
 
 def read(folder, ids, out):
     """Write the logits, and the dequantized weights as [out, in]."""
+    method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
     try:
-        found = tensors_of(folder, ids, {})
-    except RuntimeError:  # transformers 5.23 loads zero points, and 4-bit floats in float32, only if it dequantizes
-        found = tensors_of(folder, ids, {"quantization_config": CompressedTensorsConfig(run_compressed=False)})
+        found = tensors_of(folder, ids, method, {})
+    except RuntimeError:
+        if method != "compressed-tensors":
+            raise
+        # transformers 5.23 loads zero points, and 4-bit floats in float32, only if it dequantizes
+        found = tensors_of(folder, ids, method, {"quantization_config": CompressedTensorsConfig(run_compressed=False)})
     save_file(found, out)
 
 
-def tensors_of(folder, ids, options):
+def tensors_of(folder, ids, method, options):
     """The logits and the weights."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}, **options).eval()
     found = {}
@@ -61,7 +62,8 @@ def tensors_of(folder, ids, options):
     with torch.no_grad():
         keep(weight_of_bitsandbytes)  # first: some CPUs repack its codes when they run
         found["logits"] = model(load_file(ids)["ids"]).logits.float().contiguous()
-        keep(weight_of_compressed_tensors)
+        if method == "compressed-tensors":
+            keep(weight_of_compressed_tensors)
     return found
 
 

@@ -26,7 +26,8 @@ def write(source, folder, ids, kind):
     scheme = {"bits": int(bits.removeprefix("int")), "group_size": int(group), "sym": zeros == "sym"}
     rounding = AutoRound(model, tokenizer, **scheme, dataset=texts, nsamples=len(texts), seqlen=len(tokens), iters=4,
                          batch_size=4, device_map="cpu", enable_torch_compile=False)  # fmt: skip
-    rounding.quantize_and_save(folder, format=LAYOUTS[layout])
+    rounding.quantize_and_save(f"{folder}.made", format=LAYOUTS[layout])
+    next(Path(f"{folder}.made").rglob("config.json")).parent.rename(folder)  # it names a folder inside
     tokenizer.save_pretrained(folder)
 
 

@@ -10,14 +10,19 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+BLOCK = 64  # weights per scale; compress does not read blocks that cross rows
+
 
 def write(source, folder, kind):
     """Write a checkpoint."""
     config = BitsAndBytesConfig(load_in_8bit=True)
     if kind != "int8":
+        dense = AutoModelForCausalLM.from_pretrained(source)
+        cut = {name for name, one in dense.named_modules() if getattr(one, "in_features", BLOCK) % BLOCK}
         config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type=kind[:3], bnb_4bit_use_double_quant=kind.endswith("dq")
-        )
+            load_in_4bit=True, bnb_4bit_quant_type=kind[:3], bnb_4bit_use_double_quant=kind.endswith("dq"),
+            llm_int8_skip_modules=["lm_head", *cut],
+        )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
     )

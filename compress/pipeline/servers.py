@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -17,7 +18,7 @@ from compress.model.open.opening import OpenModel
 from compress.model.structure.ends import vocabulary_size
 from compress.model.structure.links import block_signature, find_groups
 from compress.recipe.schema import Recipe
-from compress.stream.capture import CHECKED_TOKENS, UNRUNNABLE, ModelShell
+from compress.stream.capture import CHECKED_TOKENS, UNRUNNABLE, Call, ModelShell
 from compress.weights.layer import LayerScheme
 
 MOST = 64
@@ -39,7 +40,9 @@ def fused_sets(opened: OpenModel) -> list[tuple[str, ...]]:
             known[kind] = []
             with suppress(*UNRUNNABLE), torch.no_grad():
                 empty = copy.deepcopy(block.module).to("meta")
-                there = type(call)(send_to_device(call.args, "meta"), send_to_device(call.kwargs, "meta"), call.keyword)
+                args: Any = send_to_device(call.args, "meta")
+                kwargs: Any = send_to_device(call.kwargs, "meta")
+                there = Call(args, kwargs, call.keyword)
                 groups = find_groups(empty, lambda module, there=there: there.run(module, captured.hidden.to("meta")))
                 known[kind] = [part for group in groups for part in _of_one_module(group.linears) if len(part) > 1]
         found += [tuple(f"{block.name}.{name}" for name in part) for part in known[kind]]

@@ -93,14 +93,14 @@ def _gptq_and_awq() -> Iterator[Case]:
 def _floats() -> Iterator[Case]:
     """The float layouts of compressed-tensors."""
     fp8 = {"weights": "fp8_e4m3", "group_size": "channel"}
-    block = {"weights": "fp8_e4m3", "group_size": 128, "block_rows": 128}
+    block = {"weights": "fp8_e4m3", "group_size": 32, "block_rows": 32}
     found: list[tuple[str, dict[str, Any], float | None, bool]] = [
         ("fp8 channel", fp8, None, True),
         ("fp8 tensor", fp8 | {"group_size": "tensor"}, None, False),
         ("fp8 channel, fp8 inputs token", fp8 | {"activations": "fp8_e4m3"}, OF_INPUTS, False),
         ("fp8 tensor, fp8 inputs static",
          fp8 | {"group_size": "tensor", "activations": "fp8_e4m3", "activation_scale": "static"}, OF_INPUTS, False),
-        ("fp8 128x128 blocks", block, None, True),
+        ("fp8 32x32 blocks", block, None, True),
         ("mxfp4", {"weights": "mxfp4"}, OF_BFLOAT16, True),
         ("nvfp4", {"weights": "nvfp4"}, OF_BFLOAT16, True),
     ]  # fmt: skip
@@ -131,7 +131,6 @@ def _of_others() -> Iterator[Case]:
     yield Case("awq", "awq-32", GPTQMODEL, (), None, "gptqmodel")
     yield Case("awq", "int4-32-asym", AUTOAWQ, (), None, "autoawq")
     yield Case("gptq", "int4-32-sym-gptq", GPTQMODEL, (), None, "autoround", True)
-    yield Case("gptq", "int4-32-asym-gptq", GPTQMODEL, (), None, "autoround")
     yield Case("awq", "int4-32-asym-awq", GPTQMODEL, (), None, "autoround")
     yield Case("compressed-tensors", "int4-32-sym-llmcompressor", COMPRESSED_TENSORS, (), None, "autoround")
     for kind in ("nf4", "fp4", "nf4-dq", "fp4-dq"):

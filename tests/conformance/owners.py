@@ -23,7 +23,7 @@ class Owner:
     """A program. packages: of its environment, installed without what they depend on.
 
     reader: the script of `readers/` that loads checkpoints; None for a program that only writes. dtype: in which it
-    computes. writer: whether `writers/` has a script with its name.
+    computes. writer: whether `writers/` has a script with its name. variables: of the environment.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Owner:
     reader: str | None = None
     dtype: str = "float32"
     writer: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
 
     def environment(self, cache: Path) -> Path:
         """The Python of the environment; made on first use. Raises CalledProcessError if it does not install.
@@ -58,7 +59,7 @@ class Owner:
             raise RuntimeError(f"does not install: {error}") from error
         listed = work / f"{self.name}-{Path(script).name}.json"
         listed.write_text(json.dumps(jobs))
-        code = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+        code = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **dict(self.variables)}
         found = subprocess.run(
             [python, HERE / script, listed], capture_output=True, text=True, timeout=60 * MINUTES, env=code, cwd=work
         )
@@ -70,7 +71,7 @@ COMPRESSED_TENSORS = Owner("compressed-tensors", ("compressed-tensors",), "trans
 GPTQMODEL = Owner(
     "gptqmodel",
     ("wheel", "logbar", "device-smi", "tokenicer", "threadpoolctl", "pypcre", "defuser", "pillow", "optimum", "gptqmodel"),
-    "gptqmodel", "float16", writer=True,
+    "gptqmodel", "float16", writer=True, variables=(("GPTQMODEL_CPU_WORKERS", "2"),),  # it fails with one on two cores
 )  # fmt: skip
 AUTOAWQ = Owner(
     "autoawq",

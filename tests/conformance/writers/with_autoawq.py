@@ -18,7 +18,7 @@ def write(source, folder, ids, kind):
     tokens = load_file(ids)["ids"][0].tolist()
     texts = [tokens[i:] + tokens[:i] for i in range(32)]
     settings = {"zero_point": True, "q_group_size": int(kind.split("-")[1]), "w_bit": 4, "version": "GEMM"}
-    model.quantize(tokenizer, quant_config=settings, calib_data=texts, max_calib_seq_len=64)
+    model.quantize(tokenizer, quant_config=settings, calib_data=texts, max_calib_seq_len=64, apply_clip=False)
     model.save_quantized(folder)
     tokenizer.save_pretrained(folder)
 

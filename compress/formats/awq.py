@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
@@ -60,8 +59,8 @@ class AWQ(Format):
     def of_config(self, config: Mapping[str, Any]) -> AWQ:
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm" or config.get("bits", BITS) != BITS:
-            raise ModelError(
-                f"model: the layout {version!r} of AutoAWQ with {config.get('bits')} bits cannot be read; known: gemm "
+            raise ValueError(
+                f"the layout {version!r} of AutoAWQ with {config.get('bits')} bits cannot be read; known: gemm "
                 f"with {BITS} bits"
             )
         return self

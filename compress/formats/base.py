@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.grids import Grid
 from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.fields import read_grid
 from compress.weights.layer import LayerScheme
 
 
@@ -40,9 +41,13 @@ class CacheScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
-        """The inverse of to_json. Raises KeyError for an unknown grid or a missing field."""
-        grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
-        return cls(grids[0], grids[1], values["scale"], values["symmetric"])
+        """The inverse of to_json. Raises ValueError for an unknown grid, and for a missing or wrong field."""
+        names = ("keys", "values", "scale", "symmetric")
+        if not isinstance(values, Mapping) or values.keys() != set(names):
+            raise ValueError(f"{str(values)[:100]!r} describes no rounding of keys and values: {', '.join(names)}")
+        if values["scale"] not in ("token", "static") or not isinstance(values["symmetric"], bool):
+            raise ValueError(f"{str(values)[:100]!r} has a scale other than token and static, or no bool as symmetric")
+        return cls(read_grid(values["keys"]), read_grid(values["values"]), values["scale"], values["symmetric"])
 
     @property
     def grids(self) -> tuple[Grid | None, Grid | None]:
@@ -89,6 +94,14 @@ def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
     return None
 
 
+def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key of a config. Raises ValueError if there is none."""
+    found = values.get(key)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"it has no object {key!r}")
+    return found
+
+
 @dataclass(frozen=True)
 class StoredLayer:
     """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
@@ -129,7 +142,7 @@ class Format(ABC):
     def of_config(self, config: Mapping[str, Any]) -> Format:
         """The format of a checkpoint with this `quantization_config`, for formats with several versions.
 
-        Raises ModelError for a version that cannot be read.
+        Raises ValueError for a version that cannot be read.
         """
         return self
 
@@ -191,8 +204,11 @@ class Format(ABC):
         """Why servers cannot split layers of this format over devices; None if they can."""
         return None if "vLLM" in self.readers else f"no server reads format {self.name}"
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`."""
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.
+
+        stored: the dtype of the layer's scales on disk.
+        """
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:

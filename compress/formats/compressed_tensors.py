@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
@@ -63,6 +62,11 @@ STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
 def layout_of(scheme: LayerScheme) -> Layout | None:
     """The layout for layers of a scheme, or None."""
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
+
+
+def _dequantized_early(scheme: LayerScheme) -> bool:
+    """Whether transformers has to dequantize a layer while it loads; it does so in the stored dtype."""
+    return not codes_of(scheme).symmetric and scheme.rounding is None
 
 
 class CompressedTensors(Format):
@@ -148,9 +152,11 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         layout = layout_of(scheme)
-        return torch.bfloat16 if layout is not None and layout.name in IN_BFLOAT16 else dtype
+        if layout is not None and layout.name in IN_BFLOAT16:
+            return torch.bfloat16
+        return stored if _dequantized_early(scheme) else dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         coded = [layer for layer in layers if not layer.scheme.plain]
@@ -171,7 +177,7 @@ class CompressedTensors(Format):
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
                 "group_size that divides the inputs of all layers, or symmetric: true"
             )
-        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
@@ -209,7 +215,7 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
+        zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
             # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
@@ -249,22 +255,30 @@ class CompressedTensors(Format):
 
 
 def _matches(target: str, name: str) -> int:
-    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all."""
-    if target.startswith("re:"):
-        return 2 * (re.match(target.removeprefix("re:"), name) is not None)
+    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
+
+    Raises ValueError for a pattern that is none.
+    """
+    if not isinstance(target, str):
+        raise ValueError(f"targets and ignored names must be texts, not {target!r}")
+    try:
+        if target.startswith("re:"):
+            return 2 * (re.match(target.removeprefix("re:"), name) is not None)
+    except re.error as error:
+        raise ValueError(f"the pattern {target!r} cannot be read ({error})") from error
     return 3 * (target == name) or int(target == "Linear")
 
 
 def _schemes_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:  # fmt: skip
-    """Read the scheme of the codes and those of the transforms from a config group. Raises ModelError."""
+    """Read the scheme of the codes and those of the transforms from a config group. Raises ValueError."""
     weights, inputs = group["weights"], group.get("input_activations")
     layouts = {layout.name: layout for layout in LAYOUTS}
     name = group.get("format") or config["format"]
     if name not in layouts:
         known = ", ".join(layouts)
-        raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {known}")
     size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
     if size == "block":
         rows, size = weights["block_structure"]

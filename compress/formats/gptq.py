@@ -30,7 +30,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
@@ -72,7 +71,7 @@ class GPTQ(Format):
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in VERSIONS or config.get("pack_dtype", "int32") != "int32":
             known = ", ".join(VERSIONS)
-            raise ModelError(f"model: the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
+            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
         return GPTQ(VERSIONS[version])
 
     @property
@@ -237,6 +236,14 @@ def _in_block(name: str) -> str | None:
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of one layer: those of the config, replaced by those of the first matching entry of `dynamic`."""
     for pattern, own in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+        if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), name):
             return {**config, **own}
     return dict(config)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of `dynamic` matches the start of a name. Raises ValueError for an invalid pattern."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:100]!r} in dynamic is no regular expression ({error})") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -335,6 +336,11 @@ def linears(module: nn.Module) -> dict[str, nn.Module]:
     """Every linear of a module by name, dense or compressed, in the order of definition; tables of rows are none."""
     found = {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
     return {name: child for name, child in found.items() if getattr(child, "role", "linear") != "embedding"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a module of several blocks: its name with '*' for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:

@@ -22,12 +22,14 @@ from compress.api.journal import Entry
 from compress.api.passes import Step
 from compress.errors import OutputError
 from compress.formats.base import CacheScheme, Format
+from compress.formats.containers.digests import SUMS
 from compress.formats.containers.files import file_sha256, write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import SCALES, cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
 from compress.model.open.load import fill, fill_caches
-from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
+from compress.model.open.opening import InMemory, Mapped, OpenModel, assign
+from compress.model.open.stored import stored_in
 from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
@@ -48,6 +50,7 @@ OWN_FILES = (
     "*.safetensors",
     "*.json",
     "*.part",
+    SUMS,
     "chat_template.jinja",
     "recipe.yaml",
     "README.md",
@@ -99,7 +102,7 @@ class Manifest:
         """The files of a complete checkpoint that are missing or changed."""
         files = {entry.file: entry.sha256 for entry in self.shards.values()}
         changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
-        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json")
+        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json", SUMS)
         return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
@@ -355,7 +358,8 @@ class Shards:
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
             names = {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
-            write_description(self.opened, folder, names, sizes, config, self.loads_in, own)
+            digests = {entry.file: entry.sha256 for entry in manifest.shards.values()}
+            write_description(self.opened, folder, names, sizes, config, self.loads_in, own, digests=digests)
             for name, text in self.recipe.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_text(folder / name, text)

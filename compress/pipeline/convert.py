@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from compress.errors import TargetError, UserError, did_you_mean
 from compress.formats import FORMATS
 from compress.formats.base import Format
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, kind_of, linears
 from compress.model.open.load import load
 from compress.numerics.quant.codes import quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
@@ -194,7 +193,7 @@ class _Plan:
         after = layer.weight_as(torch.float32)
         stored = self.form.adapt(layer.scheme)
         text = "dense" if stored is None else stored.text
-        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), scheme.text, text
+        kind = kind_of(name), scheme.text, text
         error = self.errors.setdefault(kind, _Error())
         error.difference += float((after - before).double().square().sum())
         error.norm += float(before.double().square().sum())

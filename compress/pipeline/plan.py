@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from compress.api.passes import Pass, Step
 from compress.formats import FORMATS
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
-from compress.model.linear import linears
+from compress.model.linear import kind_of, linears
 from compress.model.open.opening import OpenModel, read_config
 from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
@@ -88,7 +87,7 @@ class Plan:
         """The layers by kind, in the order of the model."""
         found: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
         for layer in self.layers:
-            name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
+            name = kind_of(layer.name)
             found.setdefault((name, replace(layer, name="", size_bytes=0)), []).append(layer)
         return [
             LayerGroup(name, kind.shape, kind.passes, kind.scheme, len(same), sum(layer.size_bytes for layer in same))

@@ -21,7 +21,8 @@ from compress.formats.containers.files import file_sha256
 from compress.formats.containers.safetensors import write_shard
 from compress.model.kv_cache import SCALES, round_cache, rounded_caches, scheme_of
 from compress.model.linear import CompressedLinear
-from compress.model.open.opening import InMemory, Mapped, OpenModel, assign, stored_in
+from compress.model.open.opening import InMemory, Mapped, OpenModel, assign
+from compress.model.open.stored import stored_in
 from compress.model.reshape.reconfigure import build, replace_in_place, shapes, sketch
 from compress.model.save import outside_state
 from compress.model.structure.blocks import find_blocks

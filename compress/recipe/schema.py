@@ -34,7 +34,7 @@ from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.settings import Setting, apply_settings, blamed, involved
-from compress.recipe.yaml import compose, nearest
+from compress.recipe.yaml import compose, nearest, read_file
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -159,11 +159,7 @@ class Recipe(BaseModel):
         names the setting.
         """
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: cannot be read ({error})") from error
-        return cls.from_text(text, str(path), settings, path.parent)
+        return cls.from_text(read_file(path), str(path), settings, path.parent)
 
     @classmethod
     def from_text(

@@ -114,7 +114,8 @@ def compare(place: Place, case: Case) -> tuple[str, str, bool]:
         if f"{name}.weight" not in found:
             continue
         theirs, counted = found[f"{name}.weight"].float(), counted + 1
-        kinds = dict.fromkeys([DTYPES[dtype], form.reads_in(layer.scheme, DTYPES[dtype]), layer.all_parts[0].dtype])
+        stored = layer.all_parts[0].dtype
+        kinds = dict.fromkeys([DTYPES[dtype], form.reads_in(layer.scheme, DTYPES[dtype], stored), stored])
         gaps = [(theirs - layer.weight_as(kind).float()).abs().max() / theirs.abs().max() for kind in kinds]
         worst = max(worst, float(min(gaps)))
     difference = float((found["logits"] - logits).abs().max() / logits.abs().max())

@@ -7,7 +7,6 @@ count; they are unused channels, which reshaping passes may remove.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.untrusted import read_json
 from compress.numerics.sparse.positions import sparsities
 
 MaskPolicy = Literal["keep", "forget"]
@@ -48,8 +48,8 @@ class Zeros:
 def recorded_masks(folder: Path) -> frozenset[str]:
     """The names of pruned linears in the report of the run that wrote a folder; empty if there is no report."""
     try:
-        found = json.loads((folder / "report.json").read_text(encoding="utf-8")).get("masked", ())
-    except (OSError, ValueError, AttributeError):
+        found = read_json(folder / "report.json").get("masked")
+    except ValueError:
         return frozenset()
     return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 

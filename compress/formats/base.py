@@ -146,14 +146,16 @@ class Format(ABC):
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does. scale_dtype: of the stored scales; None: the storage dtype of the run. file: the
-    one file that holds all tensors of a complete checkpoint; None: the shards stay.
+    empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run. file:
+    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()
+    fused: bool = False
     scale_dtype: torch.dtype | None = None
     file: str | None = None
 
@@ -247,6 +249,14 @@ class Format(ABC):
 
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        """(rows, columns) of groups and packed words: a server that splits an adapted layer cannot cut them."""
+        return 1, 1
+
+    def unsplit(self) -> str | None:
+        """Why servers cannot split layers of this format over devices; None if they can."""
+        return None if "vLLM" in self.readers else f"no server reads format {self.name}"
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.

@@ -19,6 +19,7 @@ correctly, because its zero points are known.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,8 +40,8 @@ from compress.formats.layouts.integer_groups import (
     signed_zeros,
     unsigned_zeros,
 )
-from compress.formats.layouts.layout import codes_of
-from compress.numerics.quant.bits import pack, packed_width, unpack
+from compress.formats.layouts.layout import codes_of, columns_of_group
+from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.weights.codes import CodesPart, CodesScheme
@@ -61,6 +62,7 @@ class GPTQ(Format):
     name = "gptq"
     quant_method = "gptq"
     readers = ("transformers", "vLLM")
+    fused = True
     scale_dtype = torch.float16
 
     offset: int | None = None
@@ -110,6 +112,10 @@ class GPTQ(Format):
             "scales": TensorSpec((groups, rows), torch.float16),
             "g_idx": TensorSpec((width,), torch.int32),
         }
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        codes = codes_of(scheme)
+        return whole_words(codes.grid.bits), math.lcm(columns_of_group(codes), whole_words(codes.grid.bits))
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]

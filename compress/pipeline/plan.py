@@ -35,6 +35,7 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )  # fmt: skip
+from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
@@ -152,7 +153,9 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
-    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
+    schemes = {layer.name: layer.scheme for layer in planned.layers}
+    check_reader(recipe, steps, form, schemes)
+    served = check_servers(recipe, form, recipe.save.target(), schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -166,7 +169,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+    notes = (*planned.notes, *served)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes)
 
 
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:

@@ -60,6 +60,12 @@ class Save(Options):
         "'always': also if it is larger, so that every mask can be read back; 'off': store the zeros",
     )
 
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices over which a server such as vLLM splits each layer: the plan checks that groups and "
+        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike",
+    )
     embedding: str = Field(
         default="auto",
         description="only for format gguf: block type of the embedding, unless it is that of the head too; dense: as "

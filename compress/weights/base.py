@@ -304,6 +304,10 @@ class WeightPart(Component):
             self._prepared[key] = kernel.prepare(self)
         return self._prepared[key]
 
+    def is_prepared(self, kernel: dispatch.Kernel) -> bool:
+        """Whether the result of `kernel.prepare` is cached."""
+        return id(kernel) in self._prepared
+
     def forget_prepared(self) -> None:
         """Drop the results of kernels, because the tensors have changed."""
         self._prepared = {}

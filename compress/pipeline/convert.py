@@ -280,12 +280,13 @@ def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
     """The same codes in the smaller groups of a scheme, which share the scales and zero points of the larger ones."""
     assert part is not None and target.codes is not None, "only codes are split"
     codes, size = part.codes(), target.codes.group_size
+    assert isinstance(size, int), "smaller groups have a size"
     count = groups_in(part.shape[1], size)
     first = torch.arange(count, device=codes.scale.device) * size
 
     def every(per_group: Tensor) -> Tensor:
-        groups = first // codes.group_size if isinstance(codes.group_size, int) else torch.zeros_like(first)
-        return per_group[:, groups].expand(part.shape[0], -1).contiguous()
+        whole = codes.group_size if isinstance(codes.group_size, int) else part.shape[1]
+        return per_group[:, first // whole].expand(part.shape[0], -1).contiguous()
 
     zero = None if codes.zero is None else every(codes.zero)
     return CodesPart.of(replace(codes, scale=every(codes.scale), zero=zero, group_size=size))

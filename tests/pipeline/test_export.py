@@ -25,6 +25,7 @@ from compress import (
 )  # fmt: skip
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
 from compress.kernels.dispatch import plain_torch
+from compress.kernels.dispatch import plain_torch
 from compress.model.kv_cache import rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.packed import open_input
@@ -63,7 +64,8 @@ def logits(pico_ids):
 
     @torch.no_grad()
     def compute(model):
-        return model(input_ids=pico_ids[:1]).logits.float()
+        with plain_torch():  # kernels add in another order
+            return model(input_ids=pico_ids[:1]).logits.float()
 
     return compute
 

@@ -208,7 +208,7 @@ MISTAKES = {
     "no search of scales": (
         START + "rtn: {scale: min}",
         "3:11",
-        "scale 'min' is not known; write absmax, absmean, mse, percentile",
+        "scale 'min' is not known; write absmax, absmean, mse, importance, percentile",
     ),
     "half of a range": (
         START + "rtn: {scale: {percentile: 0.5}}",

@@ -25,7 +25,6 @@ from compress import (
 )  # fmt: skip
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
 from compress.kernels.dispatch import plain_torch
-from compress.kernels.dispatch import plain_torch
 from compress.model.kv_cache import rounded_caches
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.packed import open_input

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,14 @@ class CacheScheme:
             return heads * width * itemsize
         overhead = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
         return heads * (width * grid.bits / 8 + overhead)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern in a config matches the start of a name. Raises ValueError for an invalid pattern."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
 
 
 def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:

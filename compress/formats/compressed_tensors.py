@@ -19,7 +19,6 @@ configuration has no num_key_value_heads, because compressed-tensors cannot read
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
+from compress.formats.base import CacheScheme, Format, StoredLayer, matches, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
 from compress.formats.layouts.layout import Layout, codes_of
@@ -257,15 +256,12 @@ class CompressedTensors(Format):
 def _matches(target: str, name: str) -> int:
     """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
 
-    Raises ValueError for a pattern that is none.
+    Raises ValueError for an invalid pattern.
     """
     if not isinstance(target, str):
         raise ValueError(f"targets and ignored names must be texts, not {target!r}")
-    try:
-        if target.startswith("re:"):
-            return 2 * (re.match(target.removeprefix("re:"), name) is not None)
-    except re.error as error:
-        raise ValueError(f"the pattern {target!r} cannot be read ({error})") from error
+    if target.startswith("re:"):
+        return 2 * matches(target.removeprefix("re:"), name)
     return 3 * (target == name) or int(target == "Linear")
 
 

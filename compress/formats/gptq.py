@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.formats.base import CacheScheme, Format
+from compress.formats.base import CacheScheme, Format, matches
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
@@ -236,14 +236,6 @@ def _in_block(name: str) -> str | None:
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of one layer: those of the config, replaced by those of the first matching entry of `dynamic`."""
     for pattern, own in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), name):
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), name):
             return {**config, **own}
     return dict(config)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `dynamic` matches the start of a name. Raises ValueError for an invalid pattern."""
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern[:100]!r} in dynamic is no regular expression ({error})") from error

@@ -10,7 +10,7 @@ from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, Owner
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
 """Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
-OF_BFLOAT16 = 2e-2  # 4-bit floats: readers dequantize, or multiply, in bfloat16
+OF_BFLOAT16 = 5e-2  # 4-bit floats: readers dequantize, or multiply, in bfloat16; 2e-2 were seen in 30 layers
 OF_INPUTS = 5e-2  # int8 inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign
 
 

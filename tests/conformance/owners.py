@@ -71,7 +71,9 @@ COMPRESSED_TENSORS = Owner("compressed-tensors", ("compressed-tensors",), "trans
 GPTQMODEL = Owner(
     "gptqmodel",
     ("wheel", "logbar", "device-smi", "tokenicer", "threadpoolctl", "pypcre", "defuser", "pillow", "optimum", "gptqmodel"),
-    "gptqmodel", "float16", writer=True, variables=(("GPTQMODEL_CPU_WORKERS", "2"),),  # it fails with one on two cores
+    "gptqmodel", "float16", writer=True,
+    variables=(("GPTQMODEL_CPU_WORKERS", "2"), ("TORCHDYNAMO_DISABLE", "1"),
+               ("GPTQMODEL_DISABLE_PACK_EXT", "1")),  # needs two workers, and no compiler this way
 )  # fmt: skip
 AUTOAWQ = Owner(
     "autoawq",

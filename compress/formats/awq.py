@@ -5,7 +5,8 @@
     <m>.scales    float16 [G, O]
     config.json: quantization_config = {
         quant_method: awq, bits: 4, group_size (-1: a whole row), zero_point: true, version: gemm,
-        modules_to_not_convert: [dense linears]}
+        modules_to_not_convert: [dense linears],
+        dynamic: {"-:^name$": {}} for dense linears of blocks, if there are any: GPTQModel reads only this list}
 
 W^T[i, o] ~ (q - zero) * scale, with group i // group_size. The order of columns is the one in which the kernels of
 AutoAWQ unpack a word. Weights without zero points are stored with zero points of 8, because not every reader knows
@@ -26,10 +27,12 @@ from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
+    in_block,
     int_grid,
     read_group_size,
     refuses_codes,
     signed_zeros,
+    skipped,
     unsigned_zeros,
 )
 from compress.formats.layouts.layout import codes_of, columns_of_group
@@ -146,7 +149,7 @@ class AWQ(Format):
         if not schemes:
             return None
         size = codes_of(next(iter(schemes.values()))).group_size
-        return {
+        found = {
             "quant_method": self.quant_method,
             "bits": BITS,
             "group_size": size if isinstance(size, int) else -1,
@@ -154,6 +157,8 @@ class AWQ(Format):
             "version": "gemm",
             "modules_to_not_convert": ignore,
         }
+        inside = [name for name in ignore if in_block(name) is not None]
+        return found | {"dynamic": skipped(inside)} if inside else found
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]

@@ -34,10 +34,12 @@ from compress.formats.base import CacheScheme, Format, matches
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
+    in_block,
     int_grid,
     read_group_size,
     refuses_codes,
     signed_zeros,
+    skipped,
     unsigned_zeros,
 )
 from compress.formats.layouts.layout import codes_of, columns_of_group
@@ -173,9 +175,9 @@ class GPTQ(Format):
         facts = {name: _facts(codes_of(scheme)) for name, scheme in schemes.items()}
         base = dict(Counter(tuple(sorted(fact.items())) for fact in facts.values()).most_common(1)[0][0])
         other = {name: {k: v for k, v in fact.items() if v != base[k]} for name, fact in facts.items()}
-        inside = [name for name in ignore if _in_block(name) is not None]
+        inside = [name for name in ignore if in_block(name) is not None]
         dynamic = {f"+:^{re.escape(name)}$": changes for name, changes in other.items() if changes}
-        dynamic |= {f"-:^{re.escape(name)}$": {} for name in inside}
+        dynamic |= skipped(inside)
         symmetric = all(codes_of(scheme).symmetric for scheme in schemes.values())
         layout = "gptq" if symmetric else "gptq_v2"
         found: dict[str, Any] = {"quant_method": self.quant_method, **base, "sym": symmetric, "lm_head": False}
@@ -183,8 +185,8 @@ class GPTQ(Format):
         found["meta"] = {"quantizer": [f"compress:{version}"]}
         if dynamic:
             found["dynamic"] = dynamic
-        kinds = {_in_block(name) for name in schemes} - {None}
-        if inside and not kinds & {_in_block(name) for name in inside}:
+        kinds = {in_block(name) for name in schemes} - {None}
+        if inside and not kinds & {in_block(name) for name in inside}:
             found["modules_in_block_to_quantize"] = [sorted(str(kind) for kind in kinds)]  # for transformers
         return found
 
@@ -225,12 +227,6 @@ def _facts(codes: CodesScheme) -> dict[str, Any]:
     """The settings of a layer in the config."""
     size = codes.group_size if isinstance(codes.group_size, int) else -1
     return {"bits": codes.grid.bits, "group_size": size, "desc_act": codes.indexed}
-
-
-def _in_block(name: str) -> str | None:
-    """The name of a linear inside of its block; None for one outside of numbered blocks."""
-    found = re.search(r"\.\d+\.(.*)", name)
-    return None if found is None else found[1]
 
 
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:

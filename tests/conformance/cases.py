@@ -128,7 +128,6 @@ def _of_others() -> Iterator[Case]:
     for kind in ("int4-32-sym-plain", "int4-32-sym-desc", "int4-32-asym-plain", "int8-32-sym-plain",
                  "int3-32-sym-plain", "int2-32-asym-desc", "int4-32-sym-dynamic", "int4-32-asym-v1"):  # fmt: skip
         yield Case("gptq", kind, GPTQMODEL, (), None, "gptqmodel", kind == "int4-32-sym-desc")
-    yield Case("awq", "awq-32", GPTQMODEL, (), None, "gptqmodel")
     yield Case("awq", "int4-32-asym", AUTOAWQ, (), None, "autoawq")
     yield Case("gptq", "int4-32-sym-gptq", GPTQMODEL, (), None, "autoround", True)
     yield Case("awq", "int4-32-asym-awq", GPTQMODEL, (), None, "autoround")

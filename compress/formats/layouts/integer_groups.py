@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -91,3 +92,14 @@ def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSiz
     if groups == 0 or width % groups:
         raise ValueError(f"{name} has {groups} groups of scales for {width} inputs")
     return "channel" if groups == 1 else width // groups
+
+
+def in_block(name: str) -> str | None:
+    """The name of a linear inside of its block; None for one outside of numbered blocks."""
+    found = re.search(r"\.\d+\.(.*)", name)
+    return None if found is None else found[1]
+
+
+def skipped(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """The entries of `dynamic` by which GPTQModel leaves linears dense."""
+    return {f"-:^{re.escape(name)}$": {} for name in names}

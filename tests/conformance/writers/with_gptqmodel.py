@@ -1,6 +1,6 @@
 """Quantize a model with GPTQModel. Run in its own environment: JOBS (a JSON file).
 
-Kinds: intBITS-GROUP-sym|asym-plain|desc|dynamic|v1, and awq-GROUP.
+Kinds: intBITS-GROUP-sym|asym-plain|desc|dynamic|v1.
 """
 
 import json
@@ -9,15 +9,13 @@ from pathlib import Path
 
 import torch
 from gptqmodel import GPTQModel, QuantizeConfig
-from gptqmodel.quantization import FORMAT, METHOD
+from gptqmodel.quantization import FORMAT
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 
 def config_of(kind):
     """The settings of a kind."""
-    if kind.startswith("awq"):
-        return QuantizeConfig(bits=4, group_size=int(kind.split("-")[1]), quant_method=METHOD.AWQ, format=FORMAT.GEMM)
     bits, group, zeros, more = kind.split("-")
     dynamic = {r"+:.*\.down_proj": {"bits": 8}, r"-:.*\.o_proj": {}} if more == "dynamic" else None
     return QuantizeConfig(

@@ -285,7 +285,15 @@ class CompressedLinear(nn.Module):
         return x
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        return dispatch.linear(self.transform(x), self.all_parts, self.rounding, self.bias)
+        rounding: Any = None
+        transform: Any
+        for transform in self.transforms:
+            if transform.in_kernel:
+                rounding = transform
+            else:
+                x = transform(x)
+        parts: Any = self.parts
+        return dispatch.linear(x, parts, rounding, self.bias)
 
     def extra_repr(self) -> str:
         rows, width = self.shape

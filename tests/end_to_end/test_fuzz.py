@@ -207,7 +207,7 @@ FOREIGN = {
     ),
     "native: a table of another shape": (
         "native-ends", foreign(lambda v: v["layers"]["model.embed_tokens"].update(shape=[63, 32])),
-        r"model\.embed_tokens is \[63, 32\] in the checkpoint, but \[64, 32\] by its config\.json"
+        r"model\.embed_tokens is \[63, 32\] in the checkpoint, but \[1024, 32\] by its config\.json"
     ),
 }  # fmt: skip
 """(checkpoint, damage, message) of formats of other programs, and of quantized ends."""

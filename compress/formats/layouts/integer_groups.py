@@ -29,7 +29,7 @@ def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: 
     if scheme.codes is None:
         return f"{here} holds only codes, not {scheme.text}; use format: native"
     codes, width = scheme.codes, scheme.shape[1]
-    if not isinstance(codes.grid, IntGrid) or codes.grid.bits not in bits:
+    if not isinstance(codes.grid, IntGrid) or not codes.grid.plain or codes.grid.bits not in bits:
         known = ", ".join(f"int{number}" for number in bits)
         return f"{here} holds weights {known}, not {codes.grid.name}; use one of them, or format: native"
     if scheme.rounding is not None:

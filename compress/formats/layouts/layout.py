@@ -37,7 +37,9 @@ class Layout(ABC):
     def suits(self, scheme: LayerScheme) -> bool:
         """Whether layers of this scheme belong in the layout; the first layout that suits is used."""
         codes = scheme.codes
-        return codes is not None and (isinstance(codes.grid, IntGrid) if self.grid is None else codes.grid is self.grid)
+        if codes is None or self.grid is not None:
+            return codes is not None and codes.grid is self.grid
+        return isinstance(codes.grid, IntGrid) and codes.grid.plain
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:

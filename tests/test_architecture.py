@@ -39,7 +39,7 @@ FOLDERS = {
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
     "evaluate": "evaluators, one file each: perplexity, sparsity, the cost of a rounded KV cache",
-    "report": "the typed report.json, the sections of report.md (one file each), and curves",
+    "report": "the typed report.json, its sections (one file each) in report.md and report.html, `page/`: blocks and templates",
     "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
     "testing": "what authors of passes test them with: the contract as checks, on a small model built in code",
     "cli": "parse, call, print; no logic",
@@ -59,8 +59,10 @@ LATE_IMPORTS = {
     "compress.cli.compare": "as in compress.cli.commands",
     "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.inspect": "as in compress.cli.commands",
     "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.roofline": "as in compress.cli.commands",
+    "compress.cli.sensitivity": "as in compress.cli.commands",
     "compress.cli.options": "as in compress.cli.commands",
     "compress.cli.show": "as in compress.cli.commands",
 }
@@ -81,6 +83,7 @@ BROAD = {
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
+    "compress.model.open.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",
     "compress.formats.containers.files:atomic": "removes the partial file whatever happened, and raises on",
 }

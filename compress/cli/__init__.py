@@ -5,8 +5,10 @@ from compress.cli.commands import main as main
 from compress.cli.compare import compare
 from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.inspect import inspect
 from compress.cli.report import report
 from compress.cli.roofline import roofline
+from compress.cli.sensitivity import sensitivity
 
-for command in (bench, compare, evaluate, export, report, roofline):
+for command in (bench, compare, evaluate, export, inspect, report, roofline, sensitivity):
     main.add_command(command)

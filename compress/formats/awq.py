@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.errors import ModelError
 from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
@@ -33,7 +32,7 @@ from compress.formats.layouts.integer_groups import (
     signed_zeros,
     unsigned_zeros,
 )
-from compress.formats.layouts.layout import codes_of
+from compress.formats.layouts.layout import codes_of, columns_of_group
 from compress.numerics.quant.bits import pack, unpack
 from compress.numerics.quant.codes import groups_in
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
@@ -54,13 +53,14 @@ class AWQ(Format):
     name = "awq"
     quant_method = "awq"
     readers = ("transformers", "vLLM")
+    fused = True
     scale_dtype = torch.float16
 
     def of_config(self, config: Mapping[str, Any]) -> AWQ:
         version = str(config.get("version") or config.get("format") or "gemm").lower()
         if version != "gemm" or config.get("bits", BITS) != BITS:
-            raise ModelError(
-                f"model: the layout {version!r} of AutoAWQ with {config.get('bits')} bits cannot be read; known: gemm "
+            raise ValueError(
+                f"the layout {version!r} of AutoAWQ with {config.get('bits')} bits cannot be read; known: gemm "
                 f"with {BITS} bits"
             )
         return self
@@ -109,6 +109,9 @@ class AWQ(Format):
             "qzeros": TensorSpec((groups, rows // PER_WORD), torch.int32),
             "scales": TensorSpec((groups, rows), torch.float16),
         }
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        return PER_WORD, columns_of_group(codes_of(scheme))
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.grids import Grid
 from compress.weights.base import InputTransform, TensorSpec, WeightPart
 from compress.weights.codes import CodesScheme
+from compress.weights.fields import read_grid
 from compress.weights.layer import LayerScheme
 
 
@@ -42,9 +44,13 @@ class CacheScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
-        """The inverse of to_json. Raises KeyError for an unknown grid or a missing field."""
-        grids = [None if values[name] is None else GRIDS[values[name]] for name in ("keys", "values")]
-        return cls(grids[0], grids[1], values["scale"], values["symmetric"])
+        """The inverse of to_json. Raises ValueError for an unknown grid, and for a missing or wrong field."""
+        names = ("keys", "values", "scale", "symmetric")
+        if not isinstance(values, Mapping) or values.keys() != set(names):
+            raise ValueError(f"{str(values)[:100]!r} describes no rounding of keys and values: {', '.join(names)}")
+        if values["scale"] not in ("token", "static") or not isinstance(values["symmetric"], bool):
+            raise ValueError(f"{str(values)[:100]!r} has a scale other than token and static, or no bool as symmetric")
+        return cls(read_grid(values["keys"]), read_grid(values["values"]), values["scale"], values["symmetric"])
 
     @property
     def grids(self) -> tuple[Grid | None, Grid | None]:
@@ -65,6 +71,14 @@ class CacheScheme:
             return heads * width * itemsize
         overhead = itemsize + (0 if self.symmetric else grid.bits / 8) if self.scale == "token" else 0
         return heads * (width * grid.bits / 8 + overhead)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern in a config matches the start of a name. Raises ValueError for an invalid pattern."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
 
 
 def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
@@ -91,6 +105,14 @@ def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
     if mapped is not None:
         return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
     return None
+
+
+def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key of a config. Raises ValueError if there is none."""
+    found = values.get(key)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"it has no object {key!r}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -133,14 +155,16 @@ class Format(ABC):
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does. scale_dtype: of the stored scales; None: the storage dtype of the run. file: the
-    one file that holds all tensors of a complete checkpoint; None: the shards stay.
+    empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run. file:
+    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()
+    fused: bool = False
     scale_dtype: torch.dtype | None = None
     file: str | None = None
 
@@ -155,7 +179,7 @@ class Format(ABC):
     def of_config(self, config: Mapping[str, Any]) -> Format:
         """The format of a checkpoint with this `quantization_config`, for formats with several versions.
 
-        Raises ModelError for a version that cannot be read.
+        Raises ValueError for a version that cannot be read.
         """
         return self
 
@@ -235,8 +259,19 @@ class Format(ABC):
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`."""
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        """(rows, columns) of groups and packed words: a server that splits an adapted layer cannot cut them."""
+        return 1, 1
+
+    def unsplit(self) -> str | None:
+        """Why servers cannot split layers of this format over devices; None if they can."""
+        return None if "vLLM" in self.readers else f"no server reads format {self.name}"
+
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.
+
+        stored: the dtype of the layer's scales on disk.
+        """
         return dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:

@@ -51,6 +51,7 @@ KINDS = {GRIDS[grid]: kind for kind, grid in FLOATS.items()}
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED = DynamicDoubleScale().block
 OFFSET = 24  # characters of nested_offset
+LARGEST_STATE = 1 << 12  # bytes; bitsandbytes writes less than 200
 # The code of each sorted level of fp4: bit patterns of sign, exponent and mantissa. Zero has a second code, 8.
 FP4_CODES = (11, 10, 13, 12, 15, 14, 9, 0, 1, 6, 7, 4, 5, 2, 3)
 STATE = "weight.quant_state.bitsandbytes__"
@@ -73,6 +74,9 @@ class BitsAndBytes(Format):
     @property
     def unverified(self) -> str:
         return "transformers reads format bitsandbytes with the package bitsandbytes, which runs do not use"
+
+    def unsplit(self) -> str:
+        return "vLLM does not split checkpoints of bitsandbytes over devices (their blocks run over the whole weight)"
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.plain:
@@ -185,7 +189,7 @@ class BitsAndBytes(Format):
         codes, (rows, width) = codes_of(scheme), scheme.shape
         specs = self.tensors(scheme)
         if codes.grid is INT8:
-            if int(tensors.get("weight_format", torch.tensor(0))) != 0:
+            if tensors.get("weight_format", torch.tensor(0)).tolist() not in (0, [0]):
                 raise ValueError("weight_format is not 0; only rows one after the other can be read")
             del specs["weight_format"]
             known = checked(specs, tensors, "")
@@ -283,6 +287,8 @@ def _state(scheme: LayerScheme, dtype: torch.dtype, offset: float | None) -> byt
 def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict[str, Any]:
     """Read quant_state. Raises ValueError if it differs from the scheme."""
     name = f"{STATE}{kind}"
+    if text.numel() > LARGEST_STATE:
+        raise ValueError(f"{name} has {text.numel()} bytes, but it can have at most {LARGEST_STATE}")
     try:
         state = json.loads(bytes(text.flatten().tolist()).decode())
         found = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize", NESTED)
@@ -290,7 +296,7 @@ def _read_state(text: Int[Tensor, " n"], scheme: LayerScheme, kind: str) -> dict
             float(state["nested_offset"])
         elif KINDS[codes_of(scheme).grid][1]:
             raise KeyError("nested_offset")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{name} cannot be read ({error!r})") from error
     wanted = scheme.shape, codes_of(scheme).group_size, NESTED
     if found != wanted:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.errors import ModelError
-from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
+from compress.formats.base import CacheScheme, Format, StoredLayer, matches, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
 from compress.formats.layouts.layout import Layout, codes_of
@@ -64,12 +63,18 @@ def layout_of(scheme: LayerScheme) -> Layout | None:
     return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
 
 
+def _dequantized_early(scheme: LayerScheme) -> bool:
+    """Whether transformers has to dequantize a layer while it loads; it does so in the stored dtype."""
+    return not codes_of(scheme).symmetric and scheme.rounding is None
+
+
 class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
     readers = ("transformers", "vLLM")
+    fused = True
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")
@@ -114,6 +119,9 @@ class CompressedTensors(Format):
         static = scheme.rounding is not None and scheme.rounding.scale == "static"
         return found | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
 
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        return self._layout(scheme).units(codes_of(scheme))
+
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
@@ -143,9 +151,11 @@ class CompressedTensors(Format):
         assert layout is not None, "refuses was not asked"
         return layout
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         layout = layout_of(scheme)
-        return torch.bfloat16 if layout is not None and layout.name in IN_BFLOAT16 else dtype
+        if layout is not None and layout.name in IN_BFLOAT16:
+            return torch.bfloat16
+        return stored if _dequantized_early(scheme) else dtype
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
         coded = [layer for layer in layers if not layer.scheme.plain]
@@ -166,7 +176,7 @@ class CompressedTensors(Format):
                 f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
                 "group_size that divides the inputs of all layers, or symmetric: true"
             )
-        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype) != dtype for layer in coded):
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
             return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
         if importlib.util.find_spec("compressed_tensors") is None:
             return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
@@ -204,7 +214,7 @@ class CompressedTensors(Format):
             "transform_config": {},
             "config_groups": config_groups,
         }
-        zeros = any(not codes_of(scheme).symmetric and scheme.rounding is None for scheme in schemes.values())
+        zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
         if zeros or (single and formats <= IN_BFLOAT16):
             # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
             # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
@@ -231,26 +241,40 @@ class CompressedTensors(Format):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found: dict[str, LayerScheme] = {}
+        ignored = config.get("ignore") or []
+        names = [name for name in shapes if not any(_matches(pattern, name) for pattern in ignored)]
+        found: dict[str, tuple[int, LayerScheme]] = {}
         for group in config["config_groups"].values():
             codes, transforms = _schemes_of_group(group, config)
-            everywhere = "Linear" in group["targets"]
-            targets, ignored = set(group["targets"]), set(config.get("ignore", []))
-            chosen = [name for name in shapes if name in targets or (everywhere and name not in ignored)]
-            found |= {name: LayerScheme(shapes[name], (codes,), transforms) for name in chosen}
-        return found
+            for name in names:
+                rank = max((_matches(target, name) for target in group["targets"]), default=0)
+                if rank > found.get(name, (0, None))[0]:
+                    found[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
+        return {name: scheme for name, (_, scheme) in found.items()}
+
+
+def _matches(target: str, name: str) -> int:
+    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
+
+    Raises ValueError for an invalid pattern.
+    """
+    if not isinstance(target, str):
+        raise ValueError(f"targets and ignored names must be texts, not {target!r}")
+    if target.startswith("re:"):
+        return 2 * matches(target.removeprefix("re:"), name)
+    return 3 * (target == name) or int(target == "Linear")
 
 
 def _schemes_of_group(
     group: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:  # fmt: skip
-    """Read the scheme of the codes and those of the transforms from a config group. Raises ModelError."""
+    """Read the scheme of the codes and those of the transforms from a config group. Raises ValueError."""
     weights, inputs = group["weights"], group.get("input_activations")
     layouts = {layout.name: layout for layout in LAYOUTS}
     name = group.get("format") or config["format"]
     if name not in layouts:
         known = ", ".join(layouts)
-        raise ModelError(f"model: the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {known}")
     size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
     if size == "block":
         rows, size = weights["block_structure"]

@@ -117,7 +117,7 @@ class GGUF(Format):
         known = checked(self.tensors(scheme), tensors, "")
         return [block.decode(known[STORED], scheme.shape[1], scheme.codes.grid)], []
 
-    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype) -> torch.dtype:
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         return torch.float32
 
     def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:

@@ -19,6 +19,7 @@ correctly, because its zero points are known.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.errors import ModelError
-from compress.formats.base import CacheScheme, Format
+from compress.formats.base import CacheScheme, Format, matches
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
@@ -40,8 +40,8 @@ from compress.formats.layouts.integer_groups import (
     signed_zeros,
     unsigned_zeros,
 )
-from compress.formats.layouts.layout import codes_of
-from compress.numerics.quant.bits import pack, packed_width, unpack
+from compress.formats.layouts.layout import codes_of, columns_of_group
+from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.weights.codes import CodesPart, CodesScheme
@@ -62,6 +62,7 @@ class GPTQ(Format):
     name = "gptq"
     quant_method = "gptq"
     readers = ("transformers", "vLLM")
+    fused = True
     scale_dtype = torch.float16
 
     offset: int | None = None
@@ -70,7 +71,7 @@ class GPTQ(Format):
         version = config.get("checkpoint_format") or config.get("format") or "gptq"
         if version not in VERSIONS or config.get("pack_dtype", "int32") != "int32":
             known = ", ".join(VERSIONS)
-            raise ModelError(f"model: the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
+            raise ValueError(f"the layout {version!r} of GPTQ cannot be read; known: {known}, in int32 words")
         return GPTQ(VERSIONS[version])
 
     @property
@@ -111,6 +112,10 @@ class GPTQ(Format):
             "scales": TensorSpec((groups, rows), torch.float16),
             "g_idx": TensorSpec((width,), torch.int32),
         }
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        codes = codes_of(scheme)
+        return whole_words(codes.grid.bits), math.lcm(columns_of_group(codes), whole_words(codes.grid.bits))
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
@@ -231,6 +236,6 @@ def _in_block(name: str) -> str | None:
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of one layer: those of the config, replaced by those of the first matching entry of `dynamic`."""
     for pattern, own in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), name):
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), name):
             return {**config, **own}
     return dict(config)

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.formats.base import CacheScheme, Format
+from compress.formats.base import CacheScheme, Format, mapping
 from compress.weights.base import InputTransform, TensorSpec, WeightPart
 from compress.weights.layer import LayerScheme, layer_tensors
 
@@ -60,4 +60,10 @@ class Native(Format):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        return {name: LayerScheme.from_json(layer) for name, layer in config["layers"].items()}
+        found = {}
+        for name, layer in mapping(config, "layers").items():
+            try:
+                found[name] = LayerScheme.from_json(layer)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        return found

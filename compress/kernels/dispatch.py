@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
@@ -42,6 +42,10 @@ class Part(Protocol):
 
     def prepared(self, kernel: Kernel) -> Any:
         """The cached result of `kernel.prepare`."""
+        ...
+
+    def is_prepared(self, kernel: Kernel) -> bool:
+        """Whether the result of `kernel.prepare` is cached."""
         ...
 
 
@@ -80,7 +84,10 @@ TORCH = "torch"
 
 def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
     """The first kernel that supports a call; None: plain torch computes it."""
-    return next((kernel for kernel in KERNELS if kernel.supports(part, x, rounding)), None)
+    for kernel in KERNELS:
+        if kernel.supports(part, x, rounding):
+            return kernel
+    return None
 
 
 def kernel_name(part: Part, x: Tensor, rounding: RoundingLike | None) -> str:
@@ -113,7 +120,7 @@ def plain_torch() -> Iterator[None]:
         _plain.pop()
 
 
-def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
     """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
     total: Tensor | None = None
     rounded: Tensor | None = None

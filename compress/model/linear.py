@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -284,7 +285,15 @@ class CompressedLinear(nn.Module):
         return x
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        return dispatch.linear(self.transform(x), self.all_parts, self.rounding, self.bias)
+        rounding: Any = None
+        transform: Any
+        for transform in self.transforms:
+            if transform.in_kernel:
+                rounding = transform
+            else:
+                x = transform(x)
+        parts: Any = self.parts
+        return dispatch.linear(x, parts, rounding, self.bias)
 
     def extra_repr(self) -> str:
         rows, width = self.shape
@@ -335,6 +344,11 @@ def linears(module: nn.Module) -> dict[str, nn.Module]:
     """Every linear of a module by name, dense or compressed, in the order of definition; tables of rows are none."""
     found = {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
     return {name: child for name, child in found.items() if getattr(child, "role", "linear") != "embedding"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a module of several blocks: its name with '*' for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def replace_linear(root: nn.Module, name: str) -> CompressedLinear:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from compress.errors import NumericError, SaveError
 from compress.formats.base import CacheScheme, Format
+from compress.formats.containers.digests import write_digests
 from compress.formats.containers.files import reason_of, write_json
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
+from compress.model.open.stored import INDEX
 from compress.model.saving import MASKED_KEY
 from compress.model.structure.ends import compressed_ends, find_ends
 from compress.numerics.dtypes import dtype_name
@@ -23,7 +25,6 @@ from compress.weights.codes import CodesPart
 from compress.weights.layer import LayerScheme
 
 OUTSIDE = "outside"
-INDEX_FILE = "model.safetensors.index.json"
 
 
 def store_as_planned(name: str, module: nn.Module, storage: torch.dtype, policy: SparsePolicy) -> None:
@@ -138,17 +139,19 @@ def write_description(
     dtype: torch.dtype,
     caches: Mapping[str, CacheScheme] | None = None,
     masked: Sequence[str] = (),
+    digests: Mapping[str, str] | None = None,
 ) -> None:
-    """Write all files other than shards: index, config with quantization_config, generation config, tokenizer.
+    """Write all files other than shards: index, config with quantization_config, generation config, tokenizer, digests.
 
     shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors.
     dtype: of computation when the checkpoint is loaded. caches: the scheme of each attention with a rounded cache, if
-    quantization_config does not state it. masked: pruned linears whose masks no tensor stores.
+    quantization_config does not state it. masked: pruned linears whose masks no tensor stores. digests: sha256 of the
+    shards by file, as far as known.
     """
     if shards:
         weight_map = {name: shard for shard, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / INDEX_FILE, index)
+        write_json(folder / INDEX, index)
     config = opened.config.to_dict()
     config.pop("_name_or_path", None)
     config["architectures"] = [type(opened.model).__name__]
@@ -159,17 +162,28 @@ def write_description(
         config[CONFIG_KEY] = {name: scheme.to_json() for name, scheme in caches.items()}
     if masked:
         config[MASKED_KEY] = list(masked)
+    written = _write_others(opened, folder)
+    write_json(folder / "config.json", config)
+    weights = [*shards, INDEX] if shards else [path.name for path in folder.glob("*.gguf")]
+    write_digests(folder, [*weights, "config.json", *written], digests)
+
+
+def _write_others(opened: OpenModel, folder: Path) -> list[str]:
+    """Write generation config, tokenizer and processor; returns the names of the files. Raises SaveError."""
     generation = getattr(opened.model, "generation_config", None)
+    written: list[str] = list(opened.processor)
     try:
         if generation is not None:
             generation.save_pretrained(folder)
+            written.append("generation_config.json")
         if opened.tokenizer is not None:
-            opened.tokenizer.save_pretrained(folder)
+            saved = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
+            written += [path.name for path in saved if path.is_file() and path.parent == folder]
         for name, text in opened.processor.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{folder}: {reason_of(error)}") from error
-    write_json(folder / "config.json", config)
+    return written
 
 
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:

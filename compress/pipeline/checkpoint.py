@@ -22,13 +22,14 @@ from compress.api.journal import Entry
 from compress.api.passes import Step
 from compress.errors import OutputError
 from compress.formats.base import CacheScheme
+from compress.formats.containers.digests import SUMS
 from compress.formats.containers.files import write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.stored import INDEX
 from compress.model.save import (
-    INDEX_FILE,
     block_tensors,
     dense_linear_names,
     outside_tensors,
@@ -57,6 +58,7 @@ OWN_FILES = (
     "*.gguf",
     "*.json",
     "*.part",
+    SUMS,
     "chat_template.jinja",
     "recipe.yaml",
     "README.md",
@@ -108,8 +110,8 @@ class Manifest:
         """The files of a complete checkpoint that are missing or changed."""
         files = {entry.file: entry.sha256 for entry in self.shards.values()}
         changed = [name for name, digest in files.items() if not is_file(self.folder / name, digest)]
-        whole = [f"{WORK}/{PROBE_FILE}", "config.json"]
-        whole += [INDEX_FILE] if any(name.endswith(".safetensors") for name in files) else []
+        whole = [f"{WORK}/{PROBE_FILE}", "config.json", SUMS]
+        whole += [INDEX] if any(name.endswith(".safetensors") for name in files) else []
         return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
@@ -327,7 +329,8 @@ class Shards:
             shards = self._assembled(schemes)
             names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
-            write_description(self.opened, folder, names, sizes, config, self.loads_in, own)
+            digests = {entry.file: entry.sha256 for entry in manifest.shards.values()}
+            write_description(self.opened, folder, names, sizes, config, self.loads_in, own, digests=digests)
             for name, text in self.recipe.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_text(folder / name, text)

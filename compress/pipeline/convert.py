@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from compress.api.context import Run
 from compress.errors import TargetError, UserError, did_you_mean
 from compress.formats import FORMATS
 from compress.formats.base import Format
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, kind_of, linears
 from compress.model.open.load import load
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.structure.blocks import find_blocks
@@ -217,7 +216,7 @@ class _Plan:
         after = layer.weight_as(torch.float32)
         stored = self.form.adapt(layer.scheme)
         text = "dense" if stored is None else stored.text
-        kind = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), scheme.text, text
+        kind = kind_of(name), scheme.text, text
         error = self.errors.setdefault(kind, _Error())
         error.difference += float((after - before).double().square().sum())
         error.norm += float(before.double().square().sum())
@@ -281,13 +280,13 @@ def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
     """The same codes in the smaller groups of a scheme, which share the scales and zero points of the larger ones."""
     assert part is not None and target.codes is not None, "only codes are split"
     codes, size = part.codes(), target.codes.group_size
-    assert isinstance(size, int), "smaller groups are numbers of columns"
+    assert isinstance(size, int), "smaller groups have a size"
     count = groups_in(part.shape[1], size)
     first = torch.arange(count, device=codes.scale.device) * size
 
     def every(per_group: Tensor) -> Tensor:
-        groups = first // codes.group_size if isinstance(codes.group_size, int) else torch.zeros_like(first)
-        return per_group[:, groups].expand(part.shape[0], -1).contiguous()
+        whole = codes.group_size if isinstance(codes.group_size, int) else part.shape[1]
+        return per_group[:, first // whole].expand(part.shape[0], -1).contiguous()
 
     zero = None if codes.zero is None else every(codes.zero)
     return CodesPart.of(replace(codes, scale=every(codes.scale), zero=zero, group_size=size))

@@ -135,7 +135,10 @@ def _umask() -> int:
 
 @dataclass
 class _Written:
-    """The checkpoint so far: tensor names by file, and the schemes, digests and caches of layers by full name."""
+    """The checkpoint so far: tensor names by file, and the schemes, digests and caches of layers by full name.
+
+    files: sha256 of the shards by file.
+    """
 
     folder: Path
     opened: OpenModel
@@ -146,6 +149,7 @@ class _Written:
     digests: dict[str, str] = field(default_factory=dict)
     caches: dict[str, CacheScheme] = field(default_factory=dict)
     masked: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     def add(self, block: Block) -> None:
         """Write a block, in the form of the format; the block itself does not change."""
@@ -191,11 +195,12 @@ class _Written:
             for file in self.shards:
                 (self.folder / file).unlink()
             self.shards = {}
-        write_description(opened, self.folder, self.shards, self.size_bytes, config, run.storage, own, self.masked)
+        about = config, run.storage, own, self.masked, self.files
+        write_description(opened, self.folder, self.shards, self.size_bytes, *about)
 
     def _write(self, number: int, tensors: dict[str, Any]) -> None:
         name = shard_name(number, len(self.opened.blocks) + 1)
-        write_shard(self.folder / name, tensors)
+        self.files[name] = write_shard(self.folder / name, tensors)
         self.shards[name] = list(tensors)
         self.size_bytes += sum(tensor.nbytes for tensor in tensors.values())
 

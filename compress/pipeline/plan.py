@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from compress.api.passes import Pass, Step
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
-from compress.model.linear import linears
+from compress.model.linear import kind_of, linears
 from compress.model.open.opening import OpenModel, read_config
 from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
@@ -36,6 +35,7 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )  # fmt: skip
+from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
@@ -88,7 +88,7 @@ class Plan:
         """The layers by kind, in the order of the model."""
         found: dict[tuple[str, LayerPlan], list[LayerPlan]] = {}
         for layer in self.layers:
-            name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.name)
+            name = kind_of(layer.name)
             found.setdefault((name, replace(layer, name="", size_bytes=0)), []).append(layer)
         return [
             LayerGroup(name, kind.shape, kind.passes, kind.scheme, len(same), sum(layer.size_bytes for layer in same))
@@ -153,7 +153,9 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
-    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
+    schemes = {layer.name: layer.scheme for layer in planned.layers}
+    check_reader(recipe, steps, form, schemes)
+    served = check_servers(recipe, form, recipe.save.target(), schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -167,7 +169,8 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+    notes = (*planned.notes, *served)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes)
 
 
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:

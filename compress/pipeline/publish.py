@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
-from compress.errors import OutputError, SaveError
+from compress.errors import OutputError, SaveError, one_line
 from compress.pipeline.checkpoint import WORK
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token with write access"
@@ -44,7 +44,9 @@ def check_login(repository: str, hub: Hub | None = None) -> None:
     except LocalTokenNotFoundError as error:
         raise OutputError(f"--push-to-hub {repository}: not logged in to the hub; {LOGIN}") from error
     except (HfHubHTTPError, OSError) as error:
-        raise OutputError(f"--push-to-hub {repository}: the hub refuses the login ({_line(error)}); {LOGIN}") from error
+        raise OutputError(
+            f"--push-to-hub {repository}: the hub refuses the login ({one_line(error)}); {LOGIN}"
+        ) from error
 
 
 def push_to_hub(folder: str | Path, repository: str, private: bool = False, hub: Hub | None = None) -> str:
@@ -65,10 +67,10 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False, hub:
             ignore_patterns=LEFT_OUT,
         )  # fmt: skip
     except HFValidationError as error:
-        raise OutputError(f"--push-to-hub {repository}: {_line(error)}") from error
+        raise OutputError(f"--push-to-hub {repository}: {one_line(error)}") from error
     except (HfHubHTTPError, OSError) as error:
         raise SaveError(
-            f"--push-to-hub {repository}: the upload failed ({_line(error)}); the checkpoint is kept in {folder}, "
+            f"--push-to-hub {repository}: the upload failed ({one_line(error)}); the checkpoint is kept in {folder}, "
             "and the same command tries again"
         ) from error
     return f"https://huggingface.co/{repository}"
@@ -82,7 +84,3 @@ def _check_finished(folder: Path) -> None:
         complete = False
     if not complete or not (folder / "report.json").exists():
         raise OutputError(f"{folder}: holds no finished run; finish `compress run` with this folder as -o first")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -86,7 +86,7 @@ def run(
     journal: Journal | None = None,
     progress: bool = True,
 ) -> Result:
-    """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
+    """Compress the recipe's model into the folder `out`, check it, evaluate it, and write its report (json, md, html).
 
     recipe: or the path of its YAML file. out: by default a folder of `out/`, with the name of the file, or of the model
     and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on

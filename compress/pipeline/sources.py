@@ -9,9 +9,11 @@ from pathlib import Path
 import yaml
 from transformers import PreTrainedModel
 
+from compress.errors import RecipeError
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import open_input
 from compress.recipe.schema import Recipe
+from compress.recipe.yaml import plain_values, read_file
 
 RECIPE = "recipe.yaml"
 """The recipe in the folder of a run."""
@@ -25,8 +27,8 @@ def original_of(source: str) -> str:
         folder = Path(expanduser(source))
         try:
             written = (folder / "report.json").exists()  # by a run
-            recipe = yaml.safe_load((folder / RECIPE).read_text(encoding="utf-8")) if written else None
-        except (OSError, ValueError, yaml.YAMLError):
+            recipe = plain_values(read_file(folder / RECIPE)) if written else None
+        except (OSError, ValueError, RecipeError, yaml.YAMLError):
             break
         model = recipe.get("model") if isinstance(recipe, dict) else None
         source = model if isinstance(model, str) else source

@@ -32,7 +32,7 @@ from compress.recipe.schema import Recipe
 
 TOLERANCE = 1e-3  # relative to the largest logit; equal arithmetic gives 0, a wrong scale or zero point far more
 MB = 1e6
-ROUNDED_TOLERANCE = 0.1  # for a reader that rounds weights to bfloat16; the rounded weights are compared bit for bit
+ROUNDED_TOLERANCE = 0.1  # for a reader that rounds weights to 16 bits; the rounded weights are compared bit for bit
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,16 @@ def verify(
     if reason is not None:
         again = "the checkpoint is complete, so the next run with this option computes nothing again"
         raise VerificationError(f"{folder}: transformers cannot verify the checkpoint: {reason}; {OWN}; {again}")
-    rounded = any(format_.reads_in(layer.scheme, dtype) != dtype for layer in _compressed_layers(model))
-    if rounded:
+    layers = _compressed_layers(model)
+    kinds = {format_.reads_in(layer.scheme, dtype, layer.all_parts[0].dtype) for layer in layers} - {dtype}
+    if kinds:
+        names = " and ".join(sorted(map(dtype_name, kinds)))
         run.journal.add(
-            "note", "verify", "transformers dequantizes these weights in another dtype, so its logits differ slightly"
+            "note", "verify", f"transformers dequantizes these weights in {names}, so its logits differ slightly"
         )
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
     _copy_cache_rounding(model, other, run)
-    tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
+    tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
     del other
     gc.collect()  # the model contains reference cycles
@@ -252,6 +254,7 @@ def _same_weight(
 ) -> None:  # fmt: skip
     """Compare a dense weight bit for bit; readers dequantize in the dtype of loading, or in the stored dtype."""
     assert isinstance(ours, CompressedLinear)
-    kinds = (format_.reads_in(ours.scheme, dtype), ours.all_parts[0].dtype)
+    stored = ours.all_parts[0].dtype
+    kinds = (format_.reads_in(ours.scheme, dtype, stored), stored)
     if not any(torch.equal(theirs.weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
         raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

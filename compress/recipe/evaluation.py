@@ -15,7 +15,7 @@ from compress.api.options import OptionError, Options, mistake
 from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
 from compress.recipe.calibration import EvaluatedTexts
-from compress.recipe.yaml import compose
+from compress.recipe.yaml import compose, read_file
 
 SUITE = "suite"
 """The key of a suite in the values of `eval`."""
@@ -106,9 +106,9 @@ def suite_values(name: Any) -> dict[str, Any]:
         near = did_you_mean(str(name), known)
         raise RecipeError(f"suite {name!r} is not known{near}; or write the path of a YAML file")
     try:
-        values = compose(Path(name).read_text(encoding="utf-8"), name)[0]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"suite {name}: cannot be read ({error})") from error
+        values = compose(read_file(Path(name)), name)[0]
+    except RecipeError as error:
+        raise RecipeError(f"suite {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"suite {name}: must be a mapping of options, such as tasks: [arc_easy]")
     return values

@@ -35,7 +35,7 @@ from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
 from compress.recipe.settings import Setting, apply_settings, blamed, involved
-from compress.recipe.yaml import compose, nearest
+from compress.recipe.yaml import compose, nearest, read_file
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -60,6 +60,12 @@ class Save(Options):
         "'always': also if it is larger, so that every mask can be read back; 'off': store the zeros",
     )
 
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices over which a server such as vLLM splits each layer: the plan checks that groups and "
+        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike",
+    )
     embedding: str = Field(
         default="auto",
         description="only for format gguf: block type of the embedding, unless it is that of the head too; dense: as "
@@ -169,11 +175,7 @@ class Recipe(BaseModel):
         names the setting.
         """
         path = Path(path)
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{path}: cannot be read ({error})") from error
-        return cls.from_text(text, str(path), settings, path.parent)
+        return cls.from_text(read_file(path), str(path), settings, path.parent)
 
     @classmethod
     def from_text(

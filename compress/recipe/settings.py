@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from compress.errors import RecipeError
+from compress.recipe.yaml import plain_values
 
 Place = tuple[str | int, ...]
 
@@ -35,7 +36,7 @@ def read_setting(text: str) -> Setting:
     if not equals or not all(parts):
         raise RecipeError(f"{spelled}: write KEY=VALUE, such as passes.0.gptq.group_size=128 or save.format=native")
     try:
-        found = yaml.safe_load(value)
+        found = plain_values(value)
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{spelled}: the value {value!r} is not YAML; put it in quotes") from error
     if isinstance(found, int | float) and ":" in value:  # YAML reads the pattern 2:4 as a number with base 60

@@ -1,8 +1,12 @@
-"""Read YAML text as plain values, with the line and column of every key and item."""
+"""Read YAML text as plain values, with the line and column of every key and item.
+
+A recipe may come from anybody: its size, its depth and the values that its aliases stand for are limited.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +18,68 @@ from compress.errors import RecipeError
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
+LARGEST = 1 << 20  # bytes; the metadata of some model cards have half of it
+MOST_VALUES = 50_000
+DEEPEST = 32
+
+
+class LimitedLoader(yaml.SafeLoader):
+    """Reads at most `MOST_VALUES` values in at most `DEEPEST` levels; an alias counts as all values it stands for.
+
+    Raises MarkedYAMLError for more, and for an alias inside of its own value.
+    """
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LARGEST:
+            raise yaml.YAMLError(f"the text is longer than {LARGEST >> 20} MiB; write a shorter one")
+        super().__init__(text)
+        self._depth = self._count = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next node, or look up the node of an alias."""
+        mark, before, is_alias = self.peek_event().start_mark, self._count, self.check_event(yaml.AliasEvent)
+        if self._depth == DEEPEST:
+            raise _refused(f"values are nested in more than {DEEPEST} levels; write fewer", mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if is_alias and node not in self._sizes:
+            raise _refused("an alias refers to the value that contains it; write the value out", node.start_mark)
+        self._count += self._sizes[node] if is_alias else 1
+        if self._count > MOST_VALUES:
+            raise _refused(
+                f"there are more than {MOST_VALUES} values, with those that aliases stand for; write fewer", mark
+            )
+        self._sizes.setdefault(node, self._count - before)
+        return node
+
+
+def _refused(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+def plain_values(text: str) -> Any:
+    """The plain values of YAML text. Raises yaml.YAMLError, and ValueError for a scalar such as a date without one."""
+    loader = LimitedLoader(text)
+    root = loader.get_single_node()
+    return None if root is None else loader.construct_document(root)
+
+
+def read_file(path: Path) -> str:
+    """The text of a YAML file. Raises RecipeError for a file that cannot be read, or that is too large."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise RecipeError(f"{path}: has more than {LARGEST >> 20} MiB, so it is no recipe; write a shorter one")
+        return data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from error
+
+
 def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
     """Return plain values, and (line, column), counted from 1, of every key and item; name: of the text, for errors.
 
@@ -21,16 +87,11 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
     """
     places: dict[Place, tuple[int, int]] = {(): (1, 1)}
 
-    def walk(node: yaml.Node, path: Place, above: tuple[yaml.Node, ...]) -> None:
-        mark = _start(node)
-        places.setdefault(path, mark)
-        if node in above:
-            raise RecipeError(
-                f"{name}:{mark[0]}:{mark[1]}: an alias refers to the value that contains it; write the value out"
-            )
+    def walk(node: yaml.Node, path: Place) -> None:
+        places.setdefault(path, _start(node))
         if isinstance(node, yaml.SequenceNode):
             for i, item in enumerate(node.value):
-                walk(item, (*path, i), (*above, node))
+                walk(item, (*path, i))
         elif isinstance(node, yaml.ScalarNode):
             _check_scalar(node, name)
         elif isinstance(node, yaml.MappingNode):
@@ -44,14 +105,15 @@ def compose(text: str, name: str) -> tuple[Any, dict[Place, tuple[int, int]]]:
                 seen.add(key.value)
                 place = (*path, key.value)
                 places[place] = line, column
-                walk(value, place, (*above, node))
+                walk(value, place)
 
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = LimitedLoader(text)
+        root = loader.get_single_node()
         if root is None:
             raise RecipeError(f"{name}: the file is empty; a recipe needs the keys model and passes")
-        walk(root, (), ())
-        return yaml.safe_load(text), places
+        walk(root, ())
+        return loader.construct_document(root), places
     except yaml.YAMLError as error:
         raise RecipeError(f"{_where(error, text, name)}: invalid YAML: {_reason(error)}") from error
 

@@ -15,6 +15,7 @@ from compress.api.facts import Fact
 from compress.api.passes import Step
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
+from compress.recipe.yaml import plain_values
 from compress.report.schema import Report
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
@@ -163,7 +164,7 @@ def base_metadata(source: str) -> dict[str, Any]:
         return {}
     front = re.match(r"---\n(.*?)^---$", text, re.DOTALL | re.MULTILINE)
     try:
-        found = yaml.safe_load(front[1]) if front else None
+        found = plain_values(front[1]) if front else None
     except (yaml.YAMLError, ValueError):
         return {}
     return {key: found[key] for key in INHERITED if key in found} if isinstance(found, dict) else {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from compress.model.linear import kind_of
 from compress.roofline.devices import Device
 from compress.roofline.trace import Product, Trace
 from compress.weights.layer import LayerScheme
@@ -68,7 +68,7 @@ def estimate(trace: Trace, stored: Mapping[str, Stored], itemsize: int, device: 
     """
     groups: dict[tuple[str, int, int], list[Product]] = {}
     for product in trace.products:
-        name = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", product.module)
+        name = kind_of(product.module)
         name = name if product.kind == "linear" else f"{name} ({product.kind})"
         groups.setdefault((name, product.operations, _read(product, stored, itemsize)), []).append(product)
     costs = [_cost(name, products, stored, itemsize, device) for (name, _, _), products in groups.items()]

@@ -16,12 +16,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import ValidationError
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from compress.errors import did_you_mean
 from compress.kernels import dispatch
-from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.grids import Grid
 from compress.numerics.sparse.positions import Kept, Value
+from compress.weights.fields import validators
 
 SCHEMES: dict[str, type[Scheme]] = {}
 """Every kind of scheme by its name; a class is registered when it is defined."""
@@ -54,11 +57,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Grid):
         return value.name
     return list(value) if isinstance(value, tuple) else value
-
-
-def read_grid(name: Any) -> Grid | None:
-    """Look up a grid by name; None stays None. Raises KeyError for an unknown name."""
-    return None if name is None else GRIDS[name]
 
 
 @dataclass(frozen=True)
@@ -99,18 +97,40 @@ class Scheme(ABC):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError or TypeError for values of another kind of scheme."""
-        given = {name: value for name, value in values.items() if name != "kind"}
-        return cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
+        """The inverse of to_json. Raises ValueError for values of another kind of scheme."""
+        known, given = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
+        given.pop("kind", None)
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        if missing := sorted(name for name, required in known.items() if required and name not in given):
+            raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
+        found = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
+        for name, hint in validators(type(self)).items():
+            try:
+                hint.validate_python(value := getattr(self, name))
+            except ValidationError as error:
+                raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
+            if isinstance(value, Scheme):
+                value.check()
 
 
 def _identity(value: Any) -> Any:
     return value
 
 
-def read_scheme(values: Mapping[str, Any]) -> Any:
-    """Read a scheme of any kind. Raises KeyError for an unknown kind."""
-    return SCHEMES[values["kind"]].from_json(values)
+def read_scheme(values: Any) -> Any:
+    """Read a scheme of any kind. Raises ValueError for values that describe none."""
+    kind = values.get("kind") if isinstance(values, Mapping) else None
+    if not isinstance(kind, str) or kind not in SCHEMES:
+        raise ValueError(f"{str(values)[:100]!r} describes no part or transform; kinds: {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[kind].from_json(values)
 
 
 @dataclass(frozen=True)
@@ -258,7 +278,7 @@ class WeightPart(Component):
         super().__init__(scheme, shape, tensors)
         self.lattice: tuple[int, ...] = shape
         self._prepared: dict[int, Any] = {}
-        self.register_load_state_dict_post_hook(_forget_prepared)
+        self.register_load_state_dict_post_hook(WeightPart.forget_prepared)
 
     @property
     @abstractmethod
@@ -284,8 +304,12 @@ class WeightPart(Component):
             self._prepared[key] = kernel.prepare(self)
         return self._prepared[key]
 
-    def forget_prepared(self) -> None:
-        """Drop the results of kernels, because the tensors have changed."""
+    def is_prepared(self, kernel: dispatch.Kernel) -> bool:
+        """Whether the result of `kernel.prepare` is cached."""
+        return id(kernel) in self._prepared
+
+    def forget_prepared(self, keys: Any = None) -> None:
+        """Drop the results of kernels, because the tensors have changed; also a hook after `load_state_dict`."""
         self._prepared = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
@@ -345,11 +369,6 @@ class WeightPart(Component):
     def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
         """Sum over the weights of each scale; the adjoint of `spread`."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
-
-
-def _forget_prepared(part: WeightPart, keys: Any) -> None:
-    """A hook after `load_state_dict`."""
-    part.forget_prepared()
 
 
 class InputTransform(Component):

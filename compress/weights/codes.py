@@ -25,7 +25,8 @@ from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store, vanished
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.numerics.sparse.positions import PART, Kept, Value
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, read_grid
+from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.fields import read_grid
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class CodesScheme(PartScheme):
     def scale_groups(self) -> GroupSize:
         return self.group_size
 
+    def check(self) -> None:
+        super().check()
+        if self.grid.symmetric_only and not self.symmetric:
+            raise ValueError(f"{self.grid.name} has no zero points, but symmetric is false")
+
     def refuses(self, shape: tuple[int, int]) -> str | None:
         width = shape[1]
         if isinstance(self.group_size, int) and self.group_size > width:
@@ -161,6 +167,13 @@ class CodesPart(WeightPart):
         scale = grid.scaling.encode(codes.scale, codes.shared)
         tensors = {"words": words, "scale": scale, "zero": zero, "shared": codes.shared}
         return cls(CodesScheme.of(codes), codes.shape, {**tensors, "group_index": codes.group_index})
+
+    def validate(self, prefix: str) -> None:
+        index, groups = self.group_index, self.scale.shape[1]
+        if index is not None and not bool(((index >= 0) & (index < groups)).all()):
+            raise ValueError(
+                f"{stored_name(prefix, 'g_idx')} holds a group outside of the {groups} groups of the layer"
+            )
 
     def changed(self, scheme: CodesScheme | None = None, **tensors: Any) -> CodesPart:
         """The same part with some tensors replaced."""

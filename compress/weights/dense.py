@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ from typing_extensions import Self
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.sparse.positions import Kept, Value
 from compress.weights.base import PartScheme, TensorSpec, WeightPart
+from compress.weights.fields import read_dtype
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class DenseScheme(PartScheme):
     """A matrix of floats. dtype: its stored dtype by name ('float16'); None: the storage dtype of the run."""
 
     kind: ClassVar[str] = "dense"
+    readers: ClassVar[Mapping[str, Any]] = {"dtype": read_dtype}
 
     dtype: str | None = None
 

@@ -178,13 +178,33 @@ class LayerScheme:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of to_json. Raises KeyError, TypeError or ValueError for values that do not describe a layer."""
-        rows, width = values["shape"]
-        parts = tuple(read_scheme(part) for part in values["parts"])
-        role = values.get("role", "linear")
-        if role not in ROLES:
-            raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
-        return cls((rows, width), parts, tuple(read_scheme(t) for t in values.get("transforms", ())), role)
+        """The inverse of to_json. Raises ValueError for values that do not describe a layer."""
+        known = {"shape", "parts", "transforms", "role"}
+        if not isinstance(values, Mapping) or not {"shape", "parts"} <= values.keys() <= known:
+            raise ValueError(
+                f"{str(values)[:100]!r} describes no layer; its fields are shape, parts, transforms and role"
+            )
+        shape, lists = values["shape"], (values["parts"], values.get("transforms", []))
+        if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+            raise ValueError(f"shape is {str(shape)[:100]}, but it must be two numbers: outputs and inputs")
+        if not all(isinstance(one, list) for one in lists) or not lists[0]:
+            raise ValueError("parts must be a list with at least one part, transforms a list")
+        parts, mapped = (tuple(read_scheme(one) for one in given) for given in lists)
+        found = cls((shape[0], shape[1]), parts, mapped, values.get("role", "linear"))
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError for a description that no layer can have; for layers that were read from files."""
+        if min(self.shape) < 1:
+            raise ValueError(f"shape is {list(self.shape)}, but outputs and inputs must be at least 1")
+        if self.role not in ROLES:
+            raise ValueError(f"role {str(self.role)[:100]!r} is none of {', '.join(ROLES)}")
+        kinds = (self.parts, PartScheme), (self.transforms, TransformScheme)
+        if wrong := [one.kind for held, kind in kinds for one in held if not isinstance(one, kind)]:
+            raise ValueError(f"{wrong[0]} stands among parts, but is a transform, or the other way round")
+        for scheme in (*self.parts, *self.transforms):
+            scheme.check()
 
 
 def transform_class(kind: str) -> type[InputTransform]:

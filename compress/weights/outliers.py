@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 from compress.numerics.dtypes import DTYPES
 from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.fields import read_dtype
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class OutliersScheme(PartScheme):
     """`count` columns, or `count` single weights. dtype: of the values, by name; None: the storage dtype."""
 
     kind: ClassVar[str] = "outliers"
+    readers: ClassVar[Mapping[str, Any]] = {"dtype": read_dtype}
 
     count: int
     by: Literal["column", "position"] = "column"

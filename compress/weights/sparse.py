@@ -28,7 +28,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from compress.numerics.quant.grids import Grid
-from compress.numerics.sparse.positions import Kept, Sparsity
+from compress.numerics.sparse.positions import LARGEST_M, Kept, Sparsity
 from compress.weights.base import COMPONENTS, PartScheme, TensorSpec, WeightPart, checked, read_scheme, stored_name
 
 VALUES = "values"
@@ -75,7 +75,28 @@ class SparseScheme(PartScheme):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        return cls(Sparsity.named(values["pattern"], values["kept"]), read_scheme(values["values"]))
+        fields = {"kind", "pattern", "kept", "values"}
+        if values.keys() != fields:
+            raise ValueError(
+                f"the fields of {cls.kind} are {', '.join(sorted(fields))}, not {', '.join(sorted(values))}"
+            )
+        pattern, kept, inner = values["pattern"], values["kept"], read_scheme(values["values"])
+        if not isinstance(kept, int) or kept < 0:
+            raise ValueError(f"kept of {cls.kind} is {kept!r}, but it must be a number of weights")
+        if not isinstance(inner, PartScheme) or inner.value(torch.float32) is None:
+            raise ValueError(f"weights of kind {inner.kind} cannot be the values of {cls.kind}")
+        found = cls(_named(pattern, kept), inner)
+        found.check()
+        return found
+
+
+def _named(pattern: Any, kept: int) -> Sparsity:
+    """The positions of a pattern by its text. Raises ValueError."""
+    n, _, m = str(pattern).partition(":")
+    regular = n.isascii() and m.isascii() and n.isdigit() and m.isdigit() and len(m) <= 3
+    if pattern != "bitmask" and not (regular and 0 < int(n) < int(m) <= LARGEST_M):
+        raise ValueError(f"pattern {str(pattern)[:100]!r} is not known; it is bitmask, or N:M with M up to {LARGEST_M}")
+    return Sparsity.named(pattern, kept)
 
 
 class SparsePart(WeightPart):
@@ -108,6 +129,7 @@ class SparsePart(WeightPart):
         held = {buffer: known.get(name or VALUES) for buffer, name in inner.names.items()}
         values = inner(scheme.values, shape, held)
         assert isinstance(values, WeightPart)
+        values.validate(prefix)
         values.lattice = lattice
         return cls(scheme, shape, {"positions": kept.words}, values)
 

@@ -1,11 +1,13 @@
-"""CPU kernels against torch: medians of a product's time, in one run, with the ceilings of the machine.
+"""CPU kernels against torch, and ONNX Runtime and ggml where they are installed: medians of times, in one run.
 
-    python tests/benchmarks/kernels.py [--threads N] [--shape 4096x4096] [--batch 1 8 128] [--set avx2]
+    GOMP_SPINCOUNT=1000 python tests/benchmarks/kernels.py [--threads N] [--shape 4096x4096] [--batch 1 8 128] [--set avx2]
 
-Prints the instruction set, the read bandwidth (sum of a large tensor) and torch's float32 and bfloat16 products per
-second; then a row per shape, grid and batch: microseconds of torch in float32 and bfloat16, of the kernel with float32
-and bfloat16 inputs, and with inputs rounded to int8; the ratio of the better torch time to the kernel; and the share of the
-read bandwidth that the packed weight takes at batch 1. The calls of a row take turns. Run it on an idle machine.
+Prints the instruction set and the ceilings of the machine on one and on all threads (`ceilings.cpp`, compiled here): GB/s
+of reading, Gop/s of float32, bfloat16 and int8 products. Then a row per shape, grid and batch: microseconds of torch in
+float32 and bfloat16; of the kernel with float32 inputs, with float32 inputs that it may round to bfloat16 (torch's matmul
+precision "medium"), with bfloat16 inputs, and with inputs rounded to int8; of the peers (`peer_kernels.py`). The ratios are those
+of the better torch time to the kernel. The shares are those of the read ceiling that the packed weight takes at batch 1, and of
+the ceilings of products at larger batches. The calls of a row take turns. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 
+import peer_kernels
 import torch
 
 from compress.kernels import dispatch
-from compress.kernels.cpu import KERNEL
+from compress.kernels.cpu.codes import PackedCodes
 from compress.kernels.cpu.library import instruction_set, library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.numerics.sparse.positions import Kept
+from compress.weights.base import WeightPart
 from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.sparse import SparsePart
 from compress.weights.transforms.rounding import InputRounding
 
 ROUNDS, SECONDS = 30, 0.4  # calls of each at most, and the time that they may take
@@ -46,19 +56,29 @@ def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def ceilings() -> dict[str, float]:
-    """GB/s of reading, and Gop/s of torch's products of 1024 x 1024 matrices."""
-    data = torch.ones(1 << 26)
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    a16, b16 = a.bfloat16(), b.bfloat16()
-    times = medians({"read": lambda: data.sum(), "float32": lambda: a @ b, "bfloat16": lambda: a16 @ b16})
-    return {"read_gb_s": data.nbytes / times["read"] / 1e3} | {
-        f"torch_{name}_gop_s": 2 * 1024**3 / times[name] / 1e3 for name in ("float32", "bfloat16")
-    }
+def ceilings(threads: int) -> list[dict[str, float]]:
+    """The limits of the machine on one thread and on all."""
+    source = Path(__file__).with_name("ceilings.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "ceilings")
+        options = ["-O3", "-std=c++17", "-march=native", "-pthread"]
+        subprocess.run(["c++", *options, str(source), "-o", program], check=True)
+        counts = sorted({1, threads})
+        return [json.loads(subprocess.run([program, str(n)], check=True, capture_output=True).stdout) for n in counts]
+
+
+def medium(call: Callable[[], object]) -> object:
+    """A call that may round float32 inputs to bfloat16."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return call()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def compared(
-    part: CodesPart, dense: dict[str, torch.Tensor], batch: int, rounding: InputRounding
+    part: WeightPart, dense: dict[str, torch.Tensor], batch: int, rounding: InputRounding, peers: peer_kernels.Calls
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median microseconds of each call for a batch; and the same rounded, with ratios to the better torch time."""
     calls: dict[str, Callable[[], object]] = {}
@@ -67,20 +87,54 @@ def compared(
         calls[f"torch_{name}"] = partial(torch.nn.functional.linear, x, weight)
         calls[f"kernel_{name}"] = partial(dispatch.linear, x, [part], None, None)
     x = torch.randn(batch, part.shape[1])
-    if KERNEL.supports(part, x, rounding):
+    calls["kernel_medium"] = partial(medium, partial(dispatch.linear, x, [part], None, None))
+    if dispatch.kernel_for(part, x, rounding):
         calls["kernel_int8_inputs"] = partial(dispatch.linear, x, [part], rounding, None)
     with torch.no_grad():
-        times = medians(calls)
+        times = medians(calls | peers)
     best = min(times["torch_float32"], times["torch_bfloat16"])
     ratios = {name.replace("kernel", "ratio"): round(best / times[name], 2) for name in times if "kernel" in name}
     return times, {name: round(value, 1) for name, value in times.items()} | ratios
+
+
+def part_of(weight: torch.Tensor, grid: str) -> WeightPart:
+    """Codes in groups of 64 or those of the grid; "2:4": the larger half of the weights alone, in bfloat16."""
+    if grid != "2:4":
+        return CodesPart.of(quantize(weight, GRIDS[grid], GRIDS[grid].group_size or 64))
+    mask = torch.zeros_like(weight, dtype=torch.bool)
+    fours = weight.abs().unflatten(1, (-1, 4))
+    mask.unflatten(1, (-1, 4)).scatter_(2, fours.topk(2).indices, True)
+    return SparsePart.of(DensePart.of((weight * mask).bfloat16()), Kept.of(mask, (2, 4)))
+
+
+def packed(part: WeightPart) -> PackedCodes:
+    """The weights in the layout of their kernel."""
+    kernel = dispatch.kernel_for(part, torch.zeros(1, part.shape[1]), None)
+    assert kernel is not None
+    return part.prepared(kernel)
+
+
+def shares(part: WeightPart, batch: int, times: dict[str, float], limit: dict[str, float]) -> dict[str, float]:
+    """Of the read ceiling for batch 1, else of the ceilings of products; for the inputs of each kind."""
+    found: dict[str, float] = {}
+    size = sum(tensor.nbytes for tensor in packed(part).tensors if tensor is not None)
+    for name, ceiling in (("float32", "float32"), ("bfloat16", "bfloat16"), ("int8_inputs", "int8")):
+        if f"kernel_{name}" not in times or f"{ceiling}_gop_s" not in limit:
+            continue
+        thousands = 1e3 * times[f"kernel_{name}"]
+        if batch == 1:
+            found[f"share_read_{name}"] = size / thousands / limit["read_gb_s"]
+        else:
+            operations = 2 * batch * part.shape[0] * part.shape[1]
+            found[f"share_{name}"] = operations / thousands / limit[f"{ceiling}_gop_s"]
+    return {name: round(share, 2) for name, share in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--shape", nargs="+", default=["4096x4096", "1536x576", "576x1536"], help="out x in")
-    parser.add_argument("--grid", nargs="+", default=["int8", "int4", "int3", "int2"])
+    parser.add_argument("--grid", nargs="+", default=["int8", "int4", "int3", "int2", "2:4"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 128, 512])
     parser.add_argument("--set", help="instruction set, such as avx2")
     arguments = parser.parse_args()
@@ -90,22 +144,23 @@ def main() -> None:
         raise SystemExit("the kernels were not built; install the package with a C++ compiler")
     if arguments.set and native.compress_use(arguments.set.encode()):
         raise SystemExit(f"{arguments.set} is not among {native.compress_instruction_sets().decode()}")
-    limit = ceilings()
-    facts = {"set": arguments.set or instruction_set(), "threads": arguments.threads}
-    print(json.dumps(facts | {name: round(value, 1) for name, value in limit.items()}), flush=True)
+    print(json.dumps({"set": arguments.set or instruction_set()}), flush=True)
+    limits = ceilings(arguments.threads)
+    for found in limits:
+        print(json.dumps(found), flush=True)
     rounding = InputRounding.of(GRIDS["int8"])
     for shape in arguments.shape:
         rows, width = map(int, shape.split("x"))
         weight = torch.randn(rows, width) * 0.02
         dense = {"float32": weight, "bfloat16": weight.bfloat16()}
         for grid in arguments.grid:
-            part = CodesPart.of(quantize(weight, GRIDS[grid], GRIDS[grid].group_size or 64))
-            packed = part.prepared(KERNEL)
+            part = part_of(weight, grid)
+            packed(part)
+            bits = GRIDS[grid].bits if grid.startswith("int") else 0
             for batch in arguments.batch:
-                times, row = compared(part, dense, batch, rounding)
-                if batch == 1:
-                    speed = (packed.words.nbytes + packed.scale.nbytes) / times["kernel_float32"] / 1e3
-                    row["share_of_bandwidth"] = round(speed / limit["read_gb_s"], 2)
+                peers = peer_kernels.products(weight, bits, batch, arguments.threads)
+                times, row = compared(part, dense, batch, rounding, peers)
+                row |= shares(part, batch, times, limits[-1])
                 print(json.dumps({"shape": shape, "grid": grid, "batch": batch} | row), flush=True)
 
 

@@ -85,7 +85,9 @@ def test_a_missing_tensor_is_named(ran, tmp_path):
     def without(tensors):
         tensors.pop("model.layers.1.mlp.up_proj.qzeros", None)
 
-    with pytest.raises(ModelError, match=r"model.layers.1.mlp.up_proj lacks its tensor qzeros; write the checkpoint"):
+    with pytest.raises(
+        ModelError, match=r"model.layers.1.mlp.up_proj lacks its tensor qzeros .*; write the checkpoint"
+    ):
         compress.load(broken_copy(ran("gptq").folder, tmp_path / "broken", without))
 
 

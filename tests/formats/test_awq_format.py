@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemes import coded, decoded, encoded, layer_of, rounding
 
-from compress.errors import ModelError
 from compress.formats import FORMATS
 
 FORMAT = FORMATS["awq"]
@@ -92,7 +91,7 @@ def test_all_layers_share_one_group_size():
 
 @pytest.mark.parametrize("config", [{"version": "gemv"}, {"version": "GEMM", "bits": 3}])
 def test_another_layout_is_an_error(config):
-    with pytest.raises(ModelError, match="cannot be read; known: gemm with 4 bits"):
+    with pytest.raises(ValueError, match="cannot be read; known: gemm with 4 bits"):
         FORMAT.of_config(config)
 
 

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schemes import SCALED, coded, decoded, encoded, layer_of, rounding
 
-from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.numerics.quant.bits import pack, unpack
 from compress.weights.codes import CodesPart, CodesScheme
@@ -165,9 +164,9 @@ def test_layers_with_and_without_zero_points_are_not_stored_together():
 
 
 def test_another_layout_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ModelError, match="layout 'marlin' of GPTQ cannot be read; known: gptq, gptq_v2"):
+    with pytest.raises(ValueError, match="layout 'marlin' of GPTQ cannot be read; known: gptq, gptq_v2"):
         FORMAT.of_config({"checkpoint_format": "marlin"})
-    with pytest.raises(ModelError, match="in int32 words"):
+    with pytest.raises(ValueError, match="in int32 words"):
         FORMAT.of_config({"pack_dtype": "int16"})
 
 

@@ -147,9 +147,9 @@ def test_without_compressed_layers_there_is_no_config():
 def test_an_unknown_grid_or_kind_in_a_scheme_is_an_error():
     values = coded().to_json()
     for wrong, name in (({"grid": "int99"}, "int99"), ({"kind": "butterfly"}, "butterfly")):
-        with pytest.raises(KeyError, match=name):
+        with pytest.raises(ValueError, match=name):
             LayerScheme.from_json({**values, "parts": [{**values["parts"][0], **wrong}]})
-    with pytest.raises(TypeError, match="colour"):
+    with pytest.raises(ValueError, match="colour"):
         LayerScheme.from_json({**values, "parts": [{**values["parts"][0], "colour": 3}]})
 
 

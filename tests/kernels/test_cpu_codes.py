@@ -11,11 +11,14 @@ from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
 from compress.kernels.cpu.library import instruction_set, library
+from compress.kernels.cpu_sparse import KERNEL as SPARSE
 from compress.model.linear import CompressedLinear
+from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
 from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.rounding import InputRounding
 
@@ -72,7 +75,7 @@ def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
     rounding = {None: None, "token": InputRounding.of(INT8), "static": InputRounding.of(INT8, torch.tensor([0.02]))}[
         rounded
     ]
-    for batch in (0, 1, 2, 3, 4, 5, 8, 9, 12, 13, 30):
+    for batch in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 30):
         x = random(batch, 160, seed=1).to(dtype)
         assert KERNEL.supports(part, x, rounding)
         assert near(dispatch.linear(x, [part], rounding, bias), exact(part, x, rounding, bias), dtype)
@@ -90,6 +93,35 @@ def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, round
     x, rounding = random(batch, width, seed=seed + 1), InputRounding.of(INT8) if rounded else None
     assert KERNEL.supports(part, x, rounding)
     assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(100, 1400), st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([7, 16, 48, 64, 512, 528, "channel"]), st.booleans(), st.booleans(), st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(7, 40), st.integers(0, 999),
+)  # fmt: skip
+def test_many_rows_take_panels(rows, width, bits, group, symmetric, indexed, rounded, dtype, batch, seed):
+    """Panels of 128 elements: groups that begin, end and go on in each; an odd number of tiles; blocks of 1 to 6 rows."""
+    group = min(group, width) if isinstance(group, int) else group
+    part = part_of(rows, width, bits, group, symmetric, indexed and isinstance(group, int), seed=seed)
+    x, rounding = random(batch, width, seed=seed + 1).to(dtype), InputRounding.of(INT8) if rounded else None
+    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), dtype)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_float32_inputs_are_rounded_to_bfloat16_where_torch_may_do_so(chosen, symmetric):
+    """As `torch.set_float32_matmul_precision("medium")` allows; other processors compute in float32."""
+    part, before = part_of(50, 320, 4, 64, symmetric), torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        for batch in (1, 5, 30):
+            x = random(batch, 320, seed=batch)
+            found = dispatch.linear(x, [part], None, None)
+            inputs = x.bfloat16().float() if chosen == "avx512_bf16" else x
+            assert near(found, exact(part, inputs, None, None), x.dtype)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_integers_are_those_of_the_reference():
@@ -169,6 +201,57 @@ def test_kept_weights_alone(chosen, pattern, grid, symmetric):
     assert near(dispatch.linear(x, [sparse], None, None), exact(sparse, x, None, None), x.dtype)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 70), st.integers(1, 600), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.sampled_from(["float32", "bfloat16",
+    "float16"]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 20), st.integers(0, 999),
+)  # fmt: skip
+def test_kept_floats(rows, width, density, stored, dtype, batch, seed):
+    """Whole panels and pieces, columns without weights and full ones; computed without the dense weight."""
+    mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < density
+    weight = (random(rows, width, seed=seed) * mask).to(DTYPES[stored])
+    part = SparsePart.of(DensePart.of(weight), Kept.of(mask))
+    x, bias = random(batch, width, seed=seed + 1).to(dtype), random(rows, seed=seed).to(dtype)
+    assert not KERNEL.supports(part, x, None) and SPARSE.supports(part, x, None)
+    assert near(dispatch.linear(x, [part], None, bias), exact(part, x, None, bias), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [(2, 4), None])
+def test_kept_floats_of_all_batch_sizes(chosen, pattern, dtype):
+    weight = random(50, 300)
+    mask = weight.abs() >= weight.abs().unflatten(1, (-1, 4)).topk(2, -1).values[..., -1:].repeat(1, 1, 4).flatten(1)
+    for stored in (torch.float32, torch.bfloat16):
+        part = SparsePart.of(DensePart.of((weight * mask).to(stored)), Kept.of(mask, pattern))
+        for m in (0, 1, 2, 6, 7, 30):
+            x = random(m, 300, seed=m).to(dtype)
+            assert SPARSE.supports(part, x, None)
+            assert near(dispatch.linear(x, [part], None, None), exact(part, x, None, None), dtype)
+
+
+def test_what_the_kernel_of_kept_floats_leaves_to_torch():
+    mask = random(20, 64) > 0
+    part, x = SparsePart.of(DensePart.of(random(20, 64) * mask), Kept.of(mask)), random(2, 64)
+    assert not SPARSE.supports(part, x, InputRounding.of(INT8))
+    assert not SPARSE.supports(part, x.half(), None)
+    assert not SPARSE.supports(part, x.requires_grad_(), None)
+    packed = SPARSE.prepare(part)
+    assert packed.words.numel() == int(mask.sum()) + 16
+    native, words = library(), torch.zeros(1, dtype=torch.int32)
+    assert native.compress_pack(packed.address, words.data_ptr(), words.data_ptr(), 1) == -1  # is for codes
+    assert native.compress_codes(packed.address, words.data_ptr(), 1, words.data_ptr(), 1) == -1
+    loose = replace(packed, masks=None, words=packed.words.view(1, -1))
+    assert native.compress_product(loose.address, 0, 0, None, None, 1, 64, 0, 0, 1) == -1  # without positions
+
+
+def test_kept_floats_compile_to_one_graph():
+    mask = random(64, 64) > 0
+    layer = CompressedLinear([SparsePart.of(DensePart.of(random(64, 64) * mask), Kept.of(mask))], None)
+    with torch.no_grad():
+        wanted = layer(random(2, 64))
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(random(2, 64)), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("threshold,columns", [(3.0, False), (None, True), (3.0, True), (100.0, False)])
@@ -221,11 +304,11 @@ def test_inputs_of_other_layouts():
 
 
 def test_threads_do_not_change_a_bit():
-    part, x, before, found = part_of(300, 256, 4, 64, True), random(7, 256), torch.get_num_threads(), []
+    part, x, before, found = part_of(2000, 1024, 4, 64, True), random(40, 1024), torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 64):  # more threads than tiles, too
             torch.set_num_threads(threads)
-            found.append([dispatch.linear(x[:m], [part], None, None) for m in (1, 7)])
+            found.append([dispatch.linear(x[:m], [part], None, None) for m in (1, 7, 40)])
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -258,10 +341,13 @@ def test_a_weight_is_packed_once_and_again_after_a_cast(monkeypatch):
     part, x, calls = part_of(20, 64, 4, 32, True), random(2, 64), []
     prepare = KERNEL.prepare
     monkeypatch.setattr(type(KERNEL), "prepare", lambda self, part: calls.append(1) or prepare(part))
+    assert not part.is_prepared(KERNEL)
     for _ in range(3):
         dispatch.linear(x, [part], None, None)
-    assert len(calls) == 1
-    dispatch.linear(x, [part.to(torch.bfloat16)], None, None)
+    assert len(calls) == 1 and part.is_prepared(KERNEL)
+    cast = part.to(torch.bfloat16)
+    assert not cast.is_prepared(KERNEL)
+    dispatch.linear(x, [cast], None, None)
     assert len(calls) == 2
 
 

@@ -108,7 +108,8 @@ def test_tied_tensors_are_stored_once(tiny, in_memory):
 def test_the_description(tiny, in_memory, tmp_path):
     opened = in_memory(tiny("llama"))
     shards = {"b.safetensors": ["x", "y"], "a.safetensors": ["w"]}
-    save.write_description(opened, tmp_path, shards, 12, {"quant_method": "m"}, torch.bfloat16)
+    digests = dict.fromkeys(shards, "0" * 64)
+    save.write_description(opened, tmp_path, shards, 12, {"quant_method": "m"}, torch.bfloat16, digests=digests)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 12}
     assert list(index["weight_map"].items()) == [("w", "a.safetensors"), ("x", "b.safetensors"), ("y", "b.safetensors")]

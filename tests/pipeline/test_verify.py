@@ -222,6 +222,14 @@ def test_packed_layers_whose_model_class_reads_their_weight(recipe):
         assert found is None if reason is None else reason in found
 
 
+def test_zero_points_with_scales_in_16_bits_load_into_a_float32_model(recipe, tmp_path):
+    """transformers dequantizes packed zero points while it loads, in the dtype of the stored scales."""
+    step = compress.RTN(weights="int4", group_size=32, symmetric=False)
+    result = compress.run(recipe(step, dtype="float32", save={"dtype": "bfloat16"}), tmp_path / "out", progress=False)
+    assert result.report["verified"]["transformers"] > 0 and result.report["verified"]["own"] <= LOGITS
+    assert any("dequantizes these weights in bfloat16" in entry.message for entry in result.journal.entries)
+
+
 def test_without_the_package_that_reads_it_there_is_no_plan(recipe, monkeypatch):
     monkeypatch.setattr("compress.formats.compressed_tensors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(TargetError, match=r"the package compressed-tensors is not installed .*verify: own"):

@@ -1,5 +1,6 @@
 """A recipe is a value: YAML and Python spell the same one, and every mistake is told with its place and a remedy."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -207,7 +208,7 @@ MISTAKES = {
     "no search of scales": (
         START + "rtn: {scale: min}",
         "3:11",
-        "scale 'min' is not known; write absmax, absmean, mse, percentile",
+        "scale 'min' is not known; write absmax, absmean, mse, importance, percentile",
     ),
     "half of a range": (
         START + "rtn: {scale: {percentile: 0.5}}",
@@ -245,6 +246,25 @@ MISTAKES = {
     "a list as key": ("model: x\n? [a]\n: b", "2:3", "a key must be a string"),
     "no such alias": (START + "rtn: {targets: *a}", "3:20", "invalid YAML: found undefined alias 'a'"),
     "an alias of itself": ("model: x\npasses: &a\n  - *a", "2:9", "an alias refers to the value that contains it"),
+    "aliases that multiply": (
+        "model: x\na0: &a0 [x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 8))
+        + "passes: [*a7]",
+        r"7:\d+",
+        "more than 50000 values, with those that aliases stand for; write fewer",
+    ),
+    "merge keys that multiply": (
+        "model: x\na0: &a0 {k: v}\n"
+        + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 8))
+        + "passes: [*a7]",
+        r"7:\d+",
+        "more than 50000 values",
+    ),
+    "deep values": (
+        "model: x\npasses: " + "[" * 5000,
+        r"2:\d+",
+        "values are nested in more than 32 levels; write fewer",
+    ),
     "a date": (
         "model: 2020-13-01\npasses: [rtn]",
         "1:8",
@@ -266,7 +286,7 @@ def test_a_mistake_is_told_with_line_and_column(name):
     with pytest.raises(RecipeError, match=message) as caught:
         Recipe.from_text(text + "\n", "r.yaml")
     assert type(caught.value) is RecipeError and caught.value.exit_code == 2
-    assert str(caught.value).startswith(f"r.yaml:{place}: ")
+    assert re.match(f"r.yaml:{place}: ", str(caught.value))
     assert "\n" not in str(caught.value)
 
 
@@ -282,6 +302,8 @@ def test_files_that_cannot_be_read(tmp_path):
         Recipe.from_yaml(tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="cannot be read .*directory"):
         Recipe.from_yaml(tmp_path)
+    with pytest.raises(RecipeError, match="/dev/zero: has more than 1 MiB, so it is no recipe; write a shorter one"):
+        Recipe.from_yaml("/dev/zero")
     (tmp_path / "latin.yaml").write_bytes(b"model: caf\xe9\n")
     with pytest.raises(RecipeError, match=r"latin\.yaml: cannot be read .*utf-8"):
         Recipe.from_yaml(tmp_path / "latin.yaml")

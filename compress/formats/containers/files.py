@@ -67,6 +67,17 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Whether a path, with its links followed, is inside of a folder.
+
+    The hub's cache stores the files of `snapshots/REVISION` as links to the folder `blobs` next to `snapshots`; these
+    links count as inside.
+    """
+    real, root = path.resolve(), folder.resolve()
+    blobs = root.parent.parent / "blobs"
+    return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.parent == blobs)
+
+
 def tensor_file_bytes(folder: Path) -> int:
     """Bytes of the files in a folder that hold tensors."""
     return sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in folder.glob(pattern))

@@ -157,20 +157,24 @@ class GGUFTensors:
         return found - entry.shift if entry.shift else found
 
     def get_slice(self, name: str) -> Any:
-        """An object whose `get_shape` gives the shape of a tensor."""
+        """The shape and dtype of a tensor, by the methods of `safetensors.safe_open`."""
         entry, stored = self._tensors[name]
         shape = tuple(reversed([int(n) for n in stored.shape]))
         if name.endswith(BLOCKS):
-            shape = (shape[0], BLOCK_TYPES[entry.type].row_bytes(shape[1]))
-        return _Shape(list(shape))
+            return _Slice([shape[0], BLOCK_TYPES[entry.type].row_bytes(shape[1])], "U8")
+        return _Slice(list(shape), "F32" if entry.type in BLOCK_TYPES else entry.type)
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _Slice:
     shape: list[int]
+    dtype: str
 
     def get_shape(self) -> list[int]:
         return self.shape
+
+    def get_dtype(self) -> str:
+        return self.dtype
 
 
 @lru_cache(maxsize=2)

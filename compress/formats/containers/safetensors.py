@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
 
 from compress.formats.containers.files import atomic, file_sha256
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file states about a tensor. dtype: in the spelling of safetensors, such as BF16."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def floating(self) -> bool:
+        """Whether it holds floats."""
+        return self.dtype.startswith(("F", "BF"))
+
+    @property
+    def count(self) -> int:
+        """The number of its values."""
+        return prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        """The bits of a value: the first number in the name of the dtype, as in BF16 and F8_E4M3; BOOL has none."""
+        found = re.search(r"\d+", self.dtype)
+        return 8 if found is None else int(found[0])
+
+    @property
+    def size_bytes(self) -> int:
+        """Its bytes."""
+        return self.count * self.bits // 8
 
 
 def shard_name(number: int, count: int) -> str:

@@ -20,6 +20,11 @@ def codes_of(scheme: LayerScheme) -> CodesScheme:
     return scheme.codes
 
 
+def columns_of_group(codes: CodesScheme) -> int:
+    """The columns that share a scale and cannot be split; 1 if a whole row shares one, because each part repeats it."""
+    return codes.group_size if isinstance(codes.group_size, int) else 1
+
+
 class Layout(ABC):
     """The names and shapes of the tensors of a layer of codes.
 
@@ -51,6 +56,10 @@ class Layout(ABC):
     @abstractmethod
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         """The tensors of the weight by name."""
+
+    def units(self, codes: CodesScheme) -> tuple[int, int]:
+        """As Format.units."""
+        return codes.rows, columns_of_group(codes)
 
     @abstractmethod
     def encode(self, part: CodesPart) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 CODECS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # by bits; codes of 5 to 7 bits take a byte
 FLOATS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 LONGEST_GROUP = 16384  # columns that are summed in int32: 255 * 128 * 16384 < 2^31
+TO_INT8, TO_BF16 = 1, 2  # compress_rounding of compress_cpu.h
 OUT_OF_MEMORY = -2
 
 
@@ -25,8 +26,9 @@ OUT_OF_MEMORY = -2
 class PackedCodes:
     """The weights of a part in the layout of compress_cpu.h.
 
-    words: int32 [tiles, units, bits, 16]. scale, zero: float32 [groups, 16 tiles]; zero None: `zero_point` everywhere.
-    table: float32 [2^codec], or None. order: int32 [32 units], or None.
+    words: int32 [tiles, units, bits, 16]. scale, zero: float32 [tiles, groups, 16]; zero None: `zero_point` everywhere.
+    table: float32 [2^codec], or None. order: int32 [32 units], or None. Kept floats alone are words [kept + 16],
+    with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes.
     """
 
     words: Tensor
@@ -34,6 +36,8 @@ class PackedCodes:
     zero: Tensor | None
     table: Tensor | None
     order: Tensor | None
+    masks: Tensor | None
+    offsets: Tensor | None
     zero_point: float
     codec: int
     rows: int
@@ -45,8 +49,9 @@ class PackedCodes:
         """The C structure; valid as long as the tensors are."""
         return Weight(
             words=self.words.data_ptr(), scale=self.scale.data_ptr(), zero=_pointer(self.zero),
-            table=_pointer(self.table), order=_pointer(self.order), zero_point=self.zero_point, codec=self.codec,
-            rows=self.rows, width=self.width, units=self.words.shape[1], group=self.group, groups=self.scale.shape[0],
+            table=_pointer(self.table), order=_pointer(self.order), masks=_pointer(self.masks),
+            offsets=_pointer(self.offsets), zero_point=self.zero_point, codec=self.codec, rows=self.rows,
+            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1],
         )  # fmt: skip
 
     @cached_property
@@ -55,9 +60,14 @@ class PackedCodes:
         return ctypes.addressof(self.weight)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    def units(self) -> int:
+        """Runs of 32 packed columns."""
+        return self.words.shape[1] if self.masks is None else self.masks.shape[1] // UNIT
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors, in the order of the operator's arguments."""
-        return self.words, self.scale, self.zero, self.table, self.order
+        return self.words, self.scale, self.zero, self.table, self.order, self.masks, self.offsets
 
     @property
     def numbers(self) -> tuple[float, int, int, int, int]:
@@ -78,9 +88,12 @@ class PackedCodes:
             self.address, wanted.data_ptr(), len(wanted), codes.data_ptr(), torch.get_num_threads()
         )
         assert not failed, "columns are outside of a packed weight"
-        groups = chosen // self.group
-        zero = self.zero_point if self.zero is None else self.zero[groups].T[: self.rows]
-        return (codes - zero) * self.scale[groups].T[: self.rows]
+        zero = self.zero_point if self.zero is None else self._spread(self.zero, chosen)
+        return (codes - zero) * self._spread(self.scale, chosen)
+
+    def _spread(self, values: Tensor, chosen: Tensor) -> Tensor:
+        """The value of each row and packed column, of those per group."""
+        return values[:, chosen // self.group].mT.flatten(0, 1)[: self.rows]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -91,9 +104,10 @@ class CodesKernel:
     """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if x.dtype not in TYPES or x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
+        if x.dtype not in TYPES or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
             return False
-        return available() and _packs(part) and (rounding is None or _rounds(part, rounding))
+        packs = available() and (part.is_prepared(self) or _packs(part))
+        return packs and (rounding is None or _rounds(part, rounding))
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)
@@ -102,13 +116,9 @@ class CodesKernel:
         self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
     ) -> Tensor:
         if rounding is None:
-            inputs: tuple[Any, ...] = False, None, None, None
-        else:
-            known: Any = rounding
-            inputs = True, known.scale, known.threshold, known.columns
-        if torch.compiler.is_compiling():
-            return torch.ops.compress.codes_linear(x, bias, *inputs, *prepared.tensors, *prepared.numbers)
-        return product(x, prepared, bias, *inputs)
+            return linear(x, prepared, bias)
+        known: Any = rounding
+        return linear(x, prepared, bias, True, known.scale, known.threshold, known.columns)
 
 
 def _packs(part: Any) -> bool:
@@ -152,7 +162,8 @@ def pack(part: Any) -> PackedCodes:
     words = torch.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)
     native.compress_advise(words.data_ptr(), words.numel() * 4)
     point = float(-grid.lowest) if integers else 0.0
-    packed = PackedCodes(words, _tiled(scale, rows, groups), zero, table, order, point, codec, rows, width, group)
+    scale = _tiled(scale, rows, groups)
+    packed = PackedCodes(words, scale, zero, table, order, None, None, point, codec, rows, width, group)
     codes = _unsigned(part)
     failed = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
     assert not failed, f"codes {rows} x {width} in groups of {group} do not fit the kernel"
@@ -209,11 +220,11 @@ def _columns(width: int, size: Any, index: Tensor | None, count: int) -> tuple[i
 
 
 def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
-    """Values per scale [out or 1, stored groups] as float32 [groups, 16 tiles]; zeros where there is no row."""
-    found = torch.zeros(groups, -(-rows // LANES) * LANES)
+    """Values per scale [out or 1, stored groups] as float32 [tiles, groups, 16]; zeros where there is no row."""
+    found = torch.zeros(-(-rows // LANES) * LANES, groups)
     source = torch.arange(groups).clamp(max=values.shape[1] - 1)
-    found[:, :rows] = values.float().expand(rows, -1).T[source]
-    return found
+    found[:rows] = values.float().expand(rows, -1)[:, source]
+    return found.view(-1, LANES, groups).mT.contiguous()
 
 
 def product(
@@ -225,19 +236,23 @@ def product(
     scale: static scale of x, or None. threshold, columns: columns of x with such a magnitude, and these columns (bool
     [in]), are multiplied as floats (LLM.int8, Dettmers 2022, section 3.2).
     """
-    native, width = library(), packed.width
+    native, rows, inside, chosen = library(), x, x, None
     assert native is not None
-    rows = x if x.ndim == 2 else x.reshape(-1, width)
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    chosen = _outliers(rows, threshold, columns)
-    inside = rows if chosen is None else rows.index_fill(1, chosen, 0)
-    y = x.new_empty(*x.shape[:-1], packed.rows)
+    if not x.is_contiguous():
+        rows = x.reshape(-1, packed.width)
+        inside = rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    if threshold is not None or columns is not None:
+        rows = rows.view(-1, packed.width) if rows is x else rows
+        chosen = _outliers(rows, threshold, columns)
+        inside = rows if chosen is None else rows.index_fill(1, chosen, 0)
+    y = x.new_empty((*x.shape[:-1], packed.rows))
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
+    mode = TO_INT8 if rounded else TO_BF16 if torch.get_float32_matmul_precision() == "medium" else 0
     failed = native.compress_product(
-        packed.address, inside.data_ptr(), y.data_ptr(), _pointer(bias), _pointer(static), len(rows), inside.stride(0),
-        TYPES[x.dtype], rounded, torch.get_num_threads(),
+        packed.address, inside.data_ptr(), y.data_ptr(), _pointer(bias), _pointer(static), x.numel() // packed.width,
+        packed.width if inside is x else inside.stride(0), TYPES[x.dtype], mode, torch.get_num_threads(),
     )  # fmt: skip
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
@@ -260,7 +275,7 @@ def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Ten
 _LIBRARY = torch.library.Library("compress", "DEF")
 _LIBRARY.define(
     "codes_linear(Tensor x, Tensor? bias, bool rounded, Tensor? input_scale, float? threshold, Tensor? columns, "
-    "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, "
+    "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, Tensor? masks, Tensor? offsets, "
     "float zero_point, int codec, int rows, int width, int group) -> Tensor"
 )
 
@@ -279,3 +294,14 @@ def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
 
 _LIBRARY.impl("codes_linear", _codes_linear, "CPU")
 torch.library.register_fake("compress::codes_linear", _shape_of_codes_linear, lib=_LIBRARY)
+
+
+def linear(
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, rounded: bool = False, scale: Tensor | None = None,
+    threshold: float | None = None, columns: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`product`, as the operator where torch traces."""
+    inputs = rounded, scale, threshold, columns
+    if torch.compiler.is_compiling():
+        return torch.ops.compress.codes_linear(x, bias, *inputs, *packed.tensors, *packed.numbers)
+    return product(x, packed, bias, *inputs)

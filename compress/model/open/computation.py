@@ -22,6 +22,11 @@ def compute_dtype(
             raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
         return DTYPES[dtype], None
     named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype) and named not in DTYPES.values():
+        known = ", ".join(DTYPES)
+        raise ModelError(
+            f"model: config.json states the dtype {dtype_name(named)}; choose a dtype of computation: {known}"
+        )
     found = named if isinstance(named, torch.dtype) else torch.float32
     fast = fast_dtype(found, device)
     return fast, None if fast == found else found

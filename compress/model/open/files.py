@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from compress.errors import ModelError
+from compress.model.open.untrusted import read_json
+
 SAMPLE_BYTES = 1 << 16  # a fingerprint reads this many bytes at each of SAMPLES places of a file, to be fast
 SAMPLES = 64
 
@@ -13,8 +16,16 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 
 
 def read_processor(folder: Path) -> dict[str, str]:
-    """The text of each of `PROCESSOR_FILES` in a folder."""
-    return {name: (folder / name).read_text("utf-8") for name in PROCESSOR_FILES if (folder / name).exists()}
+    """The text of each of `PROCESSOR_FILES` in a folder. Raises ModelError for one that is no JSON."""
+    found = {}
+    for path in (folder / name for name in PROCESSOR_FILES):
+        try:
+            if path.exists():
+                read_json(path)
+                found[path.name] = path.read_text("utf-8")
+        except ValueError as error:
+            raise ModelError(f"model: {path} cannot be read: {error}; fetch it again") from error
+    return found
 
 
 def fingerprint_of(folder: Path, paths: list[Path]) -> str:

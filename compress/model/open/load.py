@@ -14,16 +14,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme, Format
+from compress.formats.containers.digests import verify_digests
+from compress.model.embedding import layer_of
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
 from compress.model.open.compiled import compile_generation
 from compress.model.open.computation import compute_dtype
 from compress.model.open.experts import open_experts
+from compress.model.open.limits import limited_modules
 from compress.model.open.stored import stored_shapes, stored_tensors
+from compress.model.open.untrusted import check_folder
 from compress.model.saving import MASKED_KEY, guard_saving
 from compress.model.structure.ends import find_ends, replace_end, tie
 from compress.weights.layer import LayerScheme
+
+MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
+"""The exceptions of code that reads values of an unexpected form."""
 
 
 def load(
@@ -32,6 +39,7 @@ def load(
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     compile: bool = False,
+    verify: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
 
@@ -40,23 +48,28 @@ def load(
     dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
     instructions for bfloat16 products, where bfloat16 is several times slower.
 
-    compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`).
+    compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`). verify:
+    first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
 
-    Raises ModelError for a folder without a model, an unknown quantization method, or missing or truncated tensors.
+    Raises ModelError for a folder without a model, an unknown quantization method, files that are damaged or missing.
     """
     folder, device = Path(folder), torch.device(device)
     if not folder.is_dir():
         raise ModelError(f"model: no folder {folder}")
+    if verify:
+        check_folder(folder)
+        verify_digests(folder)
     found = describe(folder, str(folder), dtype, device, trust_remote_code)
     model, schemes = found.model, found.schemes
     if found.files is None:
         if schemes:
-            raise ModelError(f"model: {folder} lacks tensors of its model; write it again")
-        model = opening.load_whole(type(model), folder, found.dtype, device)
+            raise opening.lacking(model, folder, found.stored, weights_in_codes(model, schemes))
+        model = opening.load_whole(model, folder, found.stored, found.dtype, device)
     else:
         mapped = opening.Mapped(dict(found.stored), found.dtype, device)
         if found.format is not None:
-            fill(model, "", mapped.read_raw(list(found.stored)), schemes, found.format, found.dtype)
+            tensors = mapped.read_raw(list(found.stored))
+            fill(model, "", tensors, schemes, found.format, found.dtype, found.stored)
         opening.assign(model, opening.Mapped(found.files, found.dtype, device).read(found.dense_names()))
         tie(model)
         opening.to_device(model, device)
@@ -105,26 +118,26 @@ def describe(
     masked = masked_in(config)
     compute, widened_from = compute_dtype(config, dtype, device)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
-    open_experts(model)
+    with limited_modules(folder):
+        open_experts(model)
     stored = stored_tensors(folder)
-    shapes = {name: shape_of(module) for name, module in linears(model).items()}
-    schemes = {} if format_ is None else _schemes(format_, described, shapes, stored_shapes(stored))
-    ends = [end for end in find_ends(model) if end.name in schemes]
-    schemes |= {end.name: replace(schemes[end.name], role=end.role) for end in ends}
-    files = opening.match(model, stored, present={*schemes, *(name for end in ends for name in end.names)})
-    caches = _cache_schemes(model, record, format_, described)
+    schemes = {} if format_ is None else schemes_of(model, format_, described, stored)
+    files = opening.match(model, stored, present=weights_in_codes(model, schemes))
+    caches = cache_schemes(model, record, format_, described)
     return Description(model, compute, widened_from, format_, schemes, caches, masked, stored, files)
 
 
 def masked_in(config: Any) -> frozenset[str]:
     """Remove from a configuration the names of the linears whose zeros are pruned weights, and return them."""
     found = vars(config).pop(MASKED_KEY, None)
-    return frozenset(found if isinstance(found, list) else ())
+    return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
 
 def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[str, Any]]:
     if quantization is None:
         return None, {}
+    if not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+        raise ModelError(f"model: quantization_config in config.json of {source} is no object; fetch the file again")
     described = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = described.get("quant_method")
     found = next((f for f in FORMATS.values() if f.quant_method is not None and f.quant_method == method), None)
@@ -132,21 +145,42 @@ def _format_of(quantization: Any, source: str) -> tuple[Format | None, Mapping[s
         raise ModelError(
             f"model: {source} is quantized by {method!r}, which compress does not read; start from its dense model"
         )
-    return found.of_config(described), described
-
-
-def _schemes(
-    format_: Format, described: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]],
-    stored: Mapping[str, tuple[int, ...]],
-) -> dict[str, LayerScheme]:  # fmt: skip
-    """The schemes of a checkpoint's linears by name. Raises ModelError for an invalid quantization_config."""
     try:
-        return format_.schemes(described, shapes, stored)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(f"model: quantization_config of its config.json cannot be read ({error!r})") from error
+        return found.of_config(described), described
+    except MISSHAPEN as error:
+        raise ModelError(f"model: quantization_config of its config.json cannot be read ({_reason(error)})") from error
 
 
-def _cache_schemes(
+def schemes_of(
+    model: nn.Module, format_: Format, described: Mapping[str, Any], stored: Mapping[str, tuple[Path, str]]
+) -> dict[str, LayerScheme]:
+    """The schemes of a checkpoint's layers by name. Raises ModelError for an invalid quantization_config.
+
+    model: not yet filled. stored: the files of the tensors.
+    """
+    shapes = {name: shape_of(module) for name, module in linears(model).items()}
+    ends = {end.name: end for end in find_ends(model)}
+    known = shapes | {name: layer_of(model.get_submodule(name)).shape for name in ends}
+    try:
+        schemes = format_.schemes(described, shapes, stored_shapes(stored))
+        for name, scheme in schemes.items():
+            if name not in known:
+                raise ValueError(f"{name} is no linear of the model")
+            if scheme.shape != known[name]:
+                here, there = list(known[name]), list(scheme.shape)
+                raise ModelError(f"model: {name} is {there} in the checkpoint, but {here} by its config.json")
+            scheme.check()
+    except MISSHAPEN as error:
+        raise ModelError(f"model: quantization_config of its config.json cannot be read ({_reason(error)})") from error
+    return {n: replace(scheme, role=ends[n].role) if n in ends else scheme for n, scheme in schemes.items()}
+
+
+def weights_in_codes(model: nn.Module, schemes: Mapping[str, LayerScheme]) -> set[str]:
+    """The names of the modules whose weight is stored in another form: the layers, and both modules of tied ends."""
+    return {*schemes, *(name for end in find_ends(model) if end.name in schemes for name in end.names)}
+
+
+def cache_schemes(
     model: nn.Module, record: Any, format_: Format | None, described: Mapping[str, Any]
 ) -> dict[str, CacheScheme]:
     """The cache schemes by name of the attention. record: the value of `CONFIG_KEY`. Raises ModelError."""
@@ -154,11 +188,20 @@ def _cache_schemes(
         everywhere = None if format_ is None else format_.cached(described)
         if everywhere is not None:
             return dict.fromkeys(attentions_with_cache(model), everywhere)
+        if record is not None and not isinstance(record, dict):
+            raise ValueError(f"{CONFIG_KEY} is no object")
         return {name: CacheScheme.from_json(values) for name, values in (record or {}).items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({error!r})") from error
+        raise ModelError(f"model: {CONFIG_KEY} of its config.json cannot be read ({_reason(error)})") from error
     except ValueError as error:
-        raise ModelError(f"model: {error}") from error
+        raise ModelError(f"model: config.json: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with values that were read."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}, or does not know it"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], caches: Mapping[str, CacheScheme]) -> None:
@@ -170,7 +213,9 @@ def fill_caches(root: nn.Module, prefix: str, tensors: Mapping[str, Tensor], cac
     for full, scheme in caches.items():
         attention = known.get(f"{full}.".removeprefix(prefix).removesuffix("."))  # "" is the root
         if attention is None:
-            raise ModelError(f"model: {full} has no cache whose keys and values could be rounded")
+            raise ModelError(
+                f"model: {full} has no cache with keys and values to round; correct config.json, or fetch it again"
+            )
         scales: list[Tensor | None] = [None, None]
         for i, (name, static) in enumerate(zip(SCALES, scheme.static, strict=True)):
             if static:
@@ -194,11 +239,12 @@ def fill(
     schemes: Mapping[str, LayerScheme],
     format_: Format,
     dtype: torch.dtype,
+    files: Mapping[str, tuple[Path, str]] | None = None,
 ) -> None:
     """Replace linears below `root` by the compressed linears of a checkpoint.
 
     prefix + name below `root` is the full name; tensors and schemes are by full name. dtype: of the computation;
-    weights stored as floats are cast to it.
+    weights stored as floats are cast to it. files: the places of the tensors, for messages.
 
     Raises ModelError for missing or invalid tensors, with the full name.
     """
@@ -215,7 +261,14 @@ def fill(
         try:
             parts, transforms = format_.decode(inside, scheme)
         except KeyError as error:
-            raise ModelError(f"model: {full} lacks its tensor {error.args[0]}; write the checkpoint again") from error
+            reason = f"{full} lacks its tensor {error.args[0]}"
+            raise ModelError(f"model: {reason}{_in_file(start, files)}; write the checkpoint again") from error
         except ValueError as error:
-            raise ModelError(f"model: {start}{error}; write the checkpoint again") from error
+            raise ModelError(f"model: {start}{error}{_in_file(start, files)}; write the checkpoint again") from error
         layer.read([part if part.scheme.quantized else part.in_storage(dtype) for part in parts], transforms)
+
+
+def _in_file(start: str, files: Mapping[str, tuple[Path, str]] | None) -> str:
+    """The file of a layer, as an addition to a message."""
+    found = next((path for name, (path, _) in (files or {}).items() if name.startswith(start)), None)
+    return "" if found is None else f" (in {found})"

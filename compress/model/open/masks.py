@@ -7,7 +7,6 @@ count; they are unused channels, which reshaping passes may remove.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtyping import Bool
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.stored import opened_file
+from compress.model.open.untrusted import read_json
 from compress.numerics.sparse.positions import sparsities
 
 MaskPolicy = Literal["keep", "forget"]
@@ -48,8 +48,8 @@ class Zeros:
 def recorded_masks(folder: Path) -> frozenset[str]:
     """The names of pruned linears in the report of the run that wrote a folder; empty if there is no report."""
     try:
-        found = json.loads((folder / "report.json").read_text(encoding="utf-8")).get("masked", ())
-    except (OSError, ValueError, AttributeError):
+        found = read_json(folder / "report.json").get("masked")
+    except ValueError:
         return frozenset()
     return frozenset(name for name in found if isinstance(name, str)) if isinstance(found, list) else frozenset()
 
@@ -94,7 +94,7 @@ def _mask(opened: OpenModel, name: str, module: nn.Module, known: bool) -> Tenso
         weight = CompressedLinear.of(module).weight
     else:
         path, key = place
-        with safe_open(path, framework="pt") as file:
+        with opened_file(path) as file:
             weight = file.get_tensor(key)  # mapped, not read
         rows = max(FEWEST_ROWS, SAMPLED_WEIGHTS // weight.shape[1])
         if not known and _share(weight[:: -(-weight.shape[0] // rows)]) <= SHARE / 2:

@@ -6,16 +6,16 @@ matrices had fewer bits, the conversion measures what float16 and bfloat16 lose 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from compress.formats.containers.files import write_json
+from compress.model.open.stored import headers_of
+from compress.model.open.untrusted import read_json
 from compress.numerics.dtypes import DTYPES, dtype_name
 
 RECORD = "compress_narrow.json"
@@ -31,17 +31,11 @@ def narrow_dtype(folder: Path, stored: Mapping[str, tuple[Path, str]]) -> torch.
     record = folder / RECORD
     if record.exists():
         try:
-            return DTYPES.get(json.loads(record.read_text(encoding="utf-8"))["dtype"])
+            return DTYPES.get(read_json(record)["dtype"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-    found: set[torch.dtype | None] = set()
-    for path in {path for path, _ in stored.values()}:
-        with safe_open(path, framework="pt") as file:
-            slices = [file.get_slice(key) for place, key in stored.values() if place == path]
-            kinds = {
-                s.get_dtype() for s in slices if len(s.get_shape()) > 1 and s.get_dtype() in (*SPELLED, "F32", "F64")
-            }
-        found |= {SPELLED.get(kind) for kind in kinds}
+    kinds = {header.dtype for header in headers_of(stored).values() if len(header.shape) > 1}
+    found = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
     return found.pop() if len(found) == 1 else None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +17,6 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,20 +24,27 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from compress.errors import ModelError
+from compress.errors import ModelError, one_line
+from compress.formats.containers.digests import SUMS
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
 from compress.model.open.computation import compute_dtype, widened
-from compress.model.open.experts import open_experts, renamed
+from compress.model.open.experts import open_experts
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.limits import limited, limited_modules
+from compress.model.open.matching import lacking, match
 from compress.model.open.narrow import narrow_dtype
-from compress.model.open.stored import opened_file, shapes_of, stored_tensors
+from compress.model.open.stored import headers_of, opened_file, stored_tensors
 from compress.model.open.supported import check_language_model, class_of
+from compress.model.open.tokenizer import read_tokenizer
+from compress.model.open.untrusted import check_config, check_folder, read_json
 from compress.model.structure.blocks import Block, find_blocks
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
+SMALL_MODEL = 1 << 24
+"""Numbers of a model that may be missing in its files before transformers is asked, which allocates them."""
 
 
 class Weights(Protocol):
@@ -95,7 +102,7 @@ class Mapped:
 
     def bring(self, block: Block) -> None:
         tensors = self.read(self.names(block.name))
-        check_finite("", tensors)
+        check_finite("", tensors, self.files)
         assign(block.module, {name.removeprefix(block.name + "."): t for name, t in tensors.items()})
 
     def release(self, block: Block) -> None:
@@ -176,14 +183,15 @@ def is_finite(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or bool(torch.stack(torch.aminmax(tensor.detach())).isfinite().all())
 
 
-def check_finite(prefix: str, tensors: dict[str, Tensor]) -> None:
-    """Raise ModelError, naming the tensor, when a weight holds NaN or infinity."""
+def check_finite(prefix: str, tensors: dict[str, Tensor], files: Mapping[str, tuple[Path, str]] | None = None) -> None:
+    """Raise ModelError, naming the tensor and its file, when a weight holds NaN or infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             full = f"{prefix}.{name}" if prefix else name
+            where = f" ({files[name][0]})" if files and name in files else ""
             raise ModelError(
-                f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged; fetch it again"
+                f"model: {full} holds {bad} NaN or infinite weights; the checkpoint is damaged; fetch it again{where}"
             )
 
 
@@ -207,14 +215,15 @@ def open_model(
     compute, widened_from = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
-    check_language_model(model)
+    check_language_model(model, f"model: {source}")
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "widened_from": widened_from}
     common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
-    notes, files = open_experts(model) + widened(widened_from), match(model, stored)
+    with limited_modules(folder):
+        notes, files = open_experts(model) + widened(widened_from), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     common["narrow"] = narrow_dtype(folder, stored)
     if files is None:
-        whole = load_whole(type(model), folder, compute, device)
+        whole = load_whole(model, folder, stored, compute, device)
         open_experts(whole)
         notes.append(
             "the checkpoint stores tensors under other names or shapes, so transformers loaded the whole model"
@@ -229,7 +238,7 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
     """Read the tensors outside of the blocks. Raises ModelError."""
     inside = tuple(f"{block.name}." for block in blocks)
     tensors = weights.read([name for name in weights.files if not name.startswith(inside)])
-    check_finite("", tensors)
+    check_finite("", tensors, weights.files)
     assign(model, tensors)
     model.tie_weights()
     to_device(model, weights.device)
@@ -237,8 +246,9 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
-    with init_empty_weights(), no_init_weights():  # the latter skips random initialization: 5 ms per linear
-        kind = class_of(config, trust_remote_code)
+    kind = class_of(config, trust_remote_code)
+    # no_init_weights skips random initialization: 5 ms per linear
+    with init_empty_weights(), no_init_weights(), limited(folder):
         try:
             model = kind._from_config(config, dtype=dtype)
         except (*UNREADABLE, RuntimeError, ImportError) as error:
@@ -247,11 +257,15 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
                 f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
             ) from error
     model.tie_weights()
+    generation = folder / "generation_config.json"
     try:
-        if (folder / "generation_config.json").exists():
+        if generation.exists():
+            read_json(generation)
             model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model: {folder / 'generation_config.json'} cannot be read ({error})") from error
+    except (OSError, *UNREADABLE) as error:
+        raise ModelError(
+            f"model: {generation} cannot be read ({one_line(error)}); correct the file, or fetch it again"
+        ) from error
     return model
 
 
@@ -274,7 +288,7 @@ def folder_of(source: str) -> Path:
         raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
     from huggingface_hub import snapshot_download  # slow to import and not needed for local models
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "README.md"]  # the last states the license
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md"]  # the last: the license
     try:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except Exception as error:
@@ -286,61 +300,38 @@ def folder_of(source: str) -> Path:
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:
     """Read the configuration of a model folder; source: the user's name of the model. Raises ModelError."""
+    check_folder(folder)
     try:
+        check_config(read_json(folder / "config.json"), trust_remote_code)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, *UNREADABLE) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ModelError(f"model: {source} has no readable config.json ({reason})") from error
+        raise ModelError(f"model: {source} has no readable config.json ({one_line(error)})") from error
 
 
-def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None when it has none."""
-    if not any(
-        (folder / name).exists()
-        for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-    ):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"model: the tokenizer in {folder} cannot be read ({error}); fetch it again") from error
+def load_whole(
+    model: PreTrainedModel, folder: Path, stored: dict[str, tuple[Path, str]], dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Load the model with transformers, which converts stored layouts to those of the model.
 
-
-def match(
-    model: nn.Module, stored: dict[str, tuple[Path, str]], present: Set[str] = frozenset()
-) -> dict[str, tuple[Path, str]] | None:
-    """Model tensor name -> stored tensor, or None when a shape differs or a name cannot be resolved by renaming.
-
-    present: linears whose weight is stored in another form.
+    model: without weights. transformers gets the tensors, and opens no files itself.
     """
-    wanted = dict(model.state_dict(keep_vars=True))
-    prefix = getattr(model, "base_model_prefix", "") + "."
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    stored = {new: stored[old] for old, new in renamed(model, list(stored)).items()} | stored
-    found: dict[str, tuple[Path, str]] = {}
-    for name in wanted:
-        for spelling in (name, name.removeprefix(prefix), prefix + name):
-            if spelling in stored:
-                found[name] = stored[spelling]
-                break
-        else:
-            if name not in tied and wanted[name].is_meta and name.rpartition(".")[0] not in present:
-                return None
-    plain = {name: place for name, place in found.items() if name.rpartition(".")[0] not in present}
-    return found if all(shape == wanted[name].shape for name, shape in shapes_of(plain)) else None
-
-
-def load_whole(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Load the model with transformers, which converts stored layouts to those of the model."""
+    wanted = sum(tensor.numel() for tensor in model.state_dict(keep_vars=True).values())
+    held = sum(prod(header.shape) for header in headers_of(stored).values())
+    if wanted > 2 * held + SMALL_MODEL:
+        raise lacking(model, folder, stored)
+    tensors = Mapped(stored, dtype, torch.device("cpu")).read_raw(list(stored))
     try:
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below
-        model, info = model_class.from_pretrained(folder, dtype=dtype, **options)
-    except (OSError, ValueError, RuntimeError) as error:
+        options |= {"config": model.config, "state_dict": tensors, "dtype": dtype}
+        loaded: Any = type(model).from_pretrained(None, **options)
+        built, info = loaded
+    except (OSError, *UNREADABLE, RuntimeError) as error:
         raise ModelError(f"model: transformers cannot load {folder}: {error}") from error
     if info["mismatched_keys"]:
-        name, stored, wanted = min(info["mismatched_keys"])
-        raise ModelError(f"model: {name} is {list(stored)} in {folder}, but {list(wanted)} by its config.json")
+        name, there, here = min(info["mismatched_keys"])
+        raise ModelError(f"model: {name} is {list(there)} in {folder}, but {list(here)} by its config.json")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"model: {folder} lacks {len(missing)} tensors, the first {missing[0]}; fetch it again")
-    return model.eval().requires_grad_(False).to(device)
+    built.generation_config = model.generation_config
+    return built.eval().requires_grad_(False).to(device)

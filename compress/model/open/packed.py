@@ -7,7 +7,6 @@ dense checkpoint stores no masks; there the zeros of a linear are its mask (`mod
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from os.path import expanduser
@@ -23,11 +22,12 @@ from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
 from compress.model.open.computation import widened
 from compress.model.open.files import fingerprint_of, read_processor
-from compress.model.open.load import describe, fill, fill_caches, masked_in
+from compress.model.open.load import describe, fill, fill_caches, masked_in, weights_in_codes
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.narrow import narrow_dtype
 from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.supported import check_language_model
+from compress.model.open.untrusted import read_json
 from compress.model.structure.blocks import Block, find_blocks
 from compress.model.structure.ends import find_ends
 from compress.numerics.sparse.positions import Sparsity, sparsities
@@ -61,11 +61,11 @@ class Packed(Mapped):
             if isinstance(layer, CompressedLinear) or prefix + name in self.masked:
                 renew_linear(block.module, name)
         tensors = self.read(self.names(block.name))
-        opening.check_finite("", tensors)
+        opening.check_finite("", tensors, self.files)
         dense = {name: tensors.pop(f"{name}.weight") for name in self.masked if f"{name}.weight" in tensors}
         opening.assign(block.module, {name.removeprefix(prefix): t for name, t in tensors.items()})
         if self.format is not None:
-            fill(block.module, prefix, self._packed(prefix), self.schemes, self.format, self.dtype)
+            fill(block.module, prefix, self._packed(prefix), self.schemes, self.format, self.dtype, self.stored)
         for name, weight in dense.items():
             layer = block.module.get_submodule(name.removeprefix(prefix))
             assert isinstance(layer, CompressedLinear)
@@ -87,7 +87,8 @@ class Packed(Mapped):
         """The tensors of the compressed linears of a block, in their stored dtype."""
         starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
         found = Mapped(self.stored, self.dtype, self.device).read_raw([n for n in self.stored if n.startswith(starts)])
-        opening.check_finite("", {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1})
+        wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
+        opening.check_finite("", wide, self.stored)
         return found
 
     def _unpack(self, layer: CompressedLinear) -> None:
@@ -103,10 +104,10 @@ class Packed(Mapped):
 def is_compressed(source: str) -> bool:
     """Whether a model is a local folder with quantized weights or a rounded KV cache."""
     try:
-        config = json.loads((Path(expanduser(source)) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(Path(expanduser(source)) / "config.json")
+    except ValueError:
         return False
-    return isinstance(config, dict) and any(config.get(key) is not None for key in STATED)
+    return any(config.get(key) is not None for key in STATED)
 
 
 def open_input(
@@ -190,9 +191,9 @@ def _open_compressed(
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
     found = describe(folder, source, dtype, device, trust_remote_code)
     model = found.model.eval()
-    check_language_model(model)
+    check_language_model(model, f"model: {source}")
     if found.files is None:
-        raise ModelError(f"model: {source} lacks tensors of its model; write it again")
+        raise opening.lacking(model, folder, found.stored, weights_in_codes(model, found.schemes))
     blocks = find_blocks(model)
     inside, ends = tuple(f"{block.name}." for block in blocks), {end.name for end in find_ends(model)}
     outside = {name: scheme for name, scheme in found.schemes.items() if not name.startswith(inside)}
@@ -209,7 +210,7 @@ def _open_compressed(
     if found.format is not None:
         starts = tuple(f"{name}." for name in outside)
         packed = scales.read_raw([name for name in found.stored if outside and name.startswith(starts)])
-        fill(model, "", packed, outside, found.format, found.dtype)
+        fill(model, "", packed, outside, found.format, found.dtype, found.stored)
     paths = sorted({path for path, _ in found.stored.values()})
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,

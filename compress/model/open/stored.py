@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from compress.errors import ModelError
+from compress.formats.containers.files import is_inside
 from compress.formats.containers.gguf import FILE, open_gguf
+from compress.formats.containers.safetensors import Header
+from compress.model.open.untrusted import read_json
 
+INDEX = "model.safetensors.index.json"
 PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
 
 
-def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
-    index = folder / "model.safetensors.index.json"
-    whole = folder / "model.safetensors"
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model: its GGUF file, else those of its index, else model.safetensors, else all of the folder.
+
+    Raises ModelError for a folder without weights, and for an index that cannot be read or that names a file elsewhere.
+    """
+    index, whole = folder / INDEX, folder / "model.safetensors"
     if (folder / FILE).exists():
-        paths = [folder / FILE]
-    elif index.exists():
-        try:
-            paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
+        return [folder / FILE]
+    if index.exists():
+        paths = _listed(index, folder)
     else:
         paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
-    return {name: place for path in paths for name, place in stored_in(path).items()}
+    return paths
+
+
+def _listed(index: Path, folder: Path) -> list[Path]:
+    try:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("its weight_map must be an object that gives each tensor the name of a file")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not file.endswith(".safetensors"):
+                raise ValueError(f"it says that {name[:200]} is in {str(file)[:200]!r}, which is no .safetensors file")
+        files = sorted(set(weight_map.values()))
+        if outside := [file for file in files if not is_inside(folder / file, folder)]:
+            raise ValueError(f"it names {outside[0][:200]!r}, which is outside of the folder")
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
+    return [folder / file for file in files]
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> (file, name) for all files of weights of a folder; every file is opened once to check it."""
+    return {name: place for path in weight_files(folder) for name, place in stored_in(path).items()}
 
 
 def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
     """Tensor name -> (file, name) for one safetensors file."""
     with opened_file(path) as file:
         return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
+    """The header of each of these tensors, by the name that is given for it."""
+    found: dict[str, Header] = {}
+    for path in sorted({path for path, _ in files.values()}):
+        with opened_file(path) as file:
+            for name, (place, key) in files.items():
+                if place == path:
+                    part = file.get_slice(key)
+                    found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of these tensors, by the name that is given for it."""
+    return {name: header.shape for name, header in headers_of(files).items()}
 
 
 @contextmanager
@@ -58,17 +97,3 @@ def opened_file(path: Path) -> Iterator[Any]:
         if path.name != FILE:
             raise
         raise ModelError(f"model: {path} cannot be read ({error})") from error
-
-
-def stored_shapes(stored: dict[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every stored tensor by name."""
-    return {name: tuple(shape) for name, shape in shapes_of(stored)}
-
-
-def shapes_of(files: dict[str, tuple[Path, str]]) -> Iterator[tuple[str, torch.Size]]:
-    """(name in the model, shape in the file) of every tensor."""
-    for path in sorted({path for path, _ in files.values()}):
-        with opened_file(path) as file:
-            for name, (place, key) in files.items():
-                if place == path:
-                    yield name, torch.Size(file.get_slice(key).get_shape())

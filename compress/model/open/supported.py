@@ -15,9 +15,11 @@ SUPPORTED = "supported are models that predict the next token, and encoders that
 
 def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
     """The transformers class that the configuration names, or a causal language model when it names none."""
-    for name in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    named = getattr(config, "architectures", None)
+    for name in named if isinstance(named, list) else []:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]

@@ -8,8 +8,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError
 from compress.model.objective import is_masked, text_config
-from compress.model.open.opening import OpenModel, empty_model, folder_of, read_config, read_tokenizer
+from compress.model.open.opening import OpenModel, empty_model, folder_of, read_config
 from compress.model.open.supported import check_language_model
+from compress.model.open.tokenizer import read_tokenizer
 
 
 def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> PreTrainedModel:

@@ -5,7 +5,7 @@ If both share one weight (tied weights), they are one end with two names, and on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -124,8 +124,16 @@ def tie(model: PreTrainedModel) -> None:
     if not compressed:
         model.tie_weights()
         return
+    tie_recorded(model, compressed)
+
+
+def tie_recorded(model: PreTrainedModel, without: Collection[str] = ()) -> None:
+    """Tie the weights that the model lists as tied, also while transformers builds models without tying them.
+
+    without: the names of weights that stay as they are.
+    """
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if target not in compressed and source not in compressed:
+        if target not in without and source not in without:
             parent, _, leaf = target.rpartition(".")
             setattr(model.get_submodule(parent), leaf, model.get_parameter_or_buffer(source))
 

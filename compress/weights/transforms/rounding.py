@@ -13,7 +13,8 @@ from typing_extensions import Self
 
 from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.inputs import outlier_columns, round_inputs
-from compress.weights.base import InputTransform, TensorSpec, TransformScheme, read_grid
+from compress.weights.base import InputTransform, TensorSpec, TransformScheme
+from compress.weights.fields import read_grid
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ Product best() {
 
 int bits_of(const compress_weight &w) { return w.codec > 4 ? 8 : w.codec; }
 
+bool kept_alone(const compress_weight &w) { return w.codec > COMPRESS_E5M2; }
+
 bool consistent(const compress_weight &w) {
-    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_E5M2 || (w.table && w.codec > 4)) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_KEPT_BF16 || (w.table && w.codec > 4)) return false;
+    if (kept_alone(w) && (!w.masks || !w.offsets || w.zero || w.order || w.zero_point != 0.0f)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
     if (!w.order && w.units * 32 < w.width) return false;
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
@@ -145,7 +148,7 @@ int compress_product(const compress_weight *weight, const void *x, void *y, cons
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {
-    if (!consistent(*weight) || threads < 1) return -1;
+    if (!consistent(*weight) || kept_alone(*weight) || threads < 1) return -1;
     if (weight->order)
         for (int64_t k = 0; k < weight->units * 32; ++k)
             if (weight->order[k] >= weight->width) return -1;
@@ -155,7 +158,7 @@ int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t 
 }
 
 int compress_codes(const compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes, int32_t threads) {
-    if (!consistent(*weight) || threads < 1 || count < 0) return -1;
+    if (!consistent(*weight) || kept_alone(*weight) || threads < 1 || count < 0) return -1;
     for (int64_t i = 0; i < count; ++i)
         if (columns[i] < 0 || columns[i] >= weight->units * 32) return -1;
     Packing packing{weight, codes, nullptr, columns, count};

@@ -21,23 +21,29 @@ extern "C" {
 
 enum compress_type { COMPRESS_F32 = 0, COMPRESS_BF16 = 1 };
 
+// What inputs are rounded to. To bfloat16: only a permission, which processors without such products do not use.
+enum compress_rounding { COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INT8 = 1, COMPRESS_TO_BF16 = 2 };
+
 // What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
-enum compress_codec { COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10 };
+// Or kept weights alone, in floats: `words` holds them tile by tile, column by column, row by row; `masks` tells the rows.
+enum compress_codec { COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12 };
 
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
 struct compress_weight {
     const uint32_t *words;  // [tiles][units][bits][16]
-    const float *scale;     // [groups][16 * tiles]
+    const float *scale;     // [tiles][groups][16]
     const float *zero;      // like scale, or NULL: zero_point for all
     const float *table;     // [2^codec], or NULL
     const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k
+    const uint16_t *masks;  // [tiles][32 units] a bit per row of the tile, 1 for kept; NULL for codes
+    const int64_t *offsets; // [tiles] index of the first kept weight; 16 more numbers than these can be read; NULL for codes
     float zero_point;
     int32_t codec;  // the width of the codes, or a compress_codec
     int64_t rows, width, units, group, groups;
 };
 
 // One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.
-// rounded: x is rounded to int8 first, q = clamp(round(x / s), -128, 127), with the scale s of each row (*static_scale, or,
+// COMPRESS_TO_INT8: q = clamp(round(x / s), -128, 127), with the scale s of each row (*static_scale, or,
 // if that is NULL, max |x| / 127.5 of the row).
 struct compress_call {
     const struct compress_weight *weight;
@@ -47,7 +53,7 @@ struct compress_call {
     const float *static_scale;
     int64_t m, ldx;
     int32_t type;
-    int32_t rounded;
+    int32_t rounded;  // a compress_rounding
     int32_t threads;
 };
 

@@ -1,0 +1,90 @@
+"""`compress sensitivity`: what each way of compressing costs in each layer alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from compress.cli.group import without_collection
+from compress.cli.show import print_table
+
+if TYPE_CHECKING:
+    from compress.pipeline.sensitivity import Sensitivities, Sensitivity
+
+SHOWN = 12  # rows of the most sensitive layers
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--choice", "choices", multiple=True, required=True, metavar="CHOICE",
+    help="A grid (int4: rounding to nearest), a sparsity (0.5 or 2:4: Wanda), or a pass as in a recipe, such as "
+    "'gptq: {weights: int3}'; repeatable.",
+)  # fmt: skip
+@click.option("--by", "level", type=click.Choice(["layer", "block"]), default="layer", show_default=True,
+              help="Change one linear, or all linears of one block, at a time.")  # fmt: skip
+@click.option("--text", default="embedded", show_default=True, help="Text: embedded, wikitext, or a file.")
+@click.option("--windows", type=click.IntRange(min=2), default=8, show_default=True, help="Number of windows.")
+@click.option("--length", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens per window.")
+@click.option("--bits", type=float, help="Also print the pass that spends this many bits per weight best.")
+@click.option("--dtype", default="auto", help="Dtype of computation.")
+@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), default=Path("out/sensitivity"), show_default=True,
+    help="Folder of kept results: a killed measurement continues.",
+)  # fmt: skip
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Also write the results to this .json file, or a page with heat maps to this .html file.",
+)
+@click.option("--all", "every", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def sensitivity(
+    model: str, choices: tuple[str, ...], level: Literal["layer", "block"], text: str, windows: int, length: int,
+    bits: float | None, dtype: str, device: str, work: Path, out: Path | None, every: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure each CHOICE in each layer of MODEL alone: KL divergence from MODEL, in nats per token.
+
+    The model is in memory twice. Layers interact; the table says where to spend bits, not what the result will be.
+    """
+    with without_collection():
+        from compress.formats.containers.files import write_text
+        from compress.pipeline.sensitivity import allocate
+        from compress.pipeline.sensitivity import sensitivity as measure
+        from compress.pipeline.sensitivity_page import html
+    found = measure(
+        model, choices, level=level, text=text, windows=windows, length=length, dtype=dtype, device=device, work=work,
+        progress=True,
+    )  # fmt: skip
+    allocated = None if bits is None else allocate(found, bits)
+    if out is not None:
+        write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")
+    if as_json:
+        click.echo(found.model_dump_json(indent=1))
+    else:
+        _print(found, every)
+    if allocated is not None:
+        import yaml
+
+        spelled = [{type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}]
+        click.echo(yaml.safe_dump({"passes": spelled}, sort_keys=False, width=120), nl=False)
+
+
+def _print(found: Sensitivities, every: bool) -> None:
+    choices, table = list(found.choices), found.by_name()
+    if not every:
+        rows = [(kind, *(f"{costs[choice]:.2e}" for choice in choices)) for kind, costs in found.by_kind().items()]
+        title = f"{found.model}: mean KL of one {found.level} alone, nats per token"
+        print_table(title, (f"kind of {found.level}", *choices), rows)
+        table = dict(sorted(table.items(), key=lambda item: -max(one.kl for one in item[1].values()))[:SHOWN])
+    rows = [(name, *(_cell(row[choice]) for choice in choices)) for name, row in table.items()]
+    title = f"{'all' if every else 'the most sensitive'} {found.level}s: KL, standard error"
+    print_table(title, (found.level, *choices), rows)
+
+
+def _cell(one: Sensitivity) -> str:
+    return f"{one.kl:.2e} ± {one.kl_stderr or 0:.1e}"

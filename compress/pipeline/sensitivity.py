@@ -1,0 +1,345 @@
+"""The sensitivity of each layer to each way of compressing it: the divergence of the model that differs in it alone.
+
+A choice is a pass with its options. It is applied to the whole model once; then its layers are put into the original
+model one at a time, and the blocks from there on run again. The KL divergence from the original is that of
+`compress.evaluate.divergence`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.api.context import device_of
+from compress.api.journal import Journal
+from compress.api.passes import Pass
+from compress.data.ids import model_sample
+from compress.errors import RecipeError, TargetError, did_you_mean
+from compress.evaluate.base import Record
+from compress.evaluate.divergence import Kept
+from compress.evaluate.store import Results, digest_of
+from compress.kernels.dispatch import plain_torch
+from compress.model.linear import CompressedLinear, kind_of, linears
+from compress.model.open.load import load
+from compress.model.open.opening import fingerprint_of
+from compress.model.structure.blocks import Block
+from compress.numerics.budget import within_budget
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.statistics import mean
+from compress.passes import PASSES
+from compress.pipeline.evaluation import model_folder, weight_files
+from compress.pipeline.progress import shown_progress
+from compress.pipeline.run import apply, in_memory
+from compress.recipe.schema import read_passes
+from compress.stream.capture import Call, ModelShell
+from compress.version import __version__
+
+Level = Literal["layer", "block"]
+
+TOP_K = 128  # tokens kept of the original's distributions
+CALIBRATION = 32, 256  # sequences and their length, for choices that need data
+
+
+class Sensitivity(Record):
+    """What one choice costs in one layer or block.
+
+    name: of the linear or of the block. weights: their number. bits: stored per weight, without embeddings and norms.
+    kl: divergence from the original model in nats per token, with its standard error over the windows. loss: increase
+    of the loss in nats per token, with its standard error.
+    """
+
+    name: str
+    choice: str
+    weights: int
+    bits: float
+    kl: float
+    kl_stderr: float | None
+    loss: float
+    loss_stderr: float | None
+
+
+class Sensitivities(Record):
+    """The sensitivities of a model. choices: name -> pass as a recipe spells it. level: what was changed at a time."""
+
+    compress: str
+    model: str
+    fingerprint: str
+    text: str
+    windows: int
+    length: int
+    level: Level
+    choices: dict[str, Any]
+    found: list[Sensitivity]
+
+    def by_name(self) -> dict[str, dict[str, Sensitivity]]:
+        """name -> choice -> sensitivity, in the order of the model."""
+        table: dict[str, dict[str, Sensitivity]] = {}
+        for one in self.found:
+            table.setdefault(one.name, {})[one.choice] = one
+        return table
+
+    def by_kind(self) -> dict[str, dict[str, float]]:
+        """Kind of name, in which numbers are '*' -> choice -> mean KL divergence."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for one in self.found:
+            kind = kind_of(one.name)
+            found.setdefault(kind, {}).setdefault(one.choice, []).append(one.kl)
+        return {kind: {choice: mean(kl).value for choice, kl in row.items()} for kind, row in found.items()}
+
+
+def read_choice(text: str) -> tuple[str, Pass]:
+    """A choice and its name: a grid ('int4'), a sparsity ('0.5', '2:4'), or a pass as a recipe spells it.
+
+    A grid is rounding to nearest in groups of 64, a sparsity is Wanda. Raises RecipeError.
+    """
+    text = text.strip()
+    if text in GRIDS:
+        return text, read_passes([{"rtn": {"weights": text}}])[0]
+    if text.replace(".", "", 1).isdigit() or (":" in text and " " not in text):
+        numbers = {"pattern": text} if ":" in text else {"sparsity": float(text)}
+        return text, read_passes([{"wanda": numbers}])[0]
+    try:
+        spelled = yaml.safe_load(text)
+    except yaml.YAMLError:
+        spelled = None
+    if not ((isinstance(spelled, dict) and len(spelled) == 1) or (isinstance(spelled, str) and spelled in PASSES)):
+        near = did_you_mean(text, [*GRIDS, *PASSES])
+        raise RecipeError(f"--choice {text}: no grid, sparsity or pass{near}; or write 'gptq: {{weights: int3}}'")
+    return text, read_passes([spelled])[0]
+
+
+@plain_torch()
+@torch.no_grad()
+def sensitivity(
+    model: str,
+    choices: Sequence[str],
+    *,
+    level: Level = "layer",
+    text: str = "embedded",
+    windows: int = 8,
+    length: int = 128,
+    dtype: str = "auto",
+    device: str = "auto",
+    work: Path | None = None,
+    journal: Journal | None = None,
+    progress: bool = False,
+) -> Sensitivities:
+    """Measure every choice in every linear of the blocks (or in every block as a whole).
+
+    The model is in memory, and once more compressed. work: folder of kept results; a killed measurement continues.
+
+    Raises RecipeError for choices, TargetError for a pass that changes other tensors than linears, ModelError,
+    CalibrationError.
+    """
+    journal, where = journal or Journal(), device_of(device)
+    read = dict(read_choice(choice) for choice in choices)
+    if not read:
+        raise RecipeError("--choice: write at least one, such as --choice int4")
+    folder = model_folder(model)
+    base, tokenizer = load(folder, dtype, where)
+    fingerprint = fingerprint_of(folder, weight_files(folder))
+    ids = model_sample(base, tokenizer, text, "test", windows, length)[0]
+    needed = any(step.requires.data for step in read.values())
+    calibration = model_sample(base, tokenizer, text, "calibration", *CALIBRATION)[0] if needed else None
+    found: list[Sensitivity] = []
+    with shown_progress(journal) if progress else nullcontext():
+        reference = Reference.of(base, ids)
+        for name, step in read.items():
+            key = digest_of(fingerprint, __version__, step.model_dump(mode="json"), type(step).key(), dtype,
+                            ids.tolist(), level)  # fmt: skip
+            results = Results(None if work is None else work / key[:16])
+            found += _measure(name, step, reference, Source(folder, dtype, where, calibration), level, results, journal)
+    spelled = {
+        name: {type(step).key(): step.model_dump(mode="json", exclude_defaults=True)} for name, step in read.items()
+    }
+    return Sensitivities(
+        compress=__version__, model=model, fingerprint=fingerprint, text=text, windows=len(ids), length=ids.shape[1],
+        level=level, choices=spelled, found=found,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a further copy of the model comes from, and the token ids that passes need."""
+
+    folder: Path
+    dtype: str
+    device: torch.device
+    calibration: Int[Tensor, "sequences length"] | None
+
+    def compressed(self, step: Pass, base: PreTrainedModel) -> dict[str, CompressedLinear]:
+        """The linears of a copy that the pass changed. Raises TargetError if the pass changes anything else."""
+        copy, _ = load(self.folder, self.dtype, self.device)
+        apply(copy, step, self.calibration)
+        before = base.state_dict()
+        known = linears(base)
+        found = {
+            name: module
+            for name, module in linears(copy).items()
+            if isinstance(module, CompressedLinear) and not _same(module, known[name])
+        }
+        within = tuple(f"{name}." for name in found)
+        kept = {name: tensor for name, tensor in copy.state_dict().items() if not name.startswith(within)}
+        changed = [name for name, tensor in kept.items() if name not in before or not torch.equal(tensor, before[name])]
+        if changed:
+            raise TargetError(
+                f"--choice {type(step).key()}: changes {changed[0]} too, so a layer cannot be measured alone; use a "
+                "pass that changes linears only"
+            )
+        if not found:
+            raise TargetError(f"--choice {type(step).key()}: changes no linear")
+        return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One window of the original model: the input of each block and its arguments, and what is kept of its logits."""
+
+    ids: Int[Tensor, "1 length"]
+    inputs: list[Tensor]
+    calls: list[Call]
+    kept: Kept
+    loss: float
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The original model and its windows."""
+
+    model: PreTrainedModel
+    shell: ModelShell
+    blocks: list[Block]
+    batches: list[Batch]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, ids: Int[Tensor, "windows length"]) -> Reference:
+        """Run the model on each window."""
+        opened = in_memory(model)
+        shell, batches = ModelShell(opened), []
+        shell.check()
+        for window in ids.to(opened.device).split(1):
+            seen = shell.capture(window)
+            inputs = [seen.hidden]
+            for block, call in zip(opened.blocks, seen.calls, strict=True):
+                inputs.append(call.run(block.module, inputs[-1]))
+            logits = shell.logits(window, inputs[-1])[0]
+            batches.append(Batch(window, inputs[:-1], seen.calls, Kept.of(logits, TOP_K), loss_of(logits, window)))
+        return cls(model, shell, opened.blocks, batches)
+
+    def divergences(self, first: int) -> list[tuple[float, float]]:
+        """(KL divergence, increase of the loss) per window, of a model that differs from block `first` on."""
+        found = []
+        for batch in self.batches:
+            hidden = batch.inputs[first]
+            for block, call in zip(self.blocks[first:], batch.calls[first:], strict=True):
+                hidden = call.run(block.module, hidden)
+            logits = self.shell.logits(batch.ids, hidden)[0]
+            kl = batch.kept.divergence(logits)[0].mean()
+            found.append((float(kl), loss_of(logits, batch.ids) - batch.loss))
+        return found
+
+
+def _same(module: CompressedLinear, before: nn.Module) -> bool:
+    return isinstance(before, CompressedLinear) and before.sha256() == module.sha256()
+
+
+def loss_of(logits: Tensor, ids: Int[Tensor, "1 length"]) -> float:
+    """The mean loss of the next tokens in nats."""
+    return float(nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:]))
+
+
+@contextmanager
+def installed(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put modules into a block in place of those with the same names."""
+
+    def put(name: str, module: nn.Module) -> nn.Module:
+        parent, _, leaf = name.rpartition(".")
+        holder = block.get_submodule(parent)
+        before = holder.get_submodule(leaf)
+        setattr(holder, leaf, module)
+        return before
+
+    before = {name: put(name, module) for name, module in modules.items()}
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            put(name, module)
+
+
+def _measure(
+    choice: str, step: Pass, reference: Reference, source: Source, level: Level, results: Results, journal: Journal
+) -> list[Sensitivity]:  # fmt: skip
+    """The sensitivities of a choice, in the order of the model."""
+    changed = source.compressed(step, reference.model)
+    units: list[tuple[str, int, dict[str, CompressedLinear]]] = []
+    for index, block in enumerate(reference.blocks):
+        inside = {n.removeprefix(block.name + "."): m for n, m in changed.items() if n.startswith(block.name + ".")}
+        if level == "block" and inside:
+            units.append((block.name, index, inside))
+        elif level == "layer":
+            units += [(f"{block.name}.{name}", index, {name: module}) for name, module in inside.items()]
+
+    def compute(missing: list[tuple[str, int, dict[str, CompressedLinear]]]) -> None:
+        for done, (name, index, modules) in enumerate(missing, start=1):
+            with installed(reference.blocks[index].module, modules):
+                results.put([(name, reference.divergences(index))])
+            journal.add("progress", "sensitivity", f"sensitivity to {choice}", done=done, of=len(missing))
+
+    values = results.fill(units, lambda unit: unit[0], compute)
+    found = []
+    for (name, _, modules), windows in zip(units, values, strict=True):
+        sizes = {n: m.shape[0] * m.shape[1] for n, m in modules.items()}
+        stored = sum(m.scheme.size_bytes(torch.float16) for m in modules.values())
+        kl, loss = (mean([window[i] for window in windows]) for i in (0, 1))
+        found.append(Sensitivity(
+            name=name, choice=choice, weights=sum(sizes.values()), bits=8 * stored / sum(sizes.values()),
+            kl=kl.value, kl_stderr=kl.stderr, loss=loss.value, loss_stderr=loss.stderr,
+        ))  # fmt: skip
+    gc.collect()  # the copy of the model contains reference cycles
+    return found
+
+
+def allocate(measured: Sensitivities, bits: float) -> Pass:
+    """The pass that gives each layer one of the measured choices, with `bits` stored per weight on average at most.
+
+    The sum of the measured divergences is made small; they are assumed to add up. All choices must be of one pass.
+
+    Raises RecipeError.
+    """
+    kinds = {next(iter(spelled)) for spelled in measured.choices.values()}
+    if measured.level != "layer" or len(kinds) != 1 or len(measured.choices) < 2:
+        raise RecipeError(
+            "--bits: needs choices of one pass that differ in size, measured by layer, such as --choice int3 and "
+            "--choice int4"
+        )
+    table = measured.by_name()
+    items = {
+        name: {choice: (one.bits * one.weights, one.kl) for choice, one in row.items()} for name, row in table.items()
+    }
+    weights = sum(next(iter(row.values())).weights for row in table.values())
+    sizes = [[size for size, _ in options.values()] for options in items.values()]
+    least, most = sum(map(min, sizes)) / weights, sum(map(max, sizes)) / weights
+    if not least <= bits <= most:
+        raise RecipeError(f"--bits {bits:g}: the choices reach {least:.4g} to {most:.4g} bits per weight")
+    chosen = within_budget(items, bits * weights)
+    options = {choice: spelled[next(iter(kinds))] for choice, spelled in measured.choices.items()}
+    common = max(options, key=lambda choice: list(chosen.values()).count(choice))
+    every = PASSES[next(iter(kinds))].model_fields
+    overrides = []
+    for choice, own in options.items():
+        names = [name for name, one in chosen.items() if one == choice]
+        if choice != common and names:
+            keys = {*own, *options[common]}
+            overrides.append({"targets": names} | {key: own.get(key, every[key].default) for key in sorted(keys)})
+    return read_passes([{next(iter(kinds)): {**options[common], "overrides": overrides}}])[0]

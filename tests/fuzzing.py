@@ -1,0 +1,267 @@
+"""Damage checkpoints at random, and see what the readers make of them.
+
+Every input is drawn from its seed alone: a checkpoint of some format, and one to three changes of its files. A failure
+is anything but a model that its digests accept or reject, or one of our errors that names a file: another exception, a
+hang, memory of more than twice the files, a file outside of the folder, pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fuzz_changes import CHANGES, Draw
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import compress
+from compress.errors import CompressError
+from compress.formats import FORMATS
+from compress.formats.containers.digests import read_digests, verify_digests
+from compress.model.inspection import inspect
+from compress.model.open.packed import STATED, open_input
+
+PICO = Path(__file__).parent / "pico" / "model"
+SECONDS = 60.0
+CONSTANT = 96 << 20
+"""Seconds for an input, and bytes of memory for any input beyond twice its files."""
+
+
+# Checkpoints of every format
+
+
+def steps() -> dict[str, list[Any]]:
+    """Lists of passes by name. A format is tried with each, and takes part with those that it can store."""
+    int4 = compress.RTN(weights="int4", group_size=16)
+    return {
+        "plain": [],
+        "int4": [int4],
+        "q4_0": [compress.RTN(weights="int4_signed", group_size=32)],
+        "int4-asymmetric": [compress.RTN(weights="int4", group_size=16, symmetric=False)],
+        "nf4": [compress.RTN(weights="nf4", group_size=32)],
+        "nf4-double": [compress.RTN(weights="nf4_bnb_dq", group_size=32)],
+        "ends": [compress.RTN(weights="int8", group_size="channel", targets=["*", "lm_head", "embed_tokens"])],
+        "w8a8": [compress.RTN(weights="int8", group_size="channel", activations="int8")],
+        "fp8": [compress.RTN(weights="fp8_e4m3", group_size="channel")],
+        "mxfp4": [compress.RTN(weights="mxfp4", group_size=32)],
+        "nvfp4": [compress.RTN(weights="nvfp4", group_size=16)],
+        "sparse": [compress.Magnitude(pattern="2:4"), int4],
+        "outliers": [compress.OWQ(weights="int4", group_size=16, budget=0.5)],
+        "llm-int8": [compress.LLMInt8()],
+        "low-rank": [int4, compress.LoRC(rank=2)],
+        "cache": [compress.KVCache()],
+    }
+
+
+def make(folder: Path) -> dict[str, Path]:
+    """Write a checkpoint of a tiny model in every format and every form that the format takes; by name."""
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    tokenizer, made = AutoTokenizer.from_pretrained(PICO), {}
+    for label, passes in steps().items():
+        torch.manual_seed(0)
+        model, ids = LlamaForCausalLM(config).eval(), torch.randint(1024, (4, 16))
+        with contextlib.suppress(CompressError):
+            compress.apply(model, passes, ids) if passes else None
+        for name in FORMATS:
+            target = folder / f"{name}-{label}"
+            try:
+                compress.save(model, target, format=name, tokenizer=tokenizer)
+            except CompressError:
+                continue
+            stated = json.loads((target / "config.json").read_text()).keys() & set(STATED)
+            if stated or (name, label) == ("dense", "plain"):
+                made[target.name] = target
+    missing = [name for name in FORMATS if not any(path.startswith(name) for path in made)]
+    assert not missing, f"no passes of `steps` suit the formats {missing}; add some"
+    return made
+
+
+# What the readers make of changed checkpoints
+
+
+@dataclass
+class Outcome:
+    """How an input ended. text: the message. failure: None for a good end. changes: the names of its changes."""
+
+    end: str
+    text: str
+    failure: str | None
+    changes: tuple[str, ...] = ()
+    checkpoint: str = ""
+
+
+class TooLong(BaseException):
+    """An input took longer than `SECONDS`."""
+
+
+@dataclass
+class Watch:
+    """What happens while readers run: files that are opened in a folder, and classes that pickle asks for."""
+
+    outside: Path
+    on: bool = False
+    seen: list[str] = field(default_factory=list)
+
+    def hear(self, event: str, args: Any) -> None:
+        """An audit hook."""
+        if self.on and event == "open" and isinstance(args[0], (str, bytes)):
+            path = os.path.abspath(os.fsdecode(args[0]))
+            if path.startswith((f"{self.outside}/", "/dev/zero")) or os.path.realpath(path).startswith(
+                (f"{self.outside}/", "/dev/zero")
+            ):
+                self.seen.append(f"opened {path}")
+        elif self.on and event == "pickle.find_class":
+            self.seen.append(f"pickle asked for {args}")
+
+    def mapped(self) -> None:
+        """Note files of the folder that are memory-mapped; safetensors opens files without an audit event."""
+        maps = Path("/proc/self/maps")
+        if maps.exists() and f"{self.outside}/" in maps.read_text():
+            self.seen.append(f"mapped a file of {self.outside}")
+
+
+class Fuzzer:
+    """Inputs by seed, in a folder for this work alone."""
+
+    def __init__(self, work: Path) -> None:
+        self.made = make(work / "made")
+        self.outside, self.folder = work / "outside", work / "input"
+        shutil.copytree(self.made["dense-plain"], self.outside)
+        held = load_file(sorted(self.outside.glob("*.safetensors"))[0])
+        save_file(held, self.outside / "model.safetensors", metadata={"format": "pt"})
+        self.watch = Watch(self.outside)
+        sys.addaudithook(self.watch.hear)
+        for path in self.made.values():
+            for reader in READERS:
+                reader(path)  # imports and caches, and all readers read what is not damaged
+
+    def outcome(self, seed: int) -> Outcome:
+        """Make the input of a seed, and read it."""
+        chance = random.Random(seed)
+        name = chance.choice(sorted(self.made))
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.made[name], self.folder)
+        changes = chance.choices(CHANGES, k=chance.choice([1, 1, 1, 2, 3]))
+        for change in changes:
+            change(Draw(self.folder, self.outside, chance))
+        self.watch.seen.clear()
+        before = reset_peak()
+        with quiet():
+            found = self._read(READERS[seed % len(READERS)], name)
+        grown, size = peak() - before, sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
+        if grown > 2 * size + CONSTANT:
+            found.failure = f"{grown >> 20} MiB of memory for files of {size >> 10} KiB"
+        if self.watch.seen:
+            found.failure = "; ".join(self.watch.seen)
+        found.changes, found.checkpoint = tuple(change.__name__ for change in changes), name
+        return found
+
+    def _read(self, reader: Callable[[Path], Any], name: str) -> Outcome:
+        try:
+            self.watch.on = True
+            with within(SECONDS):
+                found = reader(self.folder)
+                self.watch.mapped()
+        except CompressError as error:
+            named = names_a_file(str(error), self.folder)
+            return Outcome("error", str(error), None if named else "the message names no file")
+        except TooLong:
+            return Outcome("hang", "", f"more than {SECONDS} seconds")
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            return Outcome("exception", traceback.format_exc(), f"{type(error).__name__}: {error}"[:300])
+        finally:
+            self.watch.on = False
+        del found
+        return self._check(name)
+
+    def _check(self, name: str) -> Outcome:
+        """The outcome of an input that became a model: its digests must reject it, unless it is as it was written."""
+        try:
+            with within(SECONDS):
+                verify_digests(self.folder)
+        except CompressError as error:
+            return Outcome("model that its digests reject", str(error), None)
+        files = read_digests(self.made[name])
+        changed = [f for f in files if (self.folder / f).read_bytes() != (self.made[name] / f).read_bytes()]
+        return Outcome(
+            "model as it was written", "", f"digests accept {changed[0]}, which changed" if changed else None
+        )
+
+
+def read_input(folder: Path) -> Any:
+    """Open a checkpoint as the model of a recipe, and load its blocks."""
+    opened = open_input(str(folder))
+    for block in opened.blocks:
+        opened.weights.bring(block)
+    return opened
+
+
+READERS: tuple[Callable[[Path], Any], ...] = (compress.load, read_input, compress.load, inspect)
+
+
+def names_a_file(text: str, folder: Path) -> bool:
+    """Whether a message names a file of the folder, or the folder that lacks one."""
+    return str(folder) in text or "config.json" in text
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, and no logging of transformers."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raise TooLong after some seconds."""
+
+    def late(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peak() -> int:
+    """The peak of the resident memory in bytes since `reset_peak`; 0 where the system does not tell."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    return 0 if found is None else int(found[1]) << 10
+
+
+def reset_peak() -> int:
+    """Forget the peak of the resident memory so far; returns the resident memory."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak()

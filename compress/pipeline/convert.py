@@ -142,7 +142,7 @@ class _Plan:
         width = scheme.shape[1]
         whole = codes.group_size if isinstance(codes.group_size, int) else width
         finer = (replace(codes, group_size=n) for n in sorted(SIZES, reverse=True) if n < whole and whole % n == 0)
-        found = (LayerScheme(scheme.shape, (each,), scheme.transforms) for each in finer)
+        found = (scheme.with_parts(each) for each in finer)
         return None if codes.indexed else next((new for new in found if self._refuses(new) is None), None)
 
     def _clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
@@ -207,7 +207,7 @@ class _Plan:
             layer.absorb_inputs()
         before = layer.weight_as(torch.float32)
         if split:
-            layer.put(_in_groups(layer.codes, target))
+            layer.put(_in_groups(layer.codes, target), layer.mask)
             self._check_scales(name, layer)
         elif target != scheme:
             _requantize(layer, target, self.form.scales_in(self.storage))

@@ -153,7 +153,7 @@ FOREIGN = {
         "gptq-int4", foreign(lambda v: v.update(checkpoint_format=["gptq"])), r"config\.json cannot be read \(TypeError"
     ),
     "gptq: an invalid pattern": (
-        "gptq-int4", foreign(lambda v: v.update(dynamic={"+:(": {"bits": 8}})), r"'\(' in dynamic is no regular expression"
+        "gptq-int4", foreign(lambda v: v.update(dynamic={"+:(": {"bits": 8}})), r"'\(' is no regular expression"
     ),
     "gptq: patterns that are no object": (
         "gptq-int4", foreign(lambda v: v.update(dynamic=[7])), r"config\.json cannot be read \(AttributeError"

@@ -14,6 +14,7 @@ from compress import GPTQ, RTN, KVCache
 from compress.errors import ModelError, RecipeError, SaveError, TargetError
 from compress.formats.containers.gguf import FILE, arranged, open_gguf, rearranged
 from compress.model.linear import CompressedLinear
+from compress.model.open.limits import stored_bytes
 
 GRIDS = {"int4": "Q4_0", "int4_signed": "Q4_0", "uint4": "Q4_1", "int5_signed": "Q5_0", "uint5": "Q5_1", "int8": "Q8_0"}
 GROUPS = {"group_size": 32}
@@ -263,3 +264,9 @@ def test_a_pass_compresses_an_untied_head_alone(recipe, untied, tmp_path):
     assert made.report["verified"]["own"] == 0
     theirs = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "out" / FILE).tensors}
     assert (theirs["token_embd.weight"], theirs["output.weight"]) == ("Q4_0", "Q8_0")
+
+
+def test_its_bytes_count_where_a_configuration_is_limited_by_the_files(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(bytes(7))
+    (tmp_path / "config.json").write_text("{}")
+    assert stored_bytes(tmp_path) == 7

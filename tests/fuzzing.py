@@ -51,6 +51,7 @@ def steps() -> dict[str, list[Any]]:
     return {
         "plain": [],
         "int4": [int4],
+        "q4_0": [compress.RTN(weights="int4_signed", group_size=32)],
         "int4-asymmetric": [compress.RTN(weights="int4", group_size=16, symmetric=False)],
         "nf4": [compress.RTN(weights="nf4", group_size=32)],
         "nf4-double": [compress.RTN(weights="nf4_bnb_dq", group_size=32)],
@@ -70,13 +71,13 @@ def steps() -> dict[str, list[Any]]:
 def make(folder: Path) -> dict[str, Path]:
     """Write a checkpoint of a tiny model in every format and every form that the format takes; by name."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     tokenizer, made = AutoTokenizer.from_pretrained(PICO), {}
     for label, passes in steps().items():
         torch.manual_seed(0)
-        model, ids = LlamaForCausalLM(config).eval(), torch.randint(64, (4, 16))
+        model, ids = LlamaForCausalLM(config).eval(), torch.randint(1024, (4, 16))
         with contextlib.suppress(CompressError):
             compress.apply(model, passes, ids) if passes else None
         for name in FORMATS:

@@ -1,4 +1,4 @@
-"""Everything the README shows is run or parsed: its recipes and Python on the pico model, its commands by their parsers."""
+"""Everything that README and docs/ show is run or parsed: recipes and Python on the pico model, commands by their parsers."""
 
 import re
 import shlex
@@ -15,11 +15,16 @@ import compress
 from compress import Recipe
 from compress.cli import main
 from compress.formats import FORMATS
+from compress.recipe.presets import presets
 from compress.report.build import DESCRIPTIONS
 
 ROOT = Path(__file__).parents[1]
 PICO = Path(__file__).parent / "pico" / "model"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+FRONT = ROOT / "README.md"
+PAGES = [FRONT, *sorted((ROOT / "docs").glob("*.md"))]
+README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+LONGEST = 250
+"""Lines of the README; the rest belongs to docs/."""
 
 SMALLER = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": str(PICO),
@@ -196,11 +201,26 @@ def test_a_wrong_command_would_be_found(line, error):
         test_every_command_is_one_that_exists(line)
 
 
+def test_the_readme_is_short_and_leads_to_every_page():
+    text = FRONT.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= LONGEST
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+
+
 def test_the_readme_lists_every_pass_and_every_format():
-    rows = re.findall(r"^\| `([a-z0-9_-]+)` \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9_-]+)` \|", FRONT.read_text(encoding="utf-8"), re.MULTILINE)
     assert [key for key in [*compress.PASSES, *FORMATS] if key not in rows] == []
 
 
-def test_every_local_link_leads_somewhere():
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_local_link_leads_somewhere(page):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_recipe_and_preset_that_the_table_of_goals_names_is_there():
+    goals = FRONT.read_text(encoding="utf-8").partition("## Which recipe for which goal")[2].partition("\n## ")[0]
+    files = re.findall(r"`(?:recipes/)?([\w-]+\.yaml)`", goals)
+    assert [name for name in files if not (ROOT / "recipes" / name).exists()] == []
+    schemes = re.findall(r"`(?:--scheme )?([A-Z][\w-]+)`", goals)
+    assert schemes and [name for name in schemes if name not in presets()] == []

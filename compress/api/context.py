@@ -20,6 +20,7 @@ from compress.formats.native import Native
 from compress.model.objective import NEXT_TOKENS, LMObjective
 from compress.model.open.opening import OpenModel
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.weights.codes import CodesPart
 
 DEVICES = r"auto|cpu|cuda(:\d+)?"
 """Regular expression of the values of `device`."""
@@ -61,7 +62,8 @@ class Run:
     folder for files that the run needs until it is complete, or None; a restarted run finds the same files.
     lm_objective: the language-model objective, if a pass uses it. open_original: opens the model before all passes,
     those of earlier runs included; for passes that compare blocks which an earlier sweep compressed. training: the
-    report's record of each training pass, by label.
+    report's record of each training pass, by label. ends: the stored forms of embedding and head by name, if the format
+    rounds them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -78,6 +80,7 @@ class Run:
     work: Path | None = None
     lm_objective: LMObjective = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)
+    ends: dict[str, CodesPart] = field(default_factory=dict)
 
     @property
     def scale_dtype(self) -> torch.dtype:

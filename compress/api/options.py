@@ -159,12 +159,30 @@ def patterns(value: Any) -> Any:
     return found
 
 
+class SomeBlocks(Options):
+    """A choice of blocks by their place in the model.
+
+    ends: the fraction of the blocks at either end that are chosen. every: of the blocks between, every which one is
+    chosen; None: none of them.
+    """
+
+    ends: float = Field(default=0, ge=0, le=0.5)
+    every: int | None = Field(default=None, gt=0)
+
+    def takes(self, index: int, count: int) -> bool:
+        """Whether block `index` of `count` is chosen."""
+        first, last = int(count * self.ends), int(count * (1 - self.ends))
+        inner = self.every is not None and (index - first) % self.every == self.every - 1
+        return index < first or index >= last or inner
+
+
 class Override(BaseModel):
-    """Options for the layers that match `targets`; all other options are those of the pass."""
+    """Options for the layers that match `targets`, in some blocks; all other options are those of the pass."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     targets: tuple[str, ...] = Field(min_length=1)
+    blocks: SomeBlocks | None = None
 
     _patterns = field_validator("targets", mode="before")(patterns)
 
@@ -209,7 +227,8 @@ def _override(
         raise OptionError(place, "must be a mapping of options, such as {weights: int8}")
     of_the_whole: frozenset[str] = getattr(kind, "of_the_whole", OF_THE_WHOLE)
     known = set(kind.model_fields) - of_the_whole
-    changed = {name: value for name, value in options.items() if start or name != "targets"}
+    own = ("blocks",) if start else ("blocks", "targets")
+    changed = {name: value for name, value in options.items() if name not in own}
     for name in changed:
         if name not in known:
             whole = f"applies to the whole pass and cannot be overridden{did_you_mean(name, known)}"
@@ -222,9 +241,11 @@ def _override(
         raise OptionError(place, f"weights: none skips the layers, so {others} would have no effect; remove {others}")
     try:
         if changed.get("weights") != DENSE:
-            whole = kind.model_validate({**base, **changed}, context=INHERITED).model_dump()
+            under = getattr(kind, "under", None)  # options of the pass that hold under this override
+            own_base = base if under is None else under(base, changed)
+            whole = kind.model_validate({**own_base, **changed}, context=INHERITED).model_dump()
             changed = {name: whole[name] for name in changed}
-        return Override.model_validate({**start, **{k: v for k, v in options.items() if k == "targets"}, **changed})
+        return Override.model_validate({**start, **{k: v for k, v in options.items() if k in own}, **changed})
     except ValidationError as error:
         inner, message = mistake(error, kind)
         raise OptionError((*place, *inner), message) from error

@@ -21,7 +21,12 @@ from compress.cli.show import print_json, print_table
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results."
 )  # fmt: skip
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the Pareto plot to this SVG file.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Write the Pareto plot to this .svg file, or a page to this .html file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(
     models: tuple[str, ...], measure: bool, base: str | None, dtype: str, device: str, work: Path, out: Path | None,
@@ -41,7 +46,7 @@ def compare(
     else:
         variants = pareto.from_reports([Path(model) for model in models])
     if out is not None:
-        write_text(out, pareto.picture(variants))
+        write_text(out, pareto.html(variants) if out.suffix == ".html" else pareto.picture(variants))
     if as_json:
         print_json([one.model_dump() for one in variants])
         return

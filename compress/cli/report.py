@@ -1,7 +1,9 @@
-"""`compress report`: write report.md again from report.json, or print the JSON schema of report.json."""
+"""`compress report`: write report.md and report.html again from report.json, or print the schema of report.json."""
 
 from __future__ import annotations
 
+import sys
+import webbrowser
 from pathlib import Path
 
 import click
@@ -11,9 +13,13 @@ from compress.cli.show import print_json, print_report
 
 @click.command("report")
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--open/--no-open", "shown", default=None, help="Open report.html in the browser.  [default: on a terminal]"
+)
 @click.option("--schema", is_flag=True, help="Print the JSON schema of report.json.")
-def report(folder: Path | None, schema: bool) -> None:
-    """Write report.md of a run's FOLDER again from its report.json, and print the evidence."""
+def report(folder: Path | None, shown: bool | None, schema: bool) -> None:
+    """Write report.md and report.html of a run's FOLDER again from its report.json, and print the evidence."""
+    from compress.report.html import FILE
     from compress.report.schema import json_schema
     from compress.report.write import read_report, write_report
 
@@ -25,3 +31,6 @@ def report(folder: Path | None, schema: bool) -> None:
     found = read_report(folder)
     write_report(found, folder)
     print_report(found.to_json(), folder)
+    page = (folder / FILE).resolve()
+    if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
+        click.echo(f"note: no browser was found; open {page}")

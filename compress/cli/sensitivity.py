@@ -35,7 +35,12 @@ SHOWN = 12  # rows of the most sensitive layers
     "--work", type=click.Path(path_type=Path), default=Path("out/sensitivity"), show_default=True,
     help="Folder of kept results: a killed measurement continues.",
 )  # fmt: skip
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write the results to this JSON file.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Also write the results to this .json file, or a page with heat maps to this .html file.",
+)
 @click.option("--all", "every", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sensitivity(
@@ -50,13 +55,14 @@ def sensitivity(
         from compress.formats.containers.files import write_text
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
+        from compress.pipeline.sensitivity_page import html
     found = measure(
         model, choices, level=level, text=text, windows=windows, length=length, dtype=dtype, device=device, work=work,
         progress=True,
     )  # fmt: skip
     allocated = None if bits is None else allocate(found, bits)
     if out is not None:
-        write_text(out, found.model_dump_json(indent=1) + "\n")
+        write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")
     if as_json:
         click.echo(found.model_dump_json(indent=1))
     else:

@@ -38,7 +38,7 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     for line in [*checks.lines(report), *journal.lines(report)]:
         click.echo(line)
     click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")
-    click.echo(f"report: {folder / 'report.md'}, model card: {folder / 'README.md'}")
+    click.echo(f"report: {folder / 'report.html'} and report.md, model card: {folder / 'README.md'}")
 
 
 def print_plan(planned: Plan, every: bool) -> None:

@@ -20,6 +20,7 @@ from compress.api.options import INHERITED, Override, read_overrides, resolve_ov
 from compress.api.passes import ActivationScale, LayerPass, Pass
 from compress.errors import NumericError, TargetError
 from compress.model.structure.select import ModuleNames
+from compress.model.structure.select import chosen as is_chosen
 from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.numerics.quant.rounding import GridOptions
@@ -59,12 +60,14 @@ def _search(value: Any) -> Any:
     share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
     if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
         raise ValueError(f"percentile {share!r} must be a fraction above 0.5 and at most 1, such as 0.999")
-    if share is None and value not in ("absmax", "absmean", "mse") and not isinstance(value, Percentile):
-        known = "absmax, absmean, mse, percentile, or {percentile: 0.999}"
+    if share is None and value not in ("absmax", "absmean", "mse", "importance") and not isinstance(value, Percentile):
+        known = "absmax, absmean, mse, importance, percentile, or {percentile: 0.999}"
         raise ValueError(f"scale {value!r} is not known; write {known}")
     return value
 
 
+PLAIN_GROUP = 32
+"""The group size of `fallback`."""
 GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
 ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
 InputGrid = Literal["none", "int8", "fp8_e4m3"]
@@ -73,6 +76,8 @@ InputGrid = Literal["none", "int8", "fp8_e4m3"]
 def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
     """Raise ValueError if a grid does not support these options."""
     own = GRIDS[name].group_size
+    if symmetric and GRIDS[name].offset:
+        raise ValueError(f"symmetric: true: each group of {name} has a minimum; leave symmetric out")
     if not symmetric and GRIDS[name].symmetric_only:
         raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
     if own is not None and group_size != own:
@@ -100,6 +105,15 @@ class WeightGrid(Pass):
             return values
         grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
         return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_symmetry(cls, values: Any) -> Any:
+        """A grid whose groups have a minimum is not symmetric."""
+        if not isinstance(values, dict) or "symmetric" in values:
+            return values
+        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
+        return values if grid is None or not grid.offset else values | {"symmetric": False}
 
     @property
     def grid(self) -> Grid:
@@ -131,8 +145,9 @@ class Quantizing(WeightGrid):
 
     scale: ScaleOption = Field(
         default="absmax",
-        description="'absmax' covers the range; 'mse' clips it to the range with the least error; {percentile: 0.999} "
-        "covers that fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
+        description="'absmax' covers the range; 'mse' clips it to the range with the least error; 'importance': the "
+        "least error weighted by its effect on the output (gptq, signround); {percentile: 0.999} covers that "
+        "fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
     )
     activations: InputGrid = Field(
         default="none", description="grid of the activations (inputs of linears), rounded at run time"
@@ -141,6 +156,11 @@ class Quantizing(WeightGrid):
         default="token",
         description="'token': one scale per token, computed at run time; 'group': one per token and group_size "
         "columns, at run time; 'static': one calibrated scale",
+    )
+    fallback: GridName | None = Field(
+        default=None,
+        description="grid, in groups of 32, for layers whose inputs are no multiple of the super-blocks of `weights`; "
+        "without it such a layer is an error",
     )
     overrides: tuple[Override, ...] = Field(
         default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none skips layers"
@@ -169,12 +189,47 @@ class Quantizing(WeightGrid):
         changed, ends = [], names.reached(self.targets)
         for override in found.overrides:
             targets = override.targets
+            if override.blocks is not None:
+                override = self._in_blocks(override, names, where)
+                targets = override.targets
             targets = names.ignored(targets, ends) if override.dense else names.full(targets)
             if targets:
                 same = targets == override.targets
                 changed.append(override if same else override.model_copy(update={"targets": targets}))
         new = tuple(changed)
-        return found if new == found.overrides else found.model_copy(update={"overrides": new})
+        found = found if new == found.overrides else found.model_copy(update={"overrides": new})
+        return found.model_copy(update={"overrides": found._fallen_back(names)})
+
+    def _in_blocks(self, override: Override, names: ModuleNames, where: str) -> Override:
+        """The override for the layers of its blocks. Raises TargetError if there are none."""
+        blocks, count = override.blocks, len(names.blocks)
+        assert blocks is not None
+        inside = [n for n in names.linears if override.takes(n) and blocks.takes(names.block_of(n), count)]
+        if not inside:
+            raise TargetError(f"{where} overrides: no layer matches {', '.join(override.targets)} in the chosen blocks")
+        return override.model_copy(update={"targets": tuple(inside), "blocks": None})
+
+    def _fallen_back(self, names: ModuleNames) -> tuple[Override, ...]:
+        """The overrides, with further ones for layers whose width the super-blocks do not divide."""
+        left = [name for name in names.linears if is_chosen(name, self.targets, self.ignore)]
+        changed: list[Override] = []
+        fell = False
+        for override in (*self.overrides, None):
+            own = self if override is None else None if override.dense else self._with_override(override)
+            mine = [name for name in left if override is None or override.takes(name)]
+            left = [name for name in left if name not in set(mine)]
+            fallen = (
+                [] if own is None or own.fallback is None else [n for n in mine if names.widths[n] % own.grid.block]
+            )
+            stay = [name for name in mine if name not in set(fallen)]
+            if fallen:
+                assert own is not None
+                options = {"weights": own.fallback, "group_size": PLAIN_GROUP}
+                changed.append(Override.model_validate({"targets": tuple(fallen), **options}))
+                fell = True
+            if override is not None and (stay or not fallen):
+                changed.append(override.model_copy(update={"targets": tuple(stay)}) if fallen else override)
+        return tuple(changed) if fell else self.overrides
 
     def choose(self, names: Sequence[str], where: str) -> list[str]:
         """The linears that no override skips."""
@@ -195,12 +250,20 @@ class Quantizing(WeightGrid):
 
     def _with_override(self, override: Override) -> Self:
         own = {name: getattr(self, name) for name in type(self).model_fields if name != "overrides"}
-        grid = GRIDS.get(override.options.get("weights", self.weights))
-        if grid is not None and grid.group_size is not None:
-            own.pop("group_size")  # the grid fixes it
-        if grid is not None and grid.averaged != self.grid.averaged:
-            own.pop("scale")
-        return type(self).model_validate({**own, **override.options}, context=INHERITED)
+        own = {**self.under(own, override.options), **override.options}
+        return type(self).model_validate(own, context=INHERITED)
+
+    @classmethod
+    def under(cls, base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of the pass that hold under an override: those that follow from the grid are left out."""
+        before = _known_grid(base.get("weights", cls.model_fields["weights"].default))
+        grid = _known_grid(changed.get("weights")) or before
+        gone = set()
+        if grid is not None and before is not None:
+            gone |= {"group_size"} if grid.group_size is not None else set()  # the grid fixes it
+            gone |= {"scale"} if grid.averaged != before.averaged else set()
+            gone |= {"symmetric"} if grid.offset != before.offset else set()
+        return {name: value for name, value in base.items() if name not in gone}
 
     def variants(self) -> list[Self]:
         """The pass with its own options, and with those of each override."""
@@ -257,8 +320,17 @@ class Quantizing(WeightGrid):
         inputs: frozenset[Fact] = frozenset({"activations_quantized"})
         return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
 
+    @property
+    def weighs_columns(self) -> bool:
+        """Whether the search for scales knows the inputs of a layer."""
+        return False
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.scale == "importance" and not self.weighs_columns:
+            raise ValueError("scale: importance needs the inputs of a layer, as gptq has them; use scale: mse")
+        if self.scale == "importance" and self.group_size == "tensor":
+            raise ValueError("scale: importance searches the scales of rows; use group_size: channel, or scale: mse")
         if self.activation_scale != "token" and self.input_grid is None:
             grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
             raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")

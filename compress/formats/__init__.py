@@ -7,10 +7,11 @@ from compress.formats.base import Format
 from compress.formats.bitsandbytes import BitsAndBytes
 from compress.formats.compressed_tensors import CompressedTensors
 from compress.formats.dense import Dense
+from compress.formats.gguf import GGUF
 from compress.formats.gptq import GPTQ
 from compress.formats.native import Native
 
-_ALL: tuple[Format, ...] = (CompressedTensors(), Native(), GPTQ(), AWQ(), BitsAndBytes(), Dense())
+_ALL: tuple[Format, ...] = (CompressedTensors(), Native(), GPTQ(), AWQ(), BitsAndBytes(), GGUF(), Dense())
 
 FORMATS: dict[str, Format] = {format_.name: format_ for format_ in _ALL}
 """Every format by its name in a recipe."""

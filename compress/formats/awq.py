@@ -5,7 +5,8 @@
     <m>.scales    float16 [G, O]
     config.json: quantization_config = {
         quant_method: awq, bits: 4, group_size (-1: a whole row), zero_point: true, version: gemm,
-        modules_to_not_convert: [dense linears]}
+        modules_to_not_convert: [dense linears],
+        dynamic: {"-:^name$": {}} for dense linears of blocks, if there are any: GPTQModel reads only this list}
 
 W^T[i, o] ~ (q - zero) * scale, with group i // group_size. The order of columns is the one in which the kernels of
 AutoAWQ unpack a word. Weights without zero points are stored with zero points of 8, because not every reader knows
@@ -26,13 +27,15 @@ from compress.formats.base import CacheScheme, Format
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
+    in_block,
     int_grid,
     read_group_size,
     refuses_codes,
     signed_zeros,
+    skipped,
     unsigned_zeros,
 )
-from compress.formats.layouts.layout import codes_of
+from compress.formats.layouts.layout import codes_of, columns_of_group
 from compress.numerics.quant.bits import pack, unpack
 from compress.numerics.quant.codes import groups_in
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
@@ -53,6 +56,7 @@ class AWQ(Format):
     name = "awq"
     quant_method = "awq"
     readers = ("transformers", "vLLM")
+    fused = True
     scale_dtype = torch.float16
 
     def of_config(self, config: Mapping[str, Any]) -> AWQ:
@@ -109,6 +113,9 @@ class AWQ(Format):
             "scales": TensorSpec((groups, rows), torch.float16),
         }
 
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        return PER_WORD, columns_of_group(codes_of(scheme))
+
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
     ) -> dict[str, Tensor]:
@@ -142,7 +149,7 @@ class AWQ(Format):
         if not schemes:
             return None
         size = codes_of(next(iter(schemes.values()))).group_size
-        return {
+        found = {
             "quant_method": self.quant_method,
             "bits": BITS,
             "group_size": size if isinstance(size, int) else -1,
@@ -150,6 +157,8 @@ class AWQ(Format):
             "version": "gemm",
             "modules_to_not_convert": ignore,
         }
+        inside = [name for name in ignore if in_block(name) is not None]
+        return found | {"dynamic": skipped(inside)} if inside else found
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]

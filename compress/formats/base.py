@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,6 +15,7 @@ from transformers import PretrainedConfig
 
 from compress.numerics.quant.grids import Grid
 from compress.weights.base import InputTransform, TensorSpec, WeightPart
+from compress.weights.codes import CodesScheme
 from compress.weights.fields import read_grid
 from compress.weights.layer import LayerScheme
 
@@ -70,6 +73,14 @@ class CacheScheme:
         return heads * (width * grid.bits / 8 + overhead)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern in a config matches the start of a name. Raises ValueError for an invalid pattern."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
+
+
 def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
     """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
     if scheme.role == "linear" or scheme.plain:
@@ -79,13 +90,15 @@ def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
 
 
 def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
-    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can.
+    """Why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer, or None.
 
     here: the name of the format, for the message.
     """
-    ends = refuses_embeddings(scheme, here)
-    if ends is not None:
-        return ends
+    return refuses_embeddings(scheme, here) or refuses_transforms(scheme, here)
+
+
+def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can."""
     if scheme.rounding is not None and scheme.rounding.outliers:
         return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     mapped = scheme.maps_inputs
@@ -115,19 +128,45 @@ class StoredLayer:
     needs_weight: bool = False
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The parts of a model that are outside of its layers: configuration, tokenizer, and names of weights.
+
+    name: of the model, for readers. embedding, head: names of these weights. tied: one tensor serves both; it has the
+    embedding's name if it is dense, and the head's if it is compressed.
+    """
+
+    config: PretrainedConfig
+    tokenizer: Any
+    name: str
+    embedding: str | None
+    head: str | None
+    tied: bool = False
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the dense weights, that of tied ends once."""
+        found = (self.embedding, None if self.tied else self.head)
+        return [name for name in found if name is not None]
+
+
 class Format(ABC):
     """A way to store compressed layers.
 
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
-    empty if only `compress.load` does. scale_dtype: of the stored scales; None: the storage dtype of the run.
+    empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run. file:
+    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
     quant_method: str | None = None
     sparse: bool = False
     readers: tuple[str, ...] = ()
+    fused: bool = False
     scale_dtype: torch.dtype | None = None
+    file: str | None = None
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:
         """The dtype of stored scales. storage: the storage dtype of the run."""
@@ -148,6 +187,32 @@ class Format(ABC):
     def unverified(self) -> str | None:
         """Why a run does not reload its checkpoint with transformers; None if it does."""
         return None if self.readers else f"format {self.name} is read by compress.load only"
+
+    def configured(self, embedding: str, head: str) -> Format:
+        """The format with the options of `save` of these names. Raises ValueError for options that it does not have."""
+        for option, value in (("embedding", embedding), ("head", head)):
+            if value != "auto":
+                raise ValueError(f"{option}: {value} is for format gguf; format {self.name} stores it in save.dtype")
+        return self
+
+    def refuses_model(self, ends: Ends) -> str | None:
+        """Why a model cannot be stored; None if it can."""
+        return None
+
+    def stored_dtype(self, shape: Sequence[int], storage: torch.dtype) -> torch.dtype:
+        """The dtype of a dense floating tensor."""
+        return storage
+
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
+        """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
+        return None
+
+    def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
+        """Write `file` from the finished shards; returns its sha256.
+
+        schemes: of the compressed linears by name. shards: the file of each tensor by its name.
+        """
+        raise AssertionError(f"format {self.name} consists of shards")
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
@@ -193,6 +258,14 @@ class Format(ABC):
 
         Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
         """
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        """(rows, columns) of groups and packed words: a server that splits an adapted layer cannot cut them."""
+        return 1, 1
+
+    def unsplit(self) -> str | None:
+        """Why servers cannot split layers of this format over devices; None if they can."""
+        return None if "vLLM" in self.readers else f"no server reads format {self.name}"
 
     def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
         """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.

@@ -75,6 +75,9 @@ class BitsAndBytes(Format):
     def unverified(self) -> str:
         return "transformers reads format bitsandbytes with the package bitsandbytes, which runs do not use"
 
+    def unsplit(self) -> str:
+        return "vLLM does not split checkpoints of bitsandbytes over devices (their blocks run over the whole weight)"
+
     def refuses(self, scheme: LayerScheme) -> str | None:
         if scheme.plain:
             return None

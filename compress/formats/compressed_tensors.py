@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from compress.formats.base import CacheScheme, Format, StoredLayer, refuses_inputs
+from compress.formats.base import CacheScheme, Format, StoredLayer, matches, refuses_inputs
 from compress.formats.layouts.float_quantized import FloatQuantized
 from compress.formats.layouts.int_quantized import IntQuantized
 from compress.formats.layouts.layout import Layout, codes_of
@@ -74,6 +74,7 @@ class CompressedTensors(Format):
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
     readers = ("transformers", "vLLM")
+    fused = True
 
     def refuses(self, scheme: LayerScheme) -> str | None:
         reason = refuses_inputs(scheme, f"format {self.name}")
@@ -117,6 +118,9 @@ class CompressedTensors(Format):
         found = self._layout(scheme).tensors(scheme)
         static = scheme.rounding is not None and scheme.rounding.scale == "static"
         return found | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        return self._layout(scheme).units(codes_of(scheme))
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
@@ -237,14 +241,28 @@ class CompressedTensors(Format):
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found: dict[str, LayerScheme] = {}
+        ignored = config.get("ignore") or []
+        names = [name for name in shapes if not any(_matches(pattern, name) for pattern in ignored)]
+        found: dict[str, tuple[int, LayerScheme]] = {}
         for group in config["config_groups"].values():
             codes, transforms = _schemes_of_group(group, config)
-            everywhere = "Linear" in group["targets"]
-            targets, ignored = set(group["targets"]), set(config.get("ignore", []))
-            chosen = [name for name in shapes if name in targets or (everywhere and name not in ignored)]
-            found |= {name: LayerScheme(shapes[name], (codes,), transforms) for name in chosen}
-        return found
+            for name in names:
+                rank = max((_matches(target, name) for target in group["targets"]), default=0)
+                if rank > found.get(name, (0, None))[0]:
+                    found[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
+        return {name: scheme for name, (_, scheme) in found.items()}
+
+
+def _matches(target: str, name: str) -> int:
+    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
+
+    Raises ValueError for an invalid pattern.
+    """
+    if not isinstance(target, str):
+        raise ValueError(f"targets and ignored names must be texts, not {target!r}")
+    if target.startswith("re:"):
+        return 2 * matches(target.removeprefix("re:"), name)
+    return 3 * (target == name) or int(target == "Linear")
 
 
 def _schemes_of_group(

@@ -19,6 +19,7 @@ correctly, because its zero points are known.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,18 +30,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.formats.base import CacheScheme, Format
+from compress.formats.base import CacheScheme, Format, matches
 from compress.formats.layouts.integer_groups import (
     adapted_codes,
     adapted_part,
+    in_block,
     int_grid,
     read_group_size,
     refuses_codes,
     signed_zeros,
+    skipped,
     unsigned_zeros,
 )
-from compress.formats.layouts.layout import codes_of
-from compress.numerics.quant.bits import pack, packed_width, unpack
+from compress.formats.layouts.layout import codes_of, columns_of_group
+from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
 from compress.weights.base import InputTransform, TensorSpec, WeightPart, checked
 from compress.weights.codes import CodesPart, CodesScheme
@@ -61,6 +64,7 @@ class GPTQ(Format):
     name = "gptq"
     quant_method = "gptq"
     readers = ("transformers", "vLLM")
+    fused = True
     scale_dtype = torch.float16
 
     offset: int | None = None
@@ -110,6 +114,10 @@ class GPTQ(Format):
             "scales": TensorSpec((groups, rows), torch.float16),
             "g_idx": TensorSpec((width,), torch.int32),
         }
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        codes = codes_of(scheme)
+        return whole_words(codes.grid.bits), math.lcm(columns_of_group(codes), whole_words(codes.grid.bits))
 
     def encode(
         self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
@@ -167,9 +175,9 @@ class GPTQ(Format):
         facts = {name: _facts(codes_of(scheme)) for name, scheme in schemes.items()}
         base = dict(Counter(tuple(sorted(fact.items())) for fact in facts.values()).most_common(1)[0][0])
         other = {name: {k: v for k, v in fact.items() if v != base[k]} for name, fact in facts.items()}
-        inside = [name for name in ignore if _in_block(name) is not None]
+        inside = [name for name in ignore if in_block(name) is not None]
         dynamic = {f"+:^{re.escape(name)}$": changes for name, changes in other.items() if changes}
-        dynamic |= {f"-:^{re.escape(name)}$": {} for name in inside}
+        dynamic |= skipped(inside)
         symmetric = all(codes_of(scheme).symmetric for scheme in schemes.values())
         layout = "gptq" if symmetric else "gptq_v2"
         found: dict[str, Any] = {"quant_method": self.quant_method, **base, "sym": symmetric, "lm_head": False}
@@ -177,8 +185,8 @@ class GPTQ(Format):
         found["meta"] = {"quantizer": [f"compress:{version}"]}
         if dynamic:
             found["dynamic"] = dynamic
-        kinds = {_in_block(name) for name in schemes} - {None}
-        if inside and not kinds & {_in_block(name) for name in inside}:
+        kinds = {in_block(name) for name in schemes} - {None}
+        if inside and not kinds & {in_block(name) for name in inside}:
             found["modules_in_block_to_quantize"] = [sorted(str(kind) for kind in kinds)]  # for transformers
         return found
 
@@ -221,23 +229,9 @@ def _facts(codes: CodesScheme) -> dict[str, Any]:
     return {"bits": codes.grid.bits, "group_size": size, "desc_act": codes.indexed}
 
 
-def _in_block(name: str) -> str | None:
-    """The name of a linear inside of its block; None for one outside of numbered blocks."""
-    found = re.search(r"\.\d+\.(.*)", name)
-    return None if found is None else found[1]
-
-
 def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of one layer: those of the config, replaced by those of the first matching entry of `dynamic`."""
     for pattern, own in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and _matches(pattern.removeprefix("+:"), name):
+        if not pattern.startswith("-:") and matches(pattern.removeprefix("+:"), name):
             return {**config, **own}
     return dict(config)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of `dynamic` matches the start of a name. Raises ValueError for an invalid pattern."""
-    try:
-        return re.match(pattern, name) is not None
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern[:100]!r} in dynamic is no regular expression ({error})") from error

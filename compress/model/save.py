@@ -21,6 +21,8 @@ from compress.model.saving import MASKED_KEY
 from compress.model.structure.ends import compressed_ends, find_ends
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
 
 OUTSIDE = "outside"
 
@@ -58,7 +60,7 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
             found |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
     for child_name, tensor in module.state_dict().items():
         if not any(child_name.startswith(prefix) for prefix in inside):
-            found[f"{name}.{child_name}"] = _in_storage(tensor, storage)
+            found[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
     return {key: found[key].cpu().contiguous() for key in sorted(found)}
 
 
@@ -68,17 +70,17 @@ def layer_tensors(layer: CompressedLinear, format_: Format, storage: torch.dtype
     if format_.adapt(scheme) is None or scheme.plain:
         assert scheme.maps_inputs is None, "transforms of inputs are folded before a layer is stored dense"
         weight = layer.weight
-        found = {"weight": _in_storage(weight.T if layer.transposed else weight, storage)}
+        found = {"weight": in_storage(weight.T if layer.transposed else weight, storage)}
     else:
         scales = format_.scales_in(storage)
         parts = [part.in_storage(scales if part.scheme.quantized else storage) for part in layer.all_parts]
         found = format_.encode(scheme, parts, layer.all_transforms)
     if layer.bias is not None:
-        found["bias"] = _in_storage(layer.bias, storage)
+        found["bias"] = in_storage(layer.bias, format_.stored_dtype(layer.bias.shape, storage))
     return found
 
 
-def _in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
+def in_storage(tensor: Tensor, storage: torch.dtype) -> Tensor:
     """Cast float tensors to the storage dtype; others (codes, 8-bit floats) are unchanged."""
     wide = tensor.is_floating_point() and tensor.element_size() > 1
     return tensor.detach().to(storage) if wide else tensor.detach()
@@ -95,10 +97,24 @@ def outside_state(opened: OpenModel) -> dict[str, Tensor]:
 
 
 def outside_tensors(
-    opened: OpenModel, layers: Mapping[str, CompressedLinear], format_: Format, storage: torch.dtype
-) -> dict[str, Tensor]:  # fmt: skip
-    """Tensors outside of all blocks, in their stored form. layers: the compressed layers among the ends, by name."""
-    found = {name: _in_storage(tensor, storage) for name, tensor in outside_state(opened).items()}
+    opened: OpenModel,
+    layers: Mapping[str, CompressedLinear],
+    format_: Format,
+    storage: torch.dtype,
+    rounded: Mapping[str, CodesPart] | None = None,
+) -> dict[str, Tensor]:
+    """Tensors outside of all blocks, in their stored form.
+
+    layers: the compressed layers among the ends, by name. rounded: the codes of other tensors that the format rounds.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in outside_state(opened).items():
+        part = (rounded or {}).get(name)
+        if part is None:
+            found[name] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
+        else:
+            encoded = format_.encode(LayerScheme(part.shape, (part.scheme,)), [part], [])
+            found |= {f"{name.removesuffix('weight')}{key}": each for key, each in encoded.items()}
     for end in (end for end in find_ends(opened.model) if end.name in layers):
         layer = layers[end.name]
         plain = format_.adapt(layer.scheme) is None or layer.scheme.plain
@@ -127,13 +143,15 @@ def write_description(
 ) -> None:
     """Write all files other than shards: index, config with quantization_config, generation config, tokenizer, digests.
 
-    shards: names of the tensors by file. sizes: bytes of all tensors. dtype: of computation when the checkpoint is
-    loaded. caches: the scheme of each attention with a rounded cache, if quantization_config does not state it.
-    masked: pruned linears whose masks no tensor stores. digests: sha256 of the shards by file, as far as known.
+    shards: names of the tensors by file; empty: one file of another kind holds them. sizes: bytes of all tensors.
+    dtype: of computation when the checkpoint is loaded. caches: the scheme of each attention with a rounded cache, if
+    quantization_config does not state it. masked: pruned linears whose masks no tensor stores. digests: sha256 of the
+    shards by file, as far as known.
     """
-    weight_map = {name: shard for shard, names in shards.items() for name in names}
-    index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / INDEX, index)
+    if shards:
+        weight_map = {name: shard for shard, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": sizes}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(folder / INDEX, index)
     config = opened.config.to_dict()
     config.pop("_name_or_path", None)
     config["architectures"] = [type(opened.model).__name__]
@@ -146,7 +164,8 @@ def write_description(
         config[MASKED_KEY] = list(masked)
     written = _write_others(opened, folder)
     write_json(folder / "config.json", config)
-    write_digests(folder, [*shards, INDEX, "config.json", *written], digests)
+    weights = [*shards, INDEX] if shards else [path.name for path in folder.glob("*.gguf")]
+    write_digests(folder, [*weights, "config.json", *written], digests)
 
 
 def _write_others(opened: OpenModel, folder: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,6 +17,7 @@ from compress.families.quantizing import QuantizingPass
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
+from compress.numerics.quant.weighted_search import importance_of
 
 ALPHA = 1.0
 
@@ -78,6 +80,10 @@ class GPTQ(QuantizingPass):
         return self.act_order == "group"
 
     @property
+    def weighs_columns(self) -> bool:
+        return True
+
+    @property
     def observer(self) -> type[Observer]:
         if self.normalize_tokens:
             return UnitGram
@@ -95,4 +101,7 @@ class GPTQ(QuantizingPass):
         if isinstance(seen, CrossGram):
             # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
             weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
-        return round_columns(weight, factor, self.grid_options(layer), layer.mask, order, regroup=self.indexed).codes
+        options = self.grid_options(layer)
+        if self.scale == "importance":
+            options = replace(options, importance=importance_of(factor, order))
+        return round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes

@@ -46,7 +46,7 @@ class HQQ(QuantizingPass):
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if not self.grid.scaling.free:
+        if not self.grid.free_scales:
             raise ValueError(
                 f"weights: {self.weights} has scales that are not plain floats, but hqq finds float scales; use rtn"
             )

@@ -80,7 +80,7 @@ class QAT(Quantizing, TrainingPass):
         if own.input_grid is not None:
             layer.round_inputs(InputRounding.of(own.input_grid))
         rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage)
-        if own.grid.scaling.free and (self.train is None or "scales" in self.train):
+        if own.grid.free_scales and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
         return FakeQuantized(rounding, layer.mask)
 

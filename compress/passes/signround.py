@@ -22,6 +22,7 @@ from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
+from compress.numerics.quant.weighted_search import importance_of
 from compress.weights.transforms.rounding import InputRounding
 
 ADAM_RATE = 0.01  # of the shifts, with start: gptq; tuned on the first blocks of one model
@@ -66,6 +67,10 @@ class SignRound(Quantizing, BlockPass):
     def without_effect(self) -> dict[str, str]:
         idle = {"scale_rate": f"with weights {self.weights}, whose scales are no plain floats and stay; leave it out"}
         return super().without_effect() | ({} if self.grid.scaling.free else idle)
+
+    @property
+    def weighs_columns(self) -> bool:
+        return self.start == "gptq"
 
     @property
     def rate(self) -> float:
@@ -142,11 +147,13 @@ class SignRound(Quantizing, BlockPass):
         """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
         mask, dtype = layer.mask, layer.storage
         if seen is None:
-            start = quantize(weight, self.grid, self.group_size, self.symmetric, self.scale, mask, dtype, shared_absmax)
+            search = "mse" if self.scale == "importance" else self.scale  # no token reached the layer
+            start = quantize(weight, self.grid, self.group_size, self.symmetric, search, mask, dtype, shared_absmax)
             return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
-        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, shared_absmax)
+        known = importance_of(factor, order) if self.scale == "importance" else None
+        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, shared_absmax, known)
         found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return LearnedRounding(found.wanted, found.codes, mask)
 

@@ -71,6 +71,8 @@ class SparseGPT(PruningPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         self._check_columns()
+        if self.scale == "importance":
+            raise ValueError("scale: importance is not supported by this pass; use scale: mse")
         if self.weights is not None:
             check_grid(self.weights, self.groups, self.symmetric)
             if not GRIDS[self.weights].has_zero:

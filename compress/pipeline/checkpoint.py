@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,21 @@ from compress.api.context import Cost, Run
 from compress.api.journal import Entry
 from compress.api.passes import Step
 from compress.errors import OutputError
-from compress.formats.base import CacheScheme, Format
+from compress.formats.base import CacheScheme
 from compress.formats.containers.digests import SUMS
-from compress.formats.containers.files import file_sha256, write_json, write_text
+from compress.formats.containers.files import write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
-from compress.model.kv_cache import SCALES, cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
-from compress.model.open.load import fill, fill_caches
-from compress.model.open.opening import InMemory, Mapped, OpenModel, assign
-from compress.model.open.stored import stored_in
-from compress.model.save import block_tensors, dense_linear_names, outside_tensors, store_as_planned, write_description
+from compress.model.kv_cache import cache_records, stated_scheme
+from compress.model.linear import CompressedLinear, linears
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.stored import INDEX
+from compress.model.save import (
+    block_tensors,
+    dense_linear_names,
+    outside_tensors,
+    store_as_planned,
+    write_description,
+)
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
@@ -38,9 +43,11 @@ from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.readers import check_together
 from compress.pipeline.resolve import update_targets
+from compress.pipeline.restore import is_file, restore_block
 from compress.pipeline.shards import ShardEntry, record, write_entry
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
 from compress.stream.install import LayerResult
+from compress.stream.rounded_ends import ends_of, round_ends
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
@@ -48,6 +55,7 @@ SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
 OWN_FILES = (
     "*.safetensors",
+    "*.gguf",
     "*.json",
     "*.part",
     SUMS,
@@ -101,8 +109,9 @@ class Manifest:
     def damaged(self) -> list[str]:
         """The files of a complete checkpoint that are missing or changed."""
         files = {entry.file: entry.sha256 for entry in self.shards.values()}
-        changed = [name for name, digest in files.items() if not _is_file(self.folder / name, digest)]
-        whole = (f"{WORK}/{PROBE_FILE}", "model.safetensors.index.json", "config.json", SUMS)
+        changed = [name for name, digest in files.items() if not is_file(self.folder / name, digest)]
+        whole = [f"{WORK}/{PROBE_FILE}", "config.json", SUMS]
+        whole += [INDEX] if any(name.endswith(".safetensors") for name in files) else []
         return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
@@ -154,46 +163,6 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         return Manifest(**{**values, **between, "folder": folder, "shards": shards})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None  # written by another version, or damaged: not this run
-
-
-def _is_file(path: Path, sha256: str) -> bool:
-    return path.exists() and file_sha256(path) == sha256
-
-
-def restore_block(
-    block: Block, entry: ShardEntry, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
-    device: torch.device,
-) -> bool:  # fmt: skip
-    """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
-    path = folder / entry.file
-    if not _is_file(path, entry.sha256):
-        return False
-    mapped = Mapped(stored_in(path), dtype, device)
-    for name, layer in linears(block.module).items():
-        if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
-            renew_linear(block.module, name)
-        elif f"{block.name}.{name}" in targets:
-            replace_linear(block.module, name)
-    schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
-    fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
-    known = cache_records(block.name, block.module)
-    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in known}
-    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
-    fill_caches(block.module, block.name + ".", scales, caches)
-    _assign_dense(block, mapped, schemes)
-    return True
-
-
-def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
-    """Assign the tensors that are stored dense."""
-    tensors = mapped.read(list(mapped.files))
-    for name, layer in linears(block.module).items():
-        full = f"{block.name}.{name}"
-        if isinstance(layer, CompressedLinear) and full not in schemes:
-            weight = tensors.pop(f"{full}.weight")
-            layer.put(weight.T if layer.transposed else weight)
-    held = {f"{block.name}.{name}" for name in block.module.state_dict()}
-    assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})
 
 
 @dataclass
@@ -284,6 +253,7 @@ class Shards:
     def close(self, segment: Segment, logits: Callable[[], Tensor], ends: list[LayerResult]) -> None:
         """Write the tensors outside of blocks and the manifest, and remove the previous snapshot."""
         folder, label = self.manifest.folder, segment.steps[-1][0]
+        round_ends(self.opened, self.run, self.steps)
         self._earlier.setdefault(OUTSIDE, []).extend(asdict(result) for result in ends)
         if self.first and segment.last:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
@@ -345,7 +315,7 @@ class Shards:
         manifest, folder, format_ = self.manifest, self.manifest.folder, self.run.format
         with self.run.phase("save"):
             layers = compressed_ends(self.opened.model)
-            tensors = outside_tensors(self.opened, layers, format_, self.run.storage)
+            tensors = outside_tensors(self.opened, layers, format_, self.run.storage, self.run.ends)
             manifest.shards[OUTSIDE] = entry = write_entry(folder / self._file(None), tensors)
             entry.results = self._earlier.pop(OUTSIDE, [])
             for name, layer in layers.items():
@@ -356,7 +326,8 @@ class Shards:
             check_together(format_, schemes)
             config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
-            names = {entry.file: entry.names for entry in manifest.shards.values()}
+            shards = self._assembled(schemes)
+            names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
             digests = {entry.file: entry.sha256 for entry in manifest.shards.values()}
             write_description(self.opened, folder, names, sizes, config, self.loads_in, own, digests=digests)
@@ -366,6 +337,20 @@ class Shards:
             manifest.training, manifest.complete = self.run.training, True
             manifest.reached = manifest.begun = None
             self._write()
+            for shard in shards:
+                shard.unlink()
+
+    def _assembled(self, schemes: Mapping[str, LayerScheme]) -> list[Path]:
+        """Write the one file of the checkpoint if the format has one; returns the shards that it replaces."""
+        manifest, format_ = self.manifest, self.run.format
+        if format_.file is None:
+            return []
+        entries = list(manifest.shards.values())
+        paths = {name: manifest.folder / entry.file for entry in entries for name in entry.names}
+        digest = format_.assemble(manifest.folder, ends_of(self.opened), schemes, paths)
+        for entry in entries:
+            entry.file, entry.sha256 = format_.file, digest
+        return sorted(set(paths.values()))
 
     def _write(self) -> None:
         """Write the manifest with the costs so far."""

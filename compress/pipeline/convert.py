@@ -6,20 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress.api.context import Run
 from compress.errors import TargetError, UserError, did_you_mean
 from compress.formats import FORMATS
 from compress.formats.base import Format
 from compress.model.linear import CompressedLinear, kind_of, linears
 from compress.model.open.load import load
-from compress.numerics.quant.codes import quantize, spread, store
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.structure.blocks import find_blocks
+from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.pipeline.export import save
 from compress.report.card import write_export_card
+from compress.stream.rounded_ends import rounded_ends
 from compress.weights.codes import CodesPart, CodesScheme
 from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
@@ -61,9 +66,10 @@ def export(
 ) -> list[Exported]:
     """Write the compressed checkpoint in `folder` in another format to the new folder `out`, without calibration.
 
-    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight. With it,
-    a layer that the format cannot store is rounded to the nearest grid that it can. dtype: of dense tensors; 'auto':
-    that of the checkpoint. Returns a line for each kind of layer.
+    Without `requantize`, every code stays as it is, bit for bit, and every layer keeps its dequantized weight; groups
+    that the format does not have are split into smaller ones of equal scales. With it, a layer that the format cannot
+    store is rounded to the nearest grid that it can. A dense embedding or head is rounded where the format does so.
+    dtype: of dense tensors; 'auto': that of the checkpoint. Returns a line for each kind of layer that is rounded.
 
     Raises TargetError for a layer that the format cannot store without rounding, with the formats that can; UserError
     for an unknown format; and the errors of `compress.load` and `compress.save`.
@@ -78,7 +84,7 @@ def export(
             f"export: {folder} holds no compressed layers; compress it first, for example with compress quantize"
         )
     plan = _Plan(form, requantize, model, layers, next(model.parameters()).dtype)
-    found = plan.convert()
+    found = plan.convert() + _rounded_ends(model, tokenizer, form)
     save(model, out, format, tokenizer, dtype)
     write_export_card(Path(out), str(folder), format, [(e.name, e.before, e.after, e.count, e.error) for e in found])
     return found
@@ -110,6 +116,7 @@ class _Plan:
     def _targets(self) -> dict[str, LayerScheme]:
         """The scheme of every layer in the new format. Raises TargetError."""
         schemes = {name: layer.scheme for name, layer in self.layers.items()}
+        schemes |= {name: fine for name, scheme in schemes.items() if (fine := self._split(scheme)) is not None}
         refused = {name: reason for name, scheme in schemes.items() if (reason := self._refuses(scheme)) is not None}
         clash = None if refused else self._clash(schemes)
         if not refused and clash is None:
@@ -127,6 +134,17 @@ class _Plan:
         """Why the format cannot store a layer; dense formats store every weight."""
         return self.form.refuses(scheme)
 
+    def _split(self, scheme: LayerScheme) -> LayerScheme | None:
+        """The same codes in the largest smaller groups that the format stores; None if there are none, or no need."""
+        codes = scheme.codes
+        if codes is None or self._refuses(scheme) is None or codes.grid.scaling.stored is not None:
+            return None
+        width = scheme.shape[1]
+        whole = codes.group_size if isinstance(codes.group_size, int) else width
+        finer = (replace(codes, group_size=n) for n in sorted(SIZES, reverse=True) if n < whole and whole % n == 0)
+        found = (scheme.with_parts(each) for each in finer)
+        return None if codes.indexed else next((new for new in found if self._refuses(new) is None), None)
+
     def _clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
         adapted = {name: self.form.adapt(scheme) for name, scheme in schemes.items() if scheme.quantized}
         return self.form.clash({name: scheme for name, scheme in adapted.items() if scheme is not None})
@@ -136,7 +154,8 @@ class _Plan:
         able = []
         for name, other in FORMATS.items():
             plan = replace(self, form=other)
-            if not any(other.refuses(scheme) for scheme in schemes.values()) and plan._clash(schemes) is None:
+            stored = {name: plan._split(scheme) or scheme for name, scheme in schemes.items()}
+            if not any(other.refuses(scheme) for scheme in stored.values()) and plan._clash(stored) is None:
                 able.append(name)
         return f"Lossless formats: {', '.join(able)}. To round the weights again, add --requantize"
 
@@ -183,10 +202,14 @@ class _Plan:
     def _convert(self, name: str, layer: CompressedLinear, target: LayerScheme) -> None:
         """Convert one layer, and add its error to those of its kind."""
         scheme = layer.scheme
-        if target.parts != scheme.parts:
+        split = target == self._split(scheme)
+        if target.parts != scheme.parts and not split:
             layer.absorb_inputs()
         before = layer.weight_as(torch.float32)
-        if target != scheme:
+        if split:
+            layer.put(_in_groups(layer.codes, target), layer.mask)
+            self._check_scales(name, layer)
+        elif target != scheme:
             _requantize(layer, target, self.form.scales_in(self.storage))
         elif self.form.adapt(scheme) is not None:
             self._check_scales(name, layer)
@@ -251,6 +274,33 @@ def _requantize(layer: CompressedLinear, target: LayerScheme, dtype: torch.dtype
     if target.rounding != layer.scheme.rounding:
         rounding = target.rounding
         layer.round_inputs(None if rounding is None else InputRounding(rounding, layer.shape, {}))
+
+
+def _in_groups(part: CodesPart | None, target: LayerScheme) -> CodesPart:
+    """The same codes in the smaller groups of a scheme, which share the scales and zero points of the larger ones."""
+    assert part is not None and target.codes is not None, "only codes are split"
+    codes, size = part.codes(), target.codes.group_size
+    assert isinstance(size, int), "smaller groups have a size"
+    count = groups_in(part.shape[1], size)
+    first = torch.arange(count, device=codes.scale.device) * size
+
+    def every(per_group: Tensor) -> Tensor:
+        whole = codes.group_size if isinstance(codes.group_size, int) else part.shape[1]
+        return per_group[:, first // whole].expand(part.shape[0], -1).contiguous()
+
+    zero = None if codes.zero is None else every(codes.zero)
+    return CodesPart.of(replace(codes, scale=every(codes.scale), zero=zero, group_size=size))
+
+
+def _rounded_ends(model: PreTrainedModel, tokenizer: Any, form: Format) -> list[Exported]:
+    """A line for each dense embedding and head that the format rounds."""
+    first, found = next(model.parameters()), []
+    opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
+    for name, part in rounded_ends(opened, Run(first.device, first.dtype, format=form)).items():
+        weight = model.get_parameter(name).detach().double()
+        error = float((part.dense(torch.float32).double() - weight).norm() / weight.norm().clamp(min=1e-30))
+        found.append(Exported(name.removesuffix(".weight"), "dense", part.scheme.text, 1, error))
+    return found
 
 
 def _rounded_again(part: CodesPart, stored: CodesPart) -> CodesPart:

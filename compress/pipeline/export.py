@@ -40,6 +40,7 @@ from compress.numerics.sparse.positions import SparsePolicy
 from compress.pipeline.readers import check_together
 from compress.stream.install import adapt, take_in
 from compress.stream.reference import twin
+from compress.stream.rounded_ends import ends_of, rounded_ends
 from compress.version import __version__
 from compress.weights.layer import LayerScheme
 
@@ -51,12 +52,14 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str = "auto",
     sparse: SparsePolicy = "auto",
+    embedding: str = "auto",
+    head: str = "auto",
 ) -> Path:
     """Write a model in memory to a folder, which `compress.load` reads; returns the folder. The model does not change.
 
     format: as `save.format` of a recipe: 'native' stores all that passes make, 'compressed-tensors' is also read by
     transformers, 'dense' stores dequantized weights, which any program reads. tokenizer: is saved too. dtype: of scales
-    and dense tensors; 'auto': that of the model's parameters. sparse: as `save.sparse` of a recipe.
+    and dense tensors; 'auto': that of the model's parameters. sparse, embedding, head: as in `save` of a recipe.
 
     The folder appears when all its files are complete and the compressed layers were read back bit for bit.
 
@@ -65,15 +68,13 @@ def save(
     """
     _check(format, dtype, sparse)
     first = next(model.parameters())
+    target = FORMATS[format].configured(embedding, head)
     storage = first.dtype if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)
-    run = Run(
-        first.device,
-        storage,
-        format=FORMATS[format].stored_in(storage),
-        sparse=sparse if FORMATS[format].sparse else "off",
-    )
+    if reason := target.refuses_model(ends_of(opened)):
+        raise SaveError(f"save: format {format}: {reason}; use another format, such as native")
+    run = Run(first.device, storage, format=target.stored_in(storage), sparse=sparse if target.sparse else "off")
     with _new_folder(Path(folder)) as part:
         written = _Written(part, opened, run)
         for block in opened.blocks:
@@ -182,12 +183,18 @@ class _Written:
         for name, layer in layers.items():
             adapt(layer, run, opened.dtype, f"save: {name}")
             self._stored(name, layer)
-        self._write(1, outside_tensors(opened, layers, run.format, run.storage))
+        self._write(1, outside_tensors(opened, layers, run.format, run.storage, rounded_ends(opened, run)))
         stated = stated_scheme(opened.model, self.caches, run.format)
         ignore = dense_linear_names(opened, set(self.schemes))
         check_together(run.format, self.schemes)
         config = run.format.config(self.schemes, ignore, __version__, stated)
         own = self.caches if stated is None else {}
+        if run.format.file is not None:
+            paths = {name: self.folder / file for file, names in self.shards.items() for name in names}
+            run.format.assemble(self.folder, ends_of(opened), self.schemes, paths)
+            for file in self.shards:
+                (self.folder / file).unlink()
+            self.shards = {}
         about = config, run.storage, own, self.masked, self.files
         write_description(opened, self.folder, self.shards, self.size_bytes, *about)
 

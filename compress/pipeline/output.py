@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from compress.errors import OutputError
+from compress.formats.containers.files import tensor_file_bytes
 
 WORK = ".compress"
 """The folder inside of the output folder that holds the manifest and the files of an unfinished run."""
@@ -28,7 +29,7 @@ def check_folder(folder: Path) -> None:
 def check_space(folder: Path, needed: int) -> None:
     """Raise OutputError when the disk is too small for a checkpoint of `needed` bytes; shards that exist count."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    held = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    held = tensor_file_bytes(folder)
     free = shutil.disk_usage(place).free + held
     if free < needed:
         raise OutputError(

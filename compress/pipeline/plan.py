@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.api.context import device_of
 from compress.api.passes import Pass, Step
-from compress.formats import FORMATS
+from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import kind_of, linears
@@ -35,9 +35,11 @@ from compress.pipeline.resolve import (
     update_targets,
     with_config,
 )  # fmt: skip
+from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
+from compress.stream.rounded_ends import ends_of
 from compress.weights.layer import LayerScheme
 
 
@@ -143,11 +145,17 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
     """
     ModelShell(opened).check()
-    steps, form = resolve(recipe.passes, opened, FORMATS[recipe.save.format])
+    if reason := recipe.save.target().refuses_model(ends_of(opened)):
+        raise ModelError(f"save: format {recipe.save.format}: {reason}; use another format, such as native")
+    steps, form = resolve(recipe.passes, opened, recipe.save.target())
+    _check_cache(recipe, steps)
+    _check_end_types(recipe, steps, opened)
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
     planned = plan_on(recipe, steps, form)
-    check_reader(recipe, steps, form, {layer.name: layer.scheme for layer in planned.layers})
+    schemes = {layer.name: layer.scheme for layer in planned.layers}
+    check_reader(recipe, steps, form, schemes)
+    served = check_servers(recipe, form, recipe.save.target(), schemes)
     if form is opened:
         dense = planned.dense_bytes
     else:
@@ -161,13 +169,38 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes())
+    notes = (*planned.notes, *served)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes)
+
+
+def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:
+    """Raise TargetError for a rounded KV cache that the one file of a format cannot state."""
+    for where, step, _ in steps:
+        if step.cache is not None and recipe.save.target().file is not None:
+            reason = f"format {recipe.save.format} cannot state that keys and values are rounded"
+            raise TargetError(f"{where}: {reason}; its readers have options for this; remove the pass")
+
+
+def _check_end_types(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> None:
+    """Raise TargetError for a block type of an end that a pass compresses, which has the type of the pass's grid."""
+    ends = ends_of(opened)
+    given = {} if ends.tied else {ends.embedding: "embedding"}
+    given |= {ends.head: "head"}
+    for end in find_ends(opened.model):
+        option = given.get(f"{end.name}.weight")
+        value = "auto" if option is None else getattr(recipe.save, option)
+        by = next((where for where, _, names in steps if end.name in names), None)
+        if value != "auto" and by is not None:
+            raise TargetError(
+                f"save: {option}: {value} has no effect, since {by} compresses {end.name}; leave it out, or remove "
+                f"{end.name} from the targets of the pass"
+            )
 
 
 def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
     """The plan of the checkpoint of a model in its final shape; dense_bytes counts the model in that shape."""
     storage = storage_dtype(recipe, form)
-    format_ = FORMATS[recipe.save.format].stored_in(storage)
+    format_ = recipe.save.target().stored_in(storage)
     starts, masks, layers = schemes_of(form), starting_sparsities(form), []
     kept: list[int] = []  # bytes of transforms that may stay at a layer
     chosen = [(where, step, set(names)) for where, step, names in steps]
@@ -188,8 +221,8 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
             kept.append(format_.size_bytes(most, storage) - size)
     check_together(format_, {layer.name: layer.scheme for layer in layers})
     weights = sum(layer.size_bytes for layer in layers)
-    rest = _rest_bytes(form, storage, ends)
-    dense = rest + _dense_bytes(shapes, storage)
+    rest = _rest_bytes(form, storage, ends, format_)
+    dense = _rest_bytes(form, storage, ends) + _dense_bytes(shapes, storage)
     scales = sum(
         sum(step.cache.static) * len(attentions_containing(form.model, names))
         for _, step, names in steps
@@ -227,13 +260,18 @@ def final_plan(
     config = read_config(folder, str(folder), recipe.trust_remote_code)
     vars(config).pop("quantization_config", None)
     form = with_config(opened, config)
-    update_targets(steps, form, FORMATS[recipe.save.format], last + 1)
+    update_targets(steps, form, recipe.save.target(), last + 1)
     found = plan_on(recipe, steps, form)
     return form, replace(found, dense_bytes=planned.dense_bytes, memory_bytes=planned.memory_bytes)
 
 
-def _rest_bytes(opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = ()) -> int:
-    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends."""
+def _rest_bytes(
+    opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
+) -> int:  # fmt: skip
+    """Bytes of all stored tensors except the weights of linears in the blocks and of these ends.
+
+    format_: that of the checkpoint; None: all in `storage`.
+    """
     apart = {f"{name}.weight" for end in ends for name in end.names}
     found = {name: tensor for name, tensor in outside_state(opened).items() if name not in apart}
     for block in opened.blocks:
@@ -241,7 +279,16 @@ def _rest_bytes(opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (
         state = block.module.state_dict().items()
         kept = {n: t for n, t in state if not n.startswith(inside) or n.removesuffix(".bias") + "." in inside}
         found |= {f"{block.name}.{name}": tensor for name, tensor in kept.items()}
-    return sum(_bytes(tensor, storage) for tensor in found.values())
+    if format_ is None:
+        return sum(_bytes(tensor, storage) for tensor in found.values())
+    places, total = ends_of(opened), 0
+    for name, tensor in found.items():
+        part = format_.end_layout(places, name, tensor.shape)
+        if part is None:
+            total += _bytes(tensor, format_.stored_dtype(tensor.shape, storage))
+        else:
+            total += format_.size_bytes(LayerScheme((tensor.shape[0], tensor.shape[1]), (part,)), storage)
+    return total
 
 
 def _dense_bytes(shapes: Mapping[str, tuple[int, int]], storage: torch.dtype) -> int:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from compress.api.passes import Step
 from compress.errors import TargetError
-from compress.formats import FORMATS
 from compress.formats.base import Format, StoredLayer
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import CompressedLinear, linears
@@ -24,7 +23,7 @@ OWN = "save: {verify: own} checks it with compress.load alone"
 
 def not_asked(recipe: Recipe) -> str | None:
     """Why transformers is not asked to load a checkpoint of the recipe, or None."""
-    if reason := FORMATS[recipe.save.format].unverified:
+    if reason := recipe.save.target().unverified:
         return reason
     return "the recipe says verify: own" if recipe.save.verify == "own" else None
 
@@ -48,7 +47,7 @@ def unreadable(
         layer = CompressedLinear.of(module)
         scheme = schemes.get(name, LayerScheme(layer.shape))
         layers.append(StoredLayer(scheme, layer.transposed, id(module) in inside, needs_weight))
-    return FORMATS[recipe.save.format].unreadable(layers, dtype)
+    return recipe.save.target().unreadable(layers, dtype)
 
 
 def _needs_weight(model: nn.Module) -> bool:
@@ -72,7 +71,7 @@ def check_reader(
     """
     if not_asked(recipe) is not None:
         return
-    format_ = FORMATS[recipe.save.format]
+    format_ = recipe.save.target()
     schemes = {name: format_.adapt(scheme) or LayerScheme(scheme.shape) for name, scheme in planned.items()}
     every = attentions_containing(form.model, form.linear_names())
     stated = any(

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from compress.errors import RecipeError
-from compress.formats import FORMATS
 from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.opening import OpenModel
@@ -68,7 +67,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     device = None if on == HERE else read_device(on)
     if isinstance(subject, Recipe):
         opened = open_input(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
-        steps, form = resolve(subject.passes, opened, FORMATS[subject.save.format])
+        steps, form = resolve(subject.passes, opened, subject.save.target())
         planned = plan_on(subject, steps, form)
         stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if not p.scheme.plain}
     else:

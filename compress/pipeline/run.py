@@ -26,7 +26,6 @@ from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.store import Store, digest_of
-from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
@@ -62,6 +61,7 @@ from compress.report.schema import Predicted, Verification
 from compress.report.write import write_report
 from compress.stream.capture import ModelShell
 from compress.stream.install import adapt, take_in
+from compress.stream.rounded_ends import round_ends
 from compress.weights.layer import LayerScheme
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
@@ -86,7 +86,7 @@ def run(
     journal: Journal | None = None,
     progress: bool = True,
 ) -> Result:
-    """Compress the recipe's model into the folder `out`, check it, evaluate it, and write report.json and report.md.
+    """Compress the recipe's model into the folder `out`, check it, evaluate it, and write its report (json, md, html).
 
     recipe: or the path of its YAML file. out: by default a folder of `out/`, with the name of the file, or of the model
     and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on
@@ -209,13 +209,14 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     for log in opened.notes:
         journal.add("note", "model", log)
     storage = storage_dtype(recipe, opened)
-    format_ = FORMATS[recipe.save.format].stored_in(storage)
+    format_ = recipe.save.target().stored_in(storage)
     context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal)
     planned = plan_of(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
     steps, _ = resolve(recipe.passes, opened, format_)
+    round_ends(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval is not None:
         check_tasks(recipe.eval)

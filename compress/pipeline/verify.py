@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from compress.api.context import Run
 from compress.api.memory import available_bytes
 from compress.errors import VerificationError
-from compress.formats import FORMATS
 from compress.formats.base import Format
+from compress.formats.containers.files import tensor_file_bytes
 from compress.kernels.dispatch import plain_torch
 from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
@@ -76,7 +76,7 @@ def verify(
         name = min(n for n, _ in rounding.items() ^ (caches or {}).items())
         raise VerificationError(f"{folder}: the rounding of the KV cache of {name} differs after reloading")
     own = _compare("compress.load", model, reference, run.device, folder)
-    format_ = FORMATS[recipe.save.format]
+    format_ = recipe.save.target()
     skipped = not_asked(recipe)
     if skipped is not None:
         run.journal.add("note", "verify", f"not reloaded with transformers: {skipped}")
@@ -94,7 +94,7 @@ def verify(
         run.journal.add(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its logits differ slightly"
         )
-    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code).to(run.device)
+    other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
     _copy_cache_rounding(model, other, run)
     tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
@@ -202,7 +202,7 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
     inside = {id(tensor) for layer in layers for tensor in layer.state_dict(keep_vars=True).values()}
     rest = {id(t): t.numel() for t in model.state_dict(keep_vars=True).values() if id(t) not in inside}
     weights = sum(rest.values()) + sum(layer.shape[0] * layer.shape[1] for layer in layers)
-    needed = weights * dtype.itemsize + sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = weights * dtype.itemsize + tensor_file_bytes(folder)
     free = available_bytes(device)
     if needed <= free:
         return None
@@ -210,7 +210,7 @@ def _no_memory(model: nn.Module, dtype: torch.dtype, folder: Path, device: torch
 
 
 def _transformers_model(
-    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool
+    model_class: type[PreTrainedModel], folder: Path, dtype: torch.dtype, remote: bool, format_: Format
 ) -> nn.Module:
     """Load the checkpoint with transformers, without logging or progress bars."""
     level, bars = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
@@ -218,7 +218,8 @@ def _transformers_model(
     transformers.logging.disable_progress_bar()
     try:
         with redirect_stderr(io.StringIO()):  # compressed-tensors shows its own progress bars
-            return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote).eval()
+            options: dict[str, Any] = {} if format_.file is None else {"gguf_file": format_.file}
+            return model_class.from_pretrained(folder, dtype=dtype, trust_remote_code=remote, **options).eval()
     except (OSError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise VerificationError(f"{folder}: transformers cannot load the checkpoint: {error}") from error
     finally:

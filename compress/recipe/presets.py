@@ -1,14 +1,15 @@
 """Presets: one word, such as W4A16, for a tested chain of passes. Each is a YAML file of `presets/`.
 
 A preset stands in a recipe where its passes stand: `passes: [{scheme: W4A16}]`. It is expanded before the passes are
-read, so a resolved recipe lists the passes themselves. This module imports nothing slow.
+read, so a resolved recipe lists the passes themselves. Its options of
+`save` apply only to `compress quantize`. This module imports nothing slow.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,11 +28,12 @@ GGUF_NAME = re.compile(r"(I?Q\d\w*|TQ\d_\d|F16|BF16|F32)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Preset:
-    """A named chain of passes. summary: one line. passes: plain values, as in a recipe."""
+    """A named chain of passes. summary: one line. passes, save: plain values, as in a recipe."""
 
     name: str
     summary: str
     passes: tuple[Mapping[str, Any], ...]
+    save: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache
@@ -42,7 +44,8 @@ def presets() -> dict[str, Preset]:
         if file.name.endswith(".yaml"):
             name, text = file.name.removesuffix(".yaml"), file.read_text(encoding="utf-8")
             summary = text.partition("\n")[0].removeprefix("# ")
-            found[name] = Preset(name, summary, tuple(yaml.safe_load(text)["passes"]))
+            values = yaml.safe_load(text)
+            found[name] = Preset(name, summary, tuple(values["passes"]), values.get("save", {}))
     return found
 
 
@@ -57,8 +60,8 @@ def preset(name: Any, place: tuple[str | int, ...] = (KEY,)) -> Preset:
         return known[spelled[_plain(name)]]
     if isinstance(name, str) and GGUF_NAME.fullmatch(name):
         raise RecipeError(
-            f"scheme {name}: GGUF output is not supported yet; use one of {', '.join(known)}, "
-            "which are written as safetensors",
+            f"scheme {name}: this type of GGUF files is not written; use one of "
+            f"{', '.join(key for key, found in known.items() if found.save)}",
             place,
         )
     near = did_you_mean(str(name).upper(), known) if isinstance(name, str) else f"; use one of {', '.join(known)}"

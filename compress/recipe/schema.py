@@ -26,6 +26,7 @@ from compress.api.options import Options, Place, mistake
 from compress.api.passes import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.formats import FORMATS
+from compress.formats.base import Format
 from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
 from compress.recipe.calibration import Calibration
@@ -58,6 +59,28 @@ class Save(Options):
         description="store only the kept weights of pruned layers (format native); 'auto': if that is not larger; "
         "'always': also if it is larger, so that every mask can be read back; 'off': store the zeros",
     )
+
+    tensor_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="devices over which a server such as vLLM splits each layer: the plan checks that groups and "
+        "packed words divide, and that layers which servers compute as one (q, k, v; gate, up) are stored alike",
+    )
+    embedding: str = Field(
+        default="auto",
+        description="only for format gguf: block type of the embedding, unless it is that of the head too; dense: as "
+        "save.dtype; auto: Q6_K",
+    )
+    head: str = Field(
+        default="auto", description="only for format gguf: block type of the head, as embedding; auto: Q6_K"
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        self.target()
+
+    def target(self) -> Format:
+        """The format with these options."""
+        return FORMATS[self.format].configured(self.embedding, self.head)
 
     @field_validator("format")
     @classmethod

@@ -11,7 +11,9 @@ from compress.recipe.presets import KEY, preset
 
 def quantize_data(model: str, scheme: str) -> dict[str, Any]:
     """The recipe that quantizes a model by a preset. Raises RecipeError for an unknown preset."""
-    return {"model": model, "passes": [{KEY: preset(scheme).name}]}
+    found = preset(scheme)
+    save = {"save": dict(found.save)} if found.save else {}
+    return {"model": model, "passes": [{KEY: found.name}], **save}
 
 
 def prune_data(model: str, method: str, pattern: str | None, sparsity: float | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from compress.api.context import Run
 from compress.data.ids import TextUse
-from compress.formats.containers.files import file_sha256
+from compress.formats.containers.files import file_sha256, tensor_file_bytes
 from compress.model.open.opening import OpenModel
 from compress.numerics.dtypes import dtype_name
 from compress.recipe.schema import Recipe
@@ -108,7 +108,7 @@ def sizes(folder: Path, dense_bytes: int, tensor_bytes: int, compressed: Sequenc
     return Sizes(
         dense_bytes=dense_bytes,
         tensor_bytes=tensor_bytes,
-        checkpoint_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+        checkpoint_bytes=tensor_file_bytes(folder),
         compressed_layers=len(compressed),
         compressed_weights=weights,
         compressed_bytes=packed,

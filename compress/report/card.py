@@ -105,13 +105,18 @@ def _use(report: Report, generates: bool) -> str:
     if "transformers" in readers:
         package = " and the package compressed-tensors" if FORMATS[form].quant_method == "compressed-tensors" else ""
         tested = "" if report.verified.transformers is not None else " (not tested in this run)"
+        file = FORMATS[form].file
+        option = "" if file is None else f', gguf_file="{file}"'
         parts.append(
             f"With transformers{package}{tested}:\n\n"
             f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
-            f'model = {auto}.from_pretrained("FOLDER")\ntokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```'
+            f'model = {auto}.from_pretrained("FOLDER"{option})\n'
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```'
         )
     if "vLLM" in readers and generates:
         parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")
+    if "llama.cpp" in readers:
+        parts.append(f"llama.cpp runs `FOLDER/{FORMATS[form].file}` (not tested in this run).")
     if not readers:
         parts.append(f"Other programs do not read the format {form}.")
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Compare variants of one model: a table, and the Pareto plot of size against loss as an SVG."""
+"""Compare variants of one model: a table, and the Pareto plot of size against loss as an SVG or in a page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 from compress.evaluate.base import Record
 from compress.report.evaluation import Evaluation, plus_minus
+from compress.report.page.blocks import Items, Prose, Table
+from compress.report.page.charts import Point, Scatter
+from compress.report.page.render import Part, page
 from compress.report.verdict import of_loss
 from compress.report.write import FILE, ReportError, read_report
 
@@ -164,6 +167,32 @@ def picture(variants: Sequence[Variant]) -> str:
         shift = -8 if side else 8
         parts.append(f'<text x="{x + shift:.1f}" y="{y - 6:.1f}" {side}>{escape(Path(one.source).name)}</text>')
     return _frame(parts, right, low, low + span, variants[0].text)
+
+
+def html(variants: Sequence[Variant]) -> str:
+    """The comparison as an HTML page: the Pareto plot, the verdicts and the table."""
+    best = front(variants)
+    points = [_point(one, on) for one, on in zip(variants, best, strict=True)]
+    plot = Scatter(points, "size of the checkpoint in MB", "Loss minus that of the base model, in nats per token")
+    sentences = Items([f"{one.source}: {verdict(one)}" for one in variants])
+    text = f"Measured on {variants[0].text}. Bars are one standard error; the line joins the Pareto front."
+    parts = [
+        Part("plot", "", [Prose(text), plot]),
+        Part("verdicts", "Verdicts", [sentences]),
+        Part("table", "Table", [Table(*_measured(rows(variants)))]),
+    ]
+    return page(f"{len(variants)} variants of one model", "compress compare", parts)
+
+
+def _measured(found: Sequence[tuple[str, ...]]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows without the columns that are empty."""
+    kept = [i for i in range(len(HEAD)) if any(row[i] for row in found)]
+    return [HEAD[i] for i in kept], [[row[i] for i in kept] for row in found]
+
+
+def _point(one: Variant, on_front: bool) -> Point:
+    text = f"{one.source}: {verdict(one)}"
+    return Point(Path(one.source).name, one.size_bytes / MB, one.loss, one.loss_stderr or 0.0, text, on_front)
 
 
 def _frame(parts: Sequence[str], right: float, low: float, high: float, text: str) -> str:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from compress.data.ids import TextUse
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import Record
+from compress.numerics.histogram import LayerHistograms
 
 
 class ModelIdentity(Record):
@@ -44,6 +45,7 @@ class LayerRow(Record):
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None where no token reached the layer. sparsity: share of zeros
     afterwards. asked, due: of a pruning pass, the sparsity asked of the layer, and in whole units of the pattern.
+    histograms: of weights and inputs before and after the pass, for the layers of each block with the largest errors.
     """
 
     layer: str
@@ -52,6 +54,7 @@ class LayerRow(Record):
     sparsity: float
     asked: float | None = None
     due: float | None = None
+    histograms: LayerHistograms | None = None
 
 
 class Cost(Record):

@@ -1,4 +1,4 @@
-"""Read and write a report: report.json, report.md and, where a pass trained, its curves."""
+"""Read and write a report: report.json, report.md, report.html and, where a pass trained, its curves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from compress.errors import UserError
 from compress.formats.containers.files import write_json, write_text
 from compress.report.curves import FILE as CURVES
 from compress.report.curves import picture
+from compress.report.html import FILE as PAGE
+from compress.report.html import html
 from compress.report.markdown import markdown
 from compress.report.schema import Report
 
@@ -32,8 +34,9 @@ def read_report(folder: Path) -> Report:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write report.json, report.md and training.svg atomically."""
+    """Write report.json, report.md, report.html and training.svg atomically."""
     write_json(folder / FILE, report.to_json())
     if report.training:
         write_text(folder / CURVES, picture({label: record.curve for label, record in report.training.items()}))
     write_text(folder / "report.md", markdown(report))
+    write_text(folder / PAGE, html(report))

@@ -200,10 +200,18 @@ class ModelShell:
         with torch.no_grad(), _forwards(self._opened.blocks, forward):
             return model(input_ids=ids, **without_cache(model))
 
-    def check(self) -> None:
-        """Run the model on a few token ids while its blocks return their input; weights of blocks are not read.
+    def sketch(self, ids: Int[Tensor, "batch length"]) -> Captured:
+        """As `capture`, on a few tokens, for blocks without weights in memory.
 
         The first block's weights are read only if it cannot run without them.
+        """
+        if any(tensor.is_meta for tensor in self._opened.blocks[0].module.parameters()):
+            with suppress(*UNRUNNABLE):
+                self._learn_form_on_meta(ids)
+        return self.capture(ids)
+
+    def check(self) -> None:
+        """Run the model on a few token ids while its blocks return their input; weights of blocks are not read.
 
         Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other,
         returns logits for every token, and writes no weight of a block.
@@ -214,10 +222,7 @@ class ModelShell:
         before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
         ids = torch.arange(CHECKED_TOKENS)[None] % size
         try:
-            if any(tensor.is_meta for tensor in self._opened.blocks[0].module.parameters()):
-                with suppress(*UNRUNNABLE):
-                    self._learn_form_on_meta(ids)
-            self.logits(ids, self.capture(ids).hidden)
+            self.logits(ids, self.sketch(ids).hidden)
         except torch.OutOfMemoryError:
             raise
         except UNRUNNABLE as error:

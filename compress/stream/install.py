@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,9 +16,12 @@ from compress.api.layers import Solution, Zeros
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
 from compress.model.structure.blocks import Block
+from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
 from compress.weights.base import InputTransform, WeightPart
 from compress.weights.dense import DenseScheme
+
+WORST = 2  # layers of a block whose histograms are kept
 
 
 class LayerContext(Protocol):
@@ -59,7 +62,7 @@ class LayerResult:
 
     error: ||(W' - W) X|| / ||W X|| on sampled inputs, None if no token reached the layer. sparsity: fraction of zeros
     after the pass. asked, due: only for a pruning pass, the requested sparsity and the sparsity in whole units of the
-    pattern.
+    pattern. histograms: of the weights and inputs before and after the pass; `worst_shown` keeps those of few layers.
     """
 
     layer: str
@@ -68,6 +71,16 @@ class LayerResult:
     sparsity: float
     asked: float | None = None
     due: float | None = None
+    histograms: LayerHistograms | None = None
+
+
+def worst_shown(results: Sequence[LayerResult]) -> list[LayerResult]:
+    """The results of one block, with the histograms of the `WORST` layers of each pass with the largest errors."""
+    kept: set[tuple[str, str]] = set()
+    for label in {result.by for result in results}:
+        errors = sorted((-result.error, result.layer) for result in results if result.by == label and result.error)
+        kept |= {(label, layer) for _, layer in errors[:WORST]}
+    return [one if (one.by, one.layer) in kept else replace(one, histograms=None) for one in results]
 
 
 def install(
@@ -84,6 +97,7 @@ def install(
     """
     full = context.full(name)
     before = None if rows is None else layer(rows)
+    inputs = None if rows is None else _multiplied(layer, rows)
     weight = layer.weight.float()
     try:
         solution = solve(weight)
@@ -101,13 +115,22 @@ def install(
     if solution.zeros is not None:
         _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, context.run)
-    zero, mask = layer.weight == 0, layer.mask
+    stored = layer.weight
+    zero, mask = stored == 0, layer.mask
     if mask is not None and not bool((zero | mask).all()):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
     error = None if before is None else relative_error(layer(rows), before)
+    seen = None if rows is None or inputs is None else histogram(inputs, _multiplied(layer, rows))
     zeros = solution.zeros
     owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
-    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed)
+    shown = LayerHistograms(histogram(weight, stored), seen)
+    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed, shown)
+
+
+def _multiplied(layer: CompressedLinear, rows: Tensor) -> Tensor:
+    """The inputs as the weights are multiplied by them: transformed and rounded."""
+    x = layer.transform(rows)
+    return x if layer.rounding is None else layer.rounding(x)
 
 
 def _check_mask(where: str, layer: CompressedLinear, before: Tensor | None, zeros: Zeros) -> None:
@@ -194,10 +217,13 @@ def _same(one: InputTransform, other: InputTransform) -> bool:
 
 
 def round_to_storage(module: nn.Module, run: Run) -> None:
-    """Round dense floating tensors to the storage dtype; scales are computed in it."""
-    for tensor in module.parameters():
-        if tensor.is_floating_point() and torch.finfo(run.storage).bits < torch.finfo(tensor.dtype).bits:
-            tensor.data = tensor.data.to(run.storage).to(tensor.dtype)
+    """Round dense floating tensors to the storage dtype; scales are computed in it. Rounded ends stay as they are."""
+    for name, tensor in module.named_parameters():
+        if name in run.ends:
+            continue
+        storage = run.format.stored_dtype(tensor.shape, run.storage)
+        if tensor.is_floating_point() and torch.finfo(storage).bits < torch.finfo(tensor.dtype).bits:
+            tensor.data = tensor.data.to(storage).to(tensor.dtype)
     for part in module.modules():
         if isinstance(part, WeightPart):
             part.round_to(run.storage)

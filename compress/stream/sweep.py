@@ -27,7 +27,7 @@ from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
 from compress.stream.ends import EndWork
-from compress.stream.install import LayerResult, round_to_storage
+from compress.stream.install import LayerResult, round_to_storage, worst_shown
 from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
@@ -98,7 +98,7 @@ class Sweep:
                             state.reference = context.reference_outputs(original)
                 else:
                     self._bring(block)
-                    done(block, self._work(block, state))
+                    done(block, worst_shown(self._work(block, state)))
                 state.probe = state.probe_calls[block.index].run(block.module, state.probe)
                 check_hidden(state.probe, block)
                 self.opened.weights.release(block)

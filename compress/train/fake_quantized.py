@@ -64,7 +64,7 @@ class LearnedSteps(FakeQuantized):
         self, rounding: GridOptions, mask: Bool[Tensor, "out in"] | None, weight: Float[Tensor, "out in"]
     ) -> None:
         super().__init__(rounding, mask)
-        assert rounding.grid.scaling.free
+        assert rounding.grid.free_scales
         start = self.codes(weight)
         self.register_buffer("scale", start.scale)
         self.register_buffer("zero", start.zero)

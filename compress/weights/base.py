@@ -278,7 +278,7 @@ class WeightPart(Component):
         super().__init__(scheme, shape, tensors)
         self.lattice: tuple[int, ...] = shape
         self._prepared: dict[int, Any] = {}
-        self.register_load_state_dict_post_hook(_forget_prepared)
+        self.register_load_state_dict_post_hook(WeightPart.forget_prepared)
 
     @property
     @abstractmethod
@@ -308,8 +308,8 @@ class WeightPart(Component):
         """Whether the result of `kernel.prepare` is cached."""
         return id(kernel) in self._prepared
 
-    def forget_prepared(self) -> None:
-        """Drop the results of kernels, because the tensors have changed."""
+    def forget_prepared(self, keys: Any = None) -> None:
+        """Drop the results of kernels, because the tensors have changed; also a hook after `load_state_dict`."""
         self._prepared = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
@@ -369,11 +369,6 @@ class WeightPart(Component):
     def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
         """Sum over the weights of each scale; the adjoint of `spread`."""
         raise AssertionError(f"a part of kind {self.kind} has no scales")
-
-
-def _forget_prepared(part: WeightPart, keys: Any) -> None:
-    """A hook after `load_state_dict`."""
-    part.forget_prepared()
 
 
 class InputTransform(Component):

@@ -82,15 +82,19 @@ class CodesScheme(PartScheme):
         there = {
             "packed": TensorSpec((*lines, packed_width(count, self.grid.bits)), torch.int32),
             "scale": TensorSpec(scales, self.grid.scaling.stored),
-            "zero_point": None if self.symmetric else TensorSpec(scales, None if self.float_zeros else torch.int8),
+            "zero_point": None if self.symmetric else TensorSpec(scales, self._zero_dtype),
             "g_idx": TensorSpec((width,), torch.int32) if self.indexed else None,
             "scale_shared": TensorSpec((shared,), torch.float32) if shared else None,
         }
         return {name: spec for name, spec in there.items() if spec is not None}
 
     @property
+    def _zero_dtype(self) -> torch.dtype | None:
+        return None if self.float_zeros else self.grid.zero_dtype
+
+    @property
     def free_scales(self) -> bool:
-        return self.grid.scaling.free
+        return self.grid.free_scales
 
     @property
     def scale_groups(self) -> GroupSize:
@@ -105,6 +109,11 @@ class CodesScheme(PartScheme):
         width = shape[1]
         if isinstance(self.group_size, int) and self.group_size > width:
             return f"group_size {self.group_size} is larger than its {width} inputs; use a smaller one, or channel"
+        if width % self.grid.block:
+            return (
+                f"its {width} inputs are not a multiple of {self.grid.block}, the super-blocks of weights "
+                f"{self.grid.name}; set fallback: int5, or use a grid without super-blocks for it"
+            )
         if self.rows > 1 and isinstance(self.group_size, int) and width % self.group_size:
             return (
                 f"blocks of {self.group_size} columns do not divide its {width} inputs; use a group_size that divides "
@@ -152,7 +161,9 @@ class CodesPart(WeightPart):
         """Pack codes; exact in both directions."""
         grid = codes.grid
         words = pack(codes.codes.to(torch.int16) - grid.lowest_stored, grid.bits)
-        zero = codes.zero if codes.zero is None or codes.float_zeros else codes.zero.to(torch.int8)
+        zero = codes.zero
+        if zero is not None and not codes.float_zeros:
+            zero = grid.encode_zero(zero, codes.shared)
         scale = grid.scaling.encode(codes.scale, codes.shared)
         tensors = {"words": words, "scale": scale, "zero": zero, "shared": codes.shared}
         return cls(CodesScheme.of(codes), codes.shape, {**tensors, "group_index": codes.group_index})
@@ -187,10 +198,17 @@ class CodesPart(WeightPart):
         """The decoded scales."""
         return self.grid.scaling.decode(self.scale, self.shared)
 
+    def zeros(self) -> Tensor | None:
+        """The decoded zero points or minima."""
+        if self.zero is None or self.scheme.float_zeros:
+            return self.zero
+        return self.grid.decode_zero(self.zero, self.shared)
+
     def codes(self) -> Codes:
         """Unpack the codes, with scales and zero points."""
         scale = self.scales()
-        zero = None if self.zero is None else self.zero.to(scale.dtype)
+        zero = self.zeros()
+        zero = None if zero is None else zero.to(scale.dtype)
         unsigned = unpack(self.words, self.grid.bits, self.shape[1])
         signed = store(unsigned.to(torch.int16) + self.grid.lowest_stored, self.grid)
         return Codes(
@@ -218,11 +236,13 @@ class CodesPart(WeightPart):
         """The weights of some rows (a range, or their numbers) from their unsigned codes: (code - zero) * scale."""
         scale = self.scales().to(self.grid.computes_in(dtype))
         part = slice(None) if scale.shape[0] == 1 else rows
-        scale, zero = scale[part], None if self.zero is None else self.zero[part]
+        zero = self.zeros()
+        scale, zero = scale[part], None if zero is None else zero[part]
         height, width = codes.shape
         if not isinstance(self.grid, IntGrid):
             scale = spread(scale, width, self.group_size, self.group_index)
-            return self.grid.decode(codes, scale, None).to(dtype)
+            low = None if zero is None else spread(zero.to(scale.dtype), width, self.group_size, self.group_index)
+            return self.grid.decode(codes, scale, low).to(dtype)
         # Stored codes are unsigned; integers below 256 are exact in every float dtype.
         values = codes.to(dtype).add_(self.grid.lowest)
         groups = scale.shape[1]
@@ -239,7 +259,7 @@ class CodesPart(WeightPart):
     def in_storage(self, dtype: torch.dtype) -> CodesPart:
         if self.grid.scaling.stored is not None:
             return self
-        zero = self.zero.to(dtype) if self.zero is not None and self.scheme.float_zeros else self.zero
+        zero = self.zero.to(dtype) if self.zero is not None and self.zero.is_floating_point() else self.zero
         scale = self.scale.to(dtype)
         if (self.scale.dtype, dtype) == (torch.float16, torch.bfloat16) and not torch.equal(scale.half(), self.scale):
             scale = self.scale  # read from a format with float16 scales; bfloat16 has fewer digits and no fewer bytes
@@ -275,7 +295,7 @@ class CodesPart(WeightPart):
 
     @property
     def free_scale(self) -> Float[Tensor, "out groups"] | None:
-        return self.scale if self.grid.scaling.free and self.scheme.rows == 1 else None
+        return self.scale if self.scheme.free_scales and self.scheme.rows == 1 else None
 
     def with_scale(self, scale: Float[Tensor, "out groups"]) -> CodesPart:
         return self.changed(scale=scale)

@@ -46,12 +46,13 @@ def preparing(draw):
 def quantizing(draw, integers):
     """Any rounding to any grid, groups of any kind."""
     kind = draw(st.sampled_from([RTN, GPTQ, HQQ, SignRound]))
-    known = [name for name, grid in GRIDS.items() if not integers or isinstance(grid, IntGrid)]
+    whole = [name for name, grid in GRIDS.items() if grid.block == 1]  # no layer here is as wide as a super-block
+    known = [name for name in whole if not integers or (isinstance(GRIDS[name], IntGrid) and GRIDS[name].plain)]
     if kind is HQQ:  # it finds scales among plain floats
         known = [name for name in known if GRIDS[name].scaling.free]
     grid = GRIDS[draw(st.sampled_from(known))]
     group = grid.group_size or draw(st.sampled_from(["channel", 16] if integers else ["channel", 5, 16]))
-    symmetric = grid.symmetric_only or draw(st.booleans())
+    symmetric = not grid.offset and (grid.symmetric_only or draw(st.booleans()))
     options = {"iterations": 2} if kind is SignRound else {}
     return kind(weights=grid.name, group_size=group, symmetric=symmetric, **options)
 

@@ -102,3 +102,12 @@ def test_a_damaged_layer_is_named(make):
         decoded(FORMAT, {**tensors, "qweight": tensors["qweight"][:32]}, layer_of(part))
     with pytest.raises(KeyError, match="scales"):
         decoded(FORMAT, {k: v for k, v in tensors.items() if k != "scales"}, layer_of(part))
+
+
+def test_dense_linears_of_blocks_are_listed_for_both_readers():
+    """GPTQModel makes quantized layers of all linears in blocks that `dynamic` does not leave out."""
+    scheme = coded("int4", 32, False)
+    config = FORMAT.config({"m.0.q": scheme}, ["m.0.o", "lm_head"], "0.1")
+    assert config["modules_to_not_convert"] == ["m.0.o", "lm_head"]
+    assert config["dynamic"] == {r"-:^m\.0\.o$": {}}
+    assert "dynamic" not in FORMAT.config({"m.0.q": scheme}, ["lm_head"], "0.1")

@@ -333,3 +333,28 @@ def test_a_static_scale_needs_a_layout_of_bytes(grid, group_size):
         assert "use activation_scale: token, or format: native" in reason
     else:
         assert reason is None
+
+
+def test_targets_and_ignored_names_may_be_patterns():
+    """As other writers state them; a name wins over a pattern, a pattern over the class, and ignored names over all."""
+    first, second, third = coded(), coded("int8", "channel"), coded("int4", 64)
+    config = FORMAT.config({"model.layers.0.a": first}, [], "0.0")
+    groups = [FORMAT.config({"x": scheme}, [], "0.0")["config_groups"]["group_0"] for scheme in (first, second, third)]
+    targets = ["model.layers.0.b"], ["Linear"], [r"re:.*layers\.\d\.[ab]$"]
+    config["config_groups"] = {
+        f"group_{i}": {**group, "targets": list(own)}
+        for i, (group, own) in enumerate(zip(groups, targets, strict=True))
+    }
+    config["ignore"] = [r"re:.*layers\.1\..*"]
+    found = FORMAT.schemes(config, shapes(*NAMES), {})
+    wanted = {"model.layers.0.a": third, "model.layers.0.b": first, "lm_head": second}
+    assert {name: scheme.parts for name, scheme in found.items()} == {n: s.parts for n, s in wanted.items()}
+
+
+@pytest.mark.parametrize(("field", "value"), [("targets", ["re:(a"]), ("targets", [3]), ("ignore", ["re:*"])])
+def test_a_pattern_that_is_none_is_an_error(field, value):
+    config = FORMAT.config({"model.layers.0.a": coded()}, [], "0.0")
+    holder = config if field == "ignore" else config["config_groups"]["group_0"]
+    holder[field] = value
+    with pytest.raises(ValueError, match="is no regular expression|must be texts, not 3"):
+        FORMAT.schemes(config, shapes(*NAMES), {})

@@ -135,16 +135,43 @@ def test_integers_are_those_of_the_reference():
 
 
 TABLES = [name for name, grid in GRIDS.items() if not name.startswith("int")]
+SIGNED = ["int4_signed", "int5_signed", "int3_k", "int6_k"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grid", TABLES)
 def test_grids_that_are_no_integers(chosen, grid, dtype):
-    part = CodesPart.of(quantize(random(50, 160), GRIDS[grid], GRIDS[grid].group_size or 32))
+    kind = GRIDS[grid]
+    width = 256 if kind.block > 1 else 160  # super-blocks take 256 columns
+    weight = random(50, width)
+    weight[0, :32] = 3  # a minimum equal to the maximum
+    part = CodesPart.of(
+        quantize(weight, kind, kind.group_size or 32, not kind.offset, "mse" if kind.offset else "absmax")
+    )
     for batch in (1, 2, 5, 12, 13):
-        x, bias = random(batch, 160, seed=1).to(dtype), random(50, seed=2).to(dtype)
+        x, bias = random(batch, width, seed=1).to(dtype), random(50, seed=2).to(dtype)
         assert KERNEL.supports(part, x, None)
         assert near(dispatch.linear(x, [part], None, bias), exact(part, x, None, bias), dtype)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("grid", SIGNED)
+def test_integers_with_scales_of_either_sign(chosen, grid, rounded):
+    part = CodesPart.of(quantize(random(50, 256), GRIDS[grid], GRIDS[grid].group_size or 32, search="mse"))
+    assert bool((part.scales() < 0).any())
+    rounding = InputRounding.of(INT8) if rounded else None
+    for batch in (1, 5, 13):
+        x = random(batch, 256, seed=1)
+        assert KERNEL.supports(part, x, rounding)
+        assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
+
+
+@pytest.mark.parametrize("grid", ["uint4", "uint4_k"])
+def test_rounded_inputs_and_kept_weights_alone_are_not_for_grids_with_minima(grid):
+    part = CodesPart.of(quantize(random(50, 256), GRIDS[grid], 32, False))
+    assert not KERNEL.supports(part, random(1, 256), InputRounding.of(INT8))
+    sparse = SparsePart.of(part, Kept.of(torch.ones(50, 256, dtype=torch.bool), None))
+    assert not KERNEL.supports(sparse, random(1, 256), None)
 
 
 def test_all_numbers_of_8_bit_floats(chosen):

@@ -14,6 +14,11 @@ from compress.numerics.quant import rounding
 from compress.numerics.quant.codes import fit, quantize, spread
 from compress.numerics.quant.grids import GRIDS, Grid
 from compress.passes.gptq import GPTQ
+from compress.passes.hqq import HQQ
+from compress.passes.obq import OBQ
+from compress.passes.rtn import RTN
+from compress.passes.signround import SignRound
+from compress.passes.sparsegpt import SparseGPT
 from compress.weights.codes import CodesPart
 from compress.weights.layer import LayerScheme
 
@@ -24,6 +29,11 @@ SIZES = [12, 16, 64, "channel", "tensor"]  # 16 leaves a short last group of 36 
 
 def combinations():
     return [(o, s) for o in ORDERS for s in SIZES if o != "group" or isinstance(s, int)]
+
+
+def width_of(weights):
+    """The width of a weight: super-blocks have 256 columns."""
+    return WIDTH if GRIDS[weights].block == 1 else 256
 
 
 def error(found, weight, rows):
@@ -65,8 +75,9 @@ def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, laye
     made = []
     original = rounding.sweep
     monkeypatch.setattr(rounding, "sweep", lambda *args: made.append(original(*args)) or made[-1])
-    rows, weight = correlated(seed=5), random(16, WIDTH, seed=4)
-    size = GRIDS[weights].group_size or 8
+    grid, width = GRIDS[weights], width_of(weights)
+    rows, weight = correlated(seed=5, width=width), random(16, width, seed=4)
+    size = grid.group_size or 8
     found = GPTQ(weights=weights, group_size=size, act_order=order).codes(weight, seen_of(rows), layer_of())
     swept = made[0]
     if order != "none":
@@ -76,16 +87,46 @@ def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, laye
     back = CodesPart.of(found).codes()
     assert torch.equal(back.scale, found.scale)
     assert torch.equal(back.dense(), found.dense())
-    assert error(found, weight, rows) < 0.9 * error(quantize(weight, GRIDS[weights], size), weight, rows)
+    assert error(found, weight, rows) < 0.9 * error(quantize(weight, grid, size, not grid.offset), weight, rows)
 
 
 @pytest.mark.parametrize("weights", GRIDS)
 def test_with_independent_inputs_every_grid_is_rounded_to_nearest(layer_of, weights):
-    weight, size = random(5, WIDTH, seed=6), GRIDS[weights].group_size or 12
-    found = GPTQ(weights=weights, group_size=size).codes(weight, seen_of(torch.eye(WIDTH)), layer_of())
-    wanted = quantize(weight, GRIDS[weights], size, search=GPTQ(weights=weights).scale)
+    grid, width = GRIDS[weights], width_of(weights)
+    weight, size = random(5, width, seed=6), grid.group_size or 12
+    found = GPTQ(weights=weights, group_size=size).codes(weight, seen_of(torch.eye(width)), layer_of())
+    wanted = quantize(weight, grid, size, not grid.offset, GPTQ(weights=weights).scale)
     torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-6, atol=0)  # means are summed in another order
     assert torch.equal(found.codes, wanted.codes)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("weights", ["int3", "int4_signed", "uint4", "uint4_k", "int3_k"])
+def test_scales_of_least_weighted_error_give_a_smaller_error_of_the_output(layer_of, order, weights):
+    width = width_of(weights) if weights.endswith("_k") else 64
+    rows, weight = correlated(seed=5, width=width), random(64, width, seed=4) ** 3
+    size = GRIDS[weights].group_size or 16
+    found = {
+        scale: GPTQ(weights=weights, group_size=size, act_order=order, scale=scale).codes(
+            weight, seen_of(rows), layer_of()
+        )
+        for scale in ("absmax", "mse", "importance")
+    }
+    assert error(found["importance"], weight, rows) < 0.95 * error(found["absmax"], weight, rows)
+    assert error(found["importance"], weight, rows) < 1.02 * error(found["mse"], weight, rows)
+
+
+def test_importance_needs_a_hessian_and_scales_of_rows():
+    for step in (RTN, OBQ, HQQ):
+        with pytest.raises(OptionError, match="scale: importance needs the inputs of a layer, as gptq has them"):
+            step(scale="importance")
+    with pytest.raises(OptionError, match="scale: importance searches the scales of rows; use group_size: channel"):
+        GPTQ(scale="importance", group_size="tensor")
+    with pytest.raises(OptionError, match="scale: importance needs the inputs of a layer"):
+        SignRound(scale="importance", start="rtn")
+    with pytest.raises(OptionError, match="scale: importance is not supported by this pass; use scale: mse"):
+        SparseGPT(weights="int4", scale="importance")
+    assert SignRound(scale="importance").scale == "importance"
 
 
 def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):

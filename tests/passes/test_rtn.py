@@ -140,7 +140,7 @@ def test_a_grid_may_be_given_itself():
         ({"weights": "nf4", "symmetric": False}, "symmetric: false needs an integer grid; nf4 has no zero point"),
         (
             {"scale": "median"},
-            "scale 'median' is not known; write absmax, absmean, mse, percentile, or {percentile: 0.999}",
+            "scale 'median' is not known; write absmax, absmean, mse, importance, percentile, or {percentile: 0.999}",
         ),
         ({"scale": {"percentile": 0.9, "steps": 3}}, "scale .* is not known"),
         ({"scale": {"percentile": 99.9}}, "percentile 99.9 must be a fraction above 0.5 and at most 1, such as 0.999"),

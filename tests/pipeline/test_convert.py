@@ -3,7 +3,7 @@
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress.cli import main
@@ -22,7 +22,8 @@ def written(pico, tmp_path_factory):
         key = f"{form} {step}"
         if key not in made:
             model = compress.apply(AutoModelForCausalLM.from_pretrained(pico), [step])
-            made[key] = compress.save(model, tmp_path_factory.mktemp("from") / "model", form)
+            tokenizer = AutoTokenizer.from_pretrained(pico)
+            made[key] = compress.save(model, tmp_path_factory.mktemp("from") / "model", form, tokenizer)
         return made[key]
 
     return write
@@ -58,6 +59,30 @@ def test_int4_moves_between_all_formats_that_hold_it_and_back(written, tmp_path,
     compress.export(tmp_path / "awq", tmp_path / "back", "gptq")
     ours, theirs = layers(source), layers(tmp_path / "back")
     assert {n: m.sha256() for n, m in ours.items()} == {n: m.sha256() for n, m in theirs.items()}
+
+
+@pytest.mark.parametrize("group_size", [64, "channel"])
+def test_groups_that_share_a_scale_are_split_for_formats_with_smaller_ones(written, tmp_path, group_size):
+    source = written("gptq", RTN(weights="int4", group_size=group_size, ignore="*.down_proj"))
+    found = compress.export(source, tmp_path / "a", "gguf")
+    ends = [kind for kind in found if kind.error]
+    assert [(kind.name, kind.before, kind.after) for kind in ends] == [
+        ("model.embed_tokens", "dense", "int8, group 32")
+    ]
+    assert ends[0].error < 0.01 and {kind.after for kind in found} == {"int4, group 32", "int8, group 32"}
+    before, after = layers(source), layers(tmp_path / "a")
+    for name, layer in before.items():
+        assert torch.equal(layer.weight_as(torch.float32), after[name].weight_as(torch.float32)), name
+
+
+def test_zero_points_are_refused_by_gguf_with_the_formats_that_hold_them(written, tmp_path):
+    source = written("gptq", RTN(weights="int4", group_size="channel", symmetric=False))
+    with pytest.raises(
+        TargetError, match=r"no block type of GGUF holds int4.* zero points; use weights: uint4.* Lossl"
+    ):
+        compress.export(source, tmp_path / "a", "gguf")
+    found = compress.export(source, tmp_path / "a", "gguf", requantize=True)
+    assert all(0 < kind.error < 0.1 for kind in found)
 
 
 def test_what_a_format_cannot_hold_is_refused_with_the_formats_that_can(written, tmp_path):

@@ -105,5 +105,7 @@ def test_the_command_prints_tables_and_a_pass(pico, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "s.json").read_text())["choices"]["int3"] == {"rtn": {"weights": "int3"}}
     spelled = yaml.safe_load(run.stdout[run.stdout.index("passes:") :])
     assert compress.Recipe.from_data({"model": pico, **spelled}).passes[0].overrides
-    every = CliRunner().invoke(cli.main, [*words, "--all", "--work", str(tmp_path / "w")])
+    page = tmp_path / "s.html"
+    every = CliRunner().invoke(cli.main, [*words, "--all", "--work", str(tmp_path / "w"), "-o", str(page)])
+    assert page.read_text().count('<figure class="heat">') == 2
     assert "all layers: KL" in every.stdout and every.stdout.count("q_proj") == 3

@@ -32,7 +32,7 @@ def quantizing(draw, step=RTN, **more):
     grid, inputs = draw(grids), draw(st.sampled_from(["none", "int8", "fp8_e4m3"]))
     return step(
         weights=grid,
-        symmetric=not isinstance(GRIDS[grid], IntGrid) or draw(st.booleans()),
+        symmetric=not GRIDS[grid].offset and (not isinstance(GRIDS[grid], IntGrid) or draw(st.booleans())),
         group_size=GRIDS[grid].group_size or draw(st.integers(1, 1 << 20) | st.sampled_from(["channel", "tensor"])),
         scale=draw(scales),
         activations=inputs,
@@ -208,7 +208,7 @@ MISTAKES = {
     "no search of scales": (
         START + "rtn: {scale: min}",
         "3:11",
-        "scale 'min' is not known; write absmax, absmean, mse, percentile",
+        "scale 'min' is not known; write absmax, absmean, mse, importance, percentile",
     ),
     "half of a range": (
         START + "rtn: {scale: {percentile: 0.5}}",

@@ -58,6 +58,9 @@ def call(*args):
 def test_tables_from_reports(finished, tmp_path):
     done = call(finished / "large", finished / "small", "-o", tmp_path / "plot.svg")
     assert done.exit_code == 0, done.output
+    assert call(finished / "large", finished / "small", "-o", tmp_path / "plot.html").exit_code == 0
+    page = (tmp_path / "plot.html").read_text()
+    assert page.startswith("<!doctype html>") and page.count("<circle") == 2 and "not by chance" in page
     assert "not by chance" in done.stdout or "decided" in done.stdout
     assert len(ElementTree.parse(tmp_path / "plot.svg").findall(".//{*}circle")) == 2
     large, small = json.loads(call(finished / "large", finished / "small", "--json").stdout)

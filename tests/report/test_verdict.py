@@ -1,6 +1,7 @@
 """The verdict in words, the JSON schema, and `compress report`."""
 
 import json
+import webbrowser
 
 import pytest
 from click.testing import CliRunner
@@ -9,6 +10,7 @@ import compress
 from compress.cli import main
 from compress.report.schema import Report, json_schema
 from compress.report.verdict import of_report
+from compress.stream.install import WORST
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +55,38 @@ def test_the_schema_names_every_key_of_a_report(finished):
 
 
 def test_the_report_is_written_again(finished):
-    before = (finished / "report.md").read_text()
-    (finished / "report.md").unlink()
+    names = "report.md", "report.html"
+    before = [(finished / name).read_text() for name in names]
+    for name in names:
+        (finished / name).unlink()
     done = CliRunner().invoke(main, ["report", str(finished)])
-    assert done.exit_code == 0 and (finished / "report.md").read_text() == before
+    assert done.exit_code == 0 and [(finished / name).read_text() for name in names] == before
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_page_is_opened_only_if_asked_for_or_on_a_terminal(finished, monkeypatch, found):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or found)
+    for options in ([], ["--no-open"]):
+        assert CliRunner().invoke(main, ["report", str(finished), *options]).exit_code == 0 and opened == []
+    done = CliRunner().invoke(main, ["report", str(finished), "--open"])
+    page = (finished / "report.html").resolve()
+    assert opened == [page.as_uri()] and done.exit_code == 0
+    assert (f"no browser was found; open {page}" in done.stdout) == (not found)
+
+
+def test_the_worst_layers_of_a_block_have_histograms(finished):
+    rows = values(finished)["layers"]
+    shown = [row for row in rows if row["histograms"] is not None]
+    blocks = {".".join(row["layer"].split(".")[:3]) for row in rows}
+    assert len(shown) == WORST * len(blocks)
+    for block in blocks:
+        errors = sorted((row["error"] for row in rows if row["layer"].startswith(block + ".")), reverse=True)
+        assert sorted((r["error"] for r in shown if r["layer"].startswith(block + ".")), reverse=True) == errors[:WORST]
+    found = shown[0]["histograms"]
+    assert found["weights"]["before"] != found["weights"]["after"]
+    assert found["inputs"]["before"] == found["inputs"]["after"]  # the pass rounds no inputs
+    assert "Weights and inputs of the worst layers" in (finished / "report.html").read_text()
 
 
 def test_folders_without_a_report(tmp_path):

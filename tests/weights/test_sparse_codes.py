@@ -12,6 +12,7 @@ from masks import WITH_ZERO, random_mask, regular_mask
 from compress.numerics.quant.bits import unpack
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.super_blocks import SuperBlock
 from compress.numerics.sparse import positions as sparse
 from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights import codes as packed_codes
@@ -40,6 +41,8 @@ def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
 def testkept_codes_come_back_bit_for_bit(
     grid, shape, n_of_m, density, group_size, symmetric, indexed, empty_row, part, seed
 ):
+    if isinstance(GRIDS[grid].scaling, SuperBlock):
+        group_size, shape = GRIDS[grid].group_size, (shape[0], 256)
     assume(n_of_m is None or n_of_m[0] < n_of_m[1] <= shape[1])
     mask = random_mask(*shape, density, seed) if n_of_m is None else regular_mask(*shape, *n_of_m, seed)
     if empty_row and n_of_m is None:

@@ -13,7 +13,7 @@ from compress.errors import ModelError
 from compress.formats.containers.files import file_sha256, is_inside, write_text
 
 SUMS = "SHA256SUMS"
-LOADED = frozenset({".json", ".safetensors", ".model", ".txt", ".jinja"})
+LOADED = frozenset({".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja"})
 """The suffixes of files that are read from a model's folder; each must be listed."""
 OTHERS = frozenset({"report.json"})
 """Files with such a suffix that are no part of the model."""

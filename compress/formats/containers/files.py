@@ -76,3 +76,8 @@ def is_inside(path: Path, folder: Path) -> bool:
     real, root = path.resolve(), folder.resolve()
     blobs = root.parent.parent / "blobs"
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.parent == blobs)
+
+
+def tensor_file_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder that hold tensors."""
+    return sum(path.stat().st_size for pattern in ("*.safetensors", "*.gguf") for path in folder.glob(pattern))

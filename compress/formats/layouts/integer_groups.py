@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: 
     if scheme.codes is None:
         return f"{here} holds only codes, not {scheme.text}; use format: native"
     codes, width = scheme.codes, scheme.shape[1]
-    if not isinstance(codes.grid, IntGrid) or codes.grid.bits not in bits:
+    if not isinstance(codes.grid, IntGrid) or not codes.grid.plain or codes.grid.bits not in bits:
         known = ", ".join(f"int{number}" for number in bits)
         return f"{here} holds weights {known}, not {codes.grid.name}; use one of them, or format: native"
     if scheme.rounding is not None:
@@ -91,3 +92,14 @@ def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSiz
     if groups == 0 or width % groups:
         raise ValueError(f"{name} has {groups} groups of scales for {width} inputs")
     return "channel" if groups == 1 else width // groups
+
+
+def in_block(name: str) -> str | None:
+    """The name of a linear inside of its block; None for one outside of numbered blocks."""
+    found = re.search(r"\.\d+\.(.*)", name)
+    return None if found is None else found[1]
+
+
+def skipped(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """The entries of `dynamic` by which GPTQModel leaves linears dense."""
+    return {f"-:^{re.escape(name)}$": {} for name in names}

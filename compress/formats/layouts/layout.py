@@ -20,6 +20,11 @@ def codes_of(scheme: LayerScheme) -> CodesScheme:
     return scheme.codes
 
 
+def columns_of_group(codes: CodesScheme) -> int:
+    """The columns that share a scale and cannot be split; 1 if a whole row shares one, because each part repeats it."""
+    return codes.group_size if isinstance(codes.group_size, int) else 1
+
+
 class Layout(ABC):
     """The names and shapes of the tensors of a layer of codes.
 
@@ -32,7 +37,9 @@ class Layout(ABC):
     def suits(self, scheme: LayerScheme) -> bool:
         """Whether layers of this scheme belong in the layout; the first layout that suits is used."""
         codes = scheme.codes
-        return codes is not None and (isinstance(codes.grid, IntGrid) if self.grid is None else codes.grid is self.grid)
+        if codes is None or self.grid is not None:
+            return codes is not None and codes.grid is self.grid
+        return isinstance(codes.grid, IntGrid) and codes.grid.plain
 
     @abstractmethod
     def refuses(self, scheme: LayerScheme) -> str | None:
@@ -49,6 +56,10 @@ class Layout(ABC):
     @abstractmethod
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
         """The tensors of the weight by name."""
+
+    def units(self, codes: CodesScheme) -> tuple[int, int]:
+        """As Format.units."""
+        return codes.rows, columns_of_group(codes)
 
     @abstractmethod
     def encode(self, part: CodesPart) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.formats.layouts.layout import Layout, codes_of
-from compress.numerics.quant.bits import pack, packed_width, unpack
+from compress.formats.layouts.layout import Layout, codes_of, columns_of_group
+from compress.numerics.quant.bits import pack, packed_width, unpack, whole_words
 from compress.numerics.quant.codes import groups_in
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.weights.base import TensorSpec
@@ -106,6 +106,10 @@ class PackQuantized(Layout):
         if codes.symmetric:
             return found
         return found | {"weight_zero_point": TensorSpec((packed_width(rows, bits), groups), torch.int32)}
+
+    def units(self, codes: CodesScheme) -> tuple[int, int]:
+        words = whole_words(codes.grid.bits)
+        return 1 if codes.symmetric else words, math.lcm(columns_of_group(codes), words)
 
     def encode(self, part: CodesPart) -> dict[str, Tensor]:
         scale = part.scale.reshape(1) if part.group_size == "tensor" else part.scale

@@ -149,14 +149,14 @@ def pack(part: Any) -> PackedCodes:
     held = part.values if part.kind == "sparse" else part
     grid, (rows, width) = held.grid, part.shape
     integers = hasattr(grid, "lowest")
-    codec = CODECS[grid.bits] if integers or grid.bits <= 4 else FLOATS[grid.dtype]
+    codec = CODECS[grid.bits] if integers or grid.offset or grid.bits <= 4 else FLOATS[grid.dtype]
     scale = held.scales()
     group, order, columns = _columns(width, held.group_size, held.group_index, scale.shape[1])
     groups, zero = -(-columns // group), None
     if held.zero is not None:
-        zero = _tiled(held.zero.float() - grid.lowest, rows, groups)
+        zero = _tiled(-held.zeros() / scale if grid.offset else held.zero.float() - grid.lowest, rows, groups)
     table = None
-    if not integers and grid.bits <= 4:
+    if not integers and not grid.offset and grid.bits <= 4:
         table = _values(grid)
     tiles = -(-rows // LANES)
     words = torch.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)

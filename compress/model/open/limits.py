@@ -30,8 +30,8 @@ MODULES, PER_MODULE = 5_000, 256
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes of all safetensors files of a folder."""
-    found = [*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")]
+    """Bytes of the files of a folder that hold tensors."""
+    found = [path for kind in ("*.safetensors", "*/*.safetensors", "*.gguf") for path in folder.glob(kind)]
     return sum(path.stat().st_size for path in found if path.is_file())
 
 

@@ -23,7 +23,7 @@ from compress.model.open.compiled import compile_generation
 from compress.model.open.computation import compute_dtype
 from compress.model.open.experts import open_experts
 from compress.model.open.limits import limited_modules
-from compress.model.open.stored import stored_shapes
+from compress.model.open.stored import stored_shapes, stored_tensors
 from compress.model.open.untrusted import check_folder
 from compress.model.saving import MASKED_KEY, guard_saving
 from compress.model.structure.ends import find_ends, replace_end, tie
@@ -120,7 +120,7 @@ def describe(
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     with limited_modules(folder):
         open_experts(model)
-    stored = opening.stored_tensors(folder)
+    stored = stored_tensors(folder)
     schemes = {} if format_ is None else schemes_of(model, format_, described, stored)
     files = opening.match(model, stored, present=weights_in_codes(model, schemes))
     caches = cache_schemes(model, record, format_, described)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from jaxtyping import Bool
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.stored import opened_file
 from compress.model.open.untrusted import read_json
 from compress.numerics.sparse.positions import sparsities
 
@@ -94,7 +94,7 @@ def _mask(opened: OpenModel, name: str, module: nn.Module, known: bool) -> Tenso
         weight = CompressedLinear.of(module).weight
     else:
         path, key = place
-        with safe_open(path, framework="pt") as file:
+        with opened_file(path) as file:
             weight = file.get_tensor(key)  # mapped, not read
         rows = max(FEWEST_ROWS, SAMPLED_WEIGHTS // weight.shape[1])
         if not known and _share(weight[:: -(-weight.shape[0] // rows)]) <= SHARE / 2:

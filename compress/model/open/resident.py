@@ -28,7 +28,7 @@ def _viewed(weights: Mapped, names: Iterable[str]) -> set[str]:
     """The names whose tensors need no conversion."""
     places = {name: weights.files[name] for name in names if name in weights.files}
     found: set[str] = set()
-    for path in {path for path, _ in places.values()}:
+    for path in {path for path, _ in places.values() if path.suffix == ".safetensors"}:  # GGUF tensors are copied
         with safe_open(path, framework="pt") as file:
             here = [(name, key) for name, (place, key) in places.items() if place == path]
             found |= {name for name, key in here if file.get_slice(key).get_dtype() == SPELLED[weights.dtype]}

@@ -1,4 +1,4 @@
-"""The safetensors files of a model's folder: which there are, and their tensors."""
+"""The tensors that a folder holds: names, files and shapes, from the headers of safetensors files or of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from compress.errors import ModelError
 from compress.formats.containers.files import is_inside
+from compress.formats.containers.gguf import FILE, open_gguf
 from compress.formats.containers.safetensors import Header
 from compress.model.open.untrusted import read_json
 
@@ -19,11 +20,13 @@ PICKLED = "pickled weights are not supported; convert them once: from_pretrained
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those of its index, else model.safetensors, else all of the folder.
+    """The files of a model: its GGUF file, else those of its index, else model.safetensors, else all of the folder.
 
     Raises ModelError for a folder without weights, and for an index that cannot be read or that names a file elsewhere.
     """
     index, whole = folder / INDEX, folder / "model.safetensors"
+    if (folder / FILE).exists():
+        return [folder / FILE]
     if index.exists():
         paths = _listed(index, folder)
     else:
@@ -50,7 +53,7 @@ def _listed(index: Path, folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name) for all safetensors files of a folder; every file is opened once to check it."""
+    """Tensor name -> (file, name) for all files of weights of a folder; every file is opened once to check it."""
     return {name: place for path in weight_files(folder) for name, place in stored_in(path).items()}
 
 
@@ -79,11 +82,18 @@ def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int,
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
-    """Open a safetensors file, memory-mapped; ModelError when it is missing, truncated or not a safetensors file."""
+    """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
     try:
+        if path.name == FILE:
+            yield open_gguf(path)
+            return
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
     except (SafetensorError, OSError) as error:
         raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
+    except (ValueError, LookupError, TypeError, ImportError) as error:
+        if path.name != FILE:
+            raise
+        raise ModelError(f"model: {path} cannot be read ({error})") from error

@@ -105,7 +105,7 @@ def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
 def _identity(tensor: Tensor) -> tuple[int, ...]:
     """The identity of a tensor: storage, offset, last dimension and number of elements."""
     shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
-    return (tensor.untyped_storage().data_ptr(), *shape)
+    return (tensor.untyped_storage()._cdata, *shape)  # data_ptr() is 0 for all tensors without data
 
 
 def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ()) -> list[Link]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from torch import nn
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import TargetError, did_you_mean
-from compress.model.embedding import CompressedEmbedding
+from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import EMBEDDING, HEAD, End, find_ends
@@ -93,13 +93,14 @@ class ModuleNames:
 
     linears: the linears inside the blocks. others: all other modules that contain none of these linears. blocks: the
     names of the blocks. ends: the input embedding and the output head. A pattern that matches linears inside the blocks
-    means these only; another one may name an end.
+    means these only; another one may name an end. widths: the inputs of each linear, ends included.
     """
 
     linears: Mapping[str, frozenset[str]]
     others: Mapping[str, frozenset[str]]
     blocks: tuple[str, ...]
     ends: tuple[End, ...]
+    widths: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, blocks: Sequence[Block]) -> ModuleNames:
@@ -112,7 +113,16 @@ class ModuleNames:
             for name, module in model.named_modules()
             if name and name not in inside and name not in containers and not name.startswith(parts)
         }
-        return cls(inside, rest, tuple(block.name for block in blocks), tuple(find_ends(model)))
+        widths = {
+            f"{b.name}.{name}": CompressedLinear.of(m).shape[1] for b in blocks for name, m in linears(b.module).items()
+        }
+        ends = tuple(find_ends(model))
+        widths |= {end.name: layer_of(model.get_submodule(end.name)).shape[1] for end in ends}
+        return cls(inside, rest, tuple(block.name for block in blocks), ends, widths)
+
+    def block_of(self, name: str) -> int:
+        """The index of the block that contains a linear."""
+        return next(i for i, block in enumerate(self.blocks) if name.startswith(f"{block}."))
 
     def targets(self, patterns: Sequence[str], where: str) -> tuple[str, ...]:
         """The same targets with full names in place of class names and of the names of ends.

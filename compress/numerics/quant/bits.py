@@ -18,6 +18,11 @@ def packed_width(count: int, bits: int) -> int:
     return math.ceil(count * bits / 32)
 
 
+def whole_words(bits: int) -> int:
+    """The smallest number of codes of `bits` bits that ends at the border of an int32 word: 8 for 4 bits, 32 for 3."""
+    return math.lcm(bits, 32) // bits
+
+
 def _unit(bits: int) -> tuple[int, int]:
     """(codes, bytes) of the shortest piece of the stream that ends at a byte boundary: (8, 3) for 3 bits."""
     length = math.lcm(bits, 8)

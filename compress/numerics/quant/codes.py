@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from compress.numerics.quant.grids import Grid, IntGrid
+from compress.numerics.quant.scales import FloatScale
+from compress.numerics.quant.super_blocks import SuperBlock
+from compress.numerics.quant.weighted_search import WeightedSearch
 
 GroupSize = int | Literal["channel", "tensor"]
 
@@ -39,7 +42,7 @@ class Percentile(BaseModel):
     percentile: float = Field(default=0.999, gt=0.5, le=1)
 
 
-ScaleSearch = Literal["absmax", "absmean", "mse"] | Percentile
+ScaleSearch = Literal["absmax", "absmean", "mse", "importance"] | Percentile
 """How to find the range that a scale covers."""
 
 
@@ -109,15 +112,25 @@ def grouped(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Ten
 
 
 def fit_shared(
-    weight: Float[Tensor, "out in"], grid: Grid, group_size: GroupSize, shared_absmax: float | None = None
+    weight: Float[Tensor, "out in"],
+    grid: Grid,
+    group_size: GroupSize,
+    shared_absmax: float | None = None,
+    search: ScaleSearch = "absmax",
+    importance: Float[Tensor, " in"] | None = None,
 ) -> Float[Tensor, " n"] | None:
     """Compute the numbers that all stored scales of a weight share, before the scales; None for most grids.
 
     shared_absmax: the largest magnitude of all weights that share these numbers (`Layer.shared_absmax`); None: of this
-    weight alone.
+    weight alone. search, importance: how scales will be found; the steps of super-blocks are those of the scales as
+    floats.
     """
     if not grid.scaling.shared_count(1):
         return None
+    if isinstance(grid.scaling, SuperBlock):
+        free = replace(grid, name=f"{grid.name} with floats", scaling=FloatScale(grid.scaling.signed))
+        scale, zero = fit(weight, free, group_size, not grid.offset, search, importance=importance)
+        return grid.scaling.shared_of(scale, None if zero is None else zero.clamp(max=0))
     extent = grouped(weight, group_size).abs().amax(-1)
     return grid.scaling.fit_shared(extent, grid.span, shared_absmax)
 
@@ -131,11 +144,13 @@ def fit(
     dtype: torch.dtype = torch.float32,
     shared: Float[Tensor, " n"] | None = None,
     mask: Bool[Tensor, "out in"] | None = None,
+    importance: Float[Tensor, " in"] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scale and zero per group, [out, groups]; the scale in its stored form: floats are rounded to `dtype`.
 
     search: 'absmax' covers the whole range. 'mse' shrinks the range of each group to the one with the smallest rounding
     error sum |w - Q(w)|^2.4 (GPTQ reference code, quant.py `find_params`). Percentile leaves out the outermost weights.
+    'importance' finds the least squared error weighted by `importance` (`WeightedSearch`).
     'absmean' uses the mean magnitude as the scale (Ma 2024, arXiv 2402.17764, equation 3). shared: the result of
     `fit_shared` for the whole weight; `weight` may be one of its groups (`Scaling.part`). mask: True for kept weights;
     the others are zero already, and do not count in a mean.
@@ -151,16 +166,25 @@ def fit(
         counts = _sizes(weight, group_size) if mask is None else grouped(mask.to(weight.dtype), group_size).sum(-1)
         extent = parts.abs().sum(-1) / counts.clamp(min=1) * grid.span
         return scales(-extent, extent)
+    searched = grid.offset or (search != "absmax" and not grid.has_zero)
+    if searched and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
+        # the padding of the last group would count as an error, or widen a range without zero
+        ends = (None, None) if importance is None else (importance[:-short], importance[-short:])
+        last, low_end = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype, importance=ends[1])
+        if short == weight.shape[1]:
+            return last, low_end
+        first, low_ends = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype, importance=ends[0])
+        both = None if low_end is None or low_ends is None else torch.cat([low_ends, low_end], dim=1)
+        return torch.cat([first, last], dim=1), both
+    if search == "importance":
+        assert importance is not None and group_size != "tensor"
+        weights = grouped(importance[None].to(weight.dtype), group_size)[0]
+        return WeightedSearch(parts, weights, grid, symmetric, dtype, shared).best()
     low, high = torch.aminmax(parts, dim=-1)
     if search == "absmax":
         return scales(low, high)
-    if not grid.has_zero and isinstance(group_size, int) and (short := weight.shape[1] % group_size):
-        # without a zero in the grid, the padding of the last group would count as an error
-        last, _ = fit(weight[:, -short:], grid, "channel", symmetric, search, dtype)
-        if short == weight.shape[1]:
-            return last, None
-        first, _ = fit(weight[:, :-short], grid, group_size, symmetric, search, dtype)
-        return torch.cat([first, last], dim=1), None
+    if grid.offset:
+        return _least_error_of_ends(parts, grid, low, high, scales)
     return _least_error(parts, grid, lambda kept: scales(low * kept, high * kept))
 
 
@@ -204,12 +228,39 @@ def _least_error(
     best = torch.full_like(scale, math.inf)
     for step in range(MSE_STEPS + 1):
         tried, tried_zero = scales(1 - MSE_SHRINK * step / MSE_STEPS)
-        error = _power_error(parts, grid, tried, tried_zero)
-        better = error < best
-        best = torch.where(better, error, best)
-        scale = torch.where(better, tried, scale)
+        for sign in (1, -1) if grid.scaling.signed and zero is None else (1,):
+            error = _power_error(parts, grid, tried * sign, tried_zero)
+            better = error < best
+            best = torch.where(better, error, best)
+            scale = torch.where(better, tried * sign, scale)
         if zero is not None and tried_zero is not None:
             zero = torch.where(better, tried_zero, zero)
+    return scale, zero
+
+
+def _least_error_of_ends(
+    parts: Float[Tensor, "rows groups size"], grid: Grid, low: Tensor, high: Tensor,
+    scales: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """For each group the scale and minimum of the best range: both ends are moved together, then each of them alone.
+
+    The distance that an end moves is a fraction of the range, at most MSE_SHRINK / 2.
+    """
+    best = torch.full_like(low, math.inf)
+    kept = [torch.zeros_like(low), torch.zeros_like(low)]
+    scale, zero = scales(low, high)
+    assert zero is not None, "such a grid has minima"
+    for moved in ((0, 1), (0,), (1,)):
+        start = list(kept)
+        for step in range(-2 if len(moved) == 1 else 0, MSE_STEPS // 2 + 1):
+            cut = [start[end] + step * MSE_SHRINK / MSE_STEPS if end in moved else start[end] for end in (0, 1)]
+            tried = scales(low + cut[0] * (high - low), high - cut[1] * (high - low))
+            error = _power_error(parts, grid, *tried)
+            assert tried[1] is not None
+            better = error < best
+            best = torch.where(better, error, best)
+            kept = [torch.where(better, new, old) for new, old in zip(cut, kept, strict=True)]
+            scale, zero = torch.where(better, tried[0], scale), torch.where(better, tried[1], zero)
     return scale, zero
 
 
@@ -266,7 +317,7 @@ def quantize(
     """
     if mask is not None:
         weight = weight * mask
-    shared = fit_shared(weight, grid, group_size, shared_absmax)
+    shared = fit_shared(weight, grid, group_size, shared_absmax, search)
     if rows > 1:
         assert isinstance(group_size, int) and shared is None
         scale, zero = fit_blocks(weight, grid, group_size, rows, symmetric, search, dtype)
@@ -292,4 +343,4 @@ def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
         pair = [each[:, order] for each in pair]
     before, after = (grouped(each, codes.group_size).abs().amax(-1) for each in pair)
     needed = before / codes.grid.span  # powers of two may be twice as large
-    return int(((before > 0) & (after == 0) & (codes.scale > 2.5 * needed)).sum())
+    return int(((before > 0) & (after == 0) & (codes.scale.abs() > 2.5 * needed)).sum())

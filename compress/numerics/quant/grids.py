@@ -26,6 +26,7 @@ from compress.numerics.quant.scales import (
     PowerOfTwo,
     Scaling,
 )
+from compress.numerics.quant.super_blocks import SuperBlock
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,34 @@ class Grid(ABC):
         """The smallest code that is stored: integers are signed, table indexes and bit patterns are not."""
         return 0
 
+    @property
+    def offset(self) -> bool:
+        """Whether every group has a minimum, which is added to its values, in place of a zero point."""
+        return False
+
+    @property
+    def block(self) -> int:
+        """The number of columns that share the numbers of their scales; the width of a weight is a multiple of it."""
+        return self.scaling.super_block * (self.group_size or 1) if self.scaling.super_block > 1 else 1
+
+    @property
+    def free_scales(self) -> bool:
+        """Whether training can learn a scale: it may be any float, and its weights are proportional to it."""
+        return self.scaling.free and not self.offset
+
+    @property
+    def zero_dtype(self) -> torch.dtype | None:
+        """The dtype of stored zero points or minima; None: the storage dtype of the run."""
+        return torch.int8
+
+    def encode_zero(self, zero: Tensor, shared: Tensor | None) -> Tensor:
+        """The stored form of zero points or minima."""
+        return zero.to(torch.int8)
+
+    def decode_zero(self, stored: Tensor, shared: Tensor | None) -> Tensor:
+        """The zero points or minima of their stored form."""
+        return stored
+
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of computation for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
         return dtype if self.scaling.stored is None else torch.float32
@@ -105,6 +134,11 @@ class IntGrid(Grid):
         return self.lowest
 
     @property
+    def plain(self) -> bool:
+        """Whether scales are positive floats, as other programs expect of integers."""
+        return self.scaling == FloatScale()
+
+    @property
     def lowest(self) -> int:
         """The smallest code, -2^(bits-1)."""
         return -(2 ** (self.bits - 1))
@@ -137,6 +171,55 @@ class IntGrid(Grid):
     def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
         codes = codes.to(scale.dtype)
         return (codes if zero is None else codes - zero.to(scale.dtype)) * scale
+
+
+@dataclass(frozen=True)
+class OffsetGrid(Grid):
+    """Unsigned integers of `bits` bits with a scale and a minimum: w = code * scale + minimum.
+
+    The minimum takes the place of the zero point. If scales are integers of super-blocks, it is at most zero.
+    """
+
+    @property
+    def symmetric_only(self) -> bool:
+        return False
+
+    @property
+    def has_zero(self) -> bool:
+        return False
+
+    @property
+    def offset(self) -> bool:
+        return True
+
+    @property
+    def span(self) -> float:
+        return 2**self.bits - 1
+
+    @property
+    def zero_dtype(self) -> torch.dtype | None:
+        return None if self.scaling.stored is None else torch.uint8
+
+    def encode_zero(self, zero: Tensor, shared: Tensor | None) -> Tensor:
+        return self.scaling.encode_minimum(zero, shared)
+
+    def decode_zero(self, stored: Tensor, shared: Tensor | None) -> Tensor:
+        return self.scaling.decode_minimum(stored, shared)
+
+    def fit(
+        self, low: Tensor, high: Tensor, symmetric: bool, dtype: torch.dtype, shared: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        low = low if self.scaling.stored is None else low.clamp(max=0)
+        minimum = self.scaling.round_minimum(low, dtype, shared)
+        return self.scaling.round((high - minimum).clamp(min=0), self.span, dtype, shared), minimum
+
+    def encode(self, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        above = values if zero is None else values - zero
+        return (above / scale).round_().clamp_(0, self.span)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        values = codes.to(scale.dtype) * scale
+        return values if zero is None else values + zero.to(scale.dtype)
 
 
 @dataclass(frozen=True)
@@ -249,6 +332,16 @@ _GRIDS = (
     LevelGrid("ternary", 2, (-1.0, 0.0, 1.0), averaged=True),  # Ma 2024, arXiv 2402.17764, equations 1 to 3
     LevelGrid("binary", 1, (-1.0, 1.0), averaged=True),  # Wang 2023, arXiv 2310.11453: the sign, -1 for 0
     LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
+    IntGrid("int4_signed", 4, scaling=FloatScale(either_sign=True)),  # a scale of either sign, as Q4_0 of llama.cpp
+    IntGrid("int5_signed", 5, scaling=FloatScale(either_sign=True)),
+    OffsetGrid("uint4", 4),
+    OffsetGrid("uint5", 5),
+    # k-quants of llama.cpp (ggml-common.h): super-blocks of 256 weights with 4-, 6- or 8-bit scales
+    OffsetGrid("uint2_k", 2, scaling=SuperBlock(16, 15, minima=True), group_size=16),
+    IntGrid("int3_k", 3, scaling=SuperBlock(16, 31, -32), group_size=16),
+    OffsetGrid("uint4_k", 4, scaling=SuperBlock(8, 63, minima=True), group_size=32),
+    OffsetGrid("uint5_k", 5, scaling=SuperBlock(8, 63, minima=True), group_size=32),
+    IntGrid("int6_k", 6, scaling=SuperBlock(16, 127, -128), group_size=16),
     LevelGrid("nf4_bnb_dq", 4, NF4_LEVELS, scaling=DynamicDoubleScale()),
     LevelGrid("fp4_bnb", 4, FP4_BNB_LEVELS),
     LevelGrid("fp4_bnb_dq", 4, FP4_BNB_LEVELS, scaling=DynamicDoubleScale()),

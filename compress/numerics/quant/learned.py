@@ -29,7 +29,7 @@ class _Rounded(torch.autograd.Function):
         scale = learned.scale * factor
         moved = torch.addcmul(learned.wanted, shift, scale)
         value = learned.grid.decode(learned.grid.encode(moved, scale, learned.zero), scale, learned.zero)
-        inside = (value - moved).abs() <= learned.half_step * scale
+        inside = (value - moved).abs() <= learned.half_step * scale.abs()
         ctx.save_for_backward(scale, value, inside)
         ctx.learned = learned
         return value
@@ -39,7 +39,10 @@ class _Rounded(torch.autograd.Function):
         (gradient,) = gradients
         scale, value, inside = ctx.saved_tensors
         # d value / d scale: the level itself, minus the weight's fixed part where the value is not clipped
-        level = value.sub(ctx.learned.wanted * inside).mul_(gradient)
+        fixed = ctx.learned.wanted * inside
+        if ctx.learned.grid.offset:  # a clipped value keeps its distance from the minimum
+            fixed = fixed + ctx.learned.zero * ~inside
+        level = value.sub(fixed).mul_(gradient)
         return gradient * scale, level.sum(-1, keepdim=True).div_(scale) * ctx.learned.scale, None
 
 

@@ -17,7 +17,7 @@ from compress.numerics.quant.grids import Grid
 
 @dataclass(frozen=True)
 class GridOptions:
-    """The grid and scales that a weight is rounded to: options of `codes.quantize`, under the same names."""
+    """The grid and scales that a weight is rounded to: options of `codes.fit`, under the same names."""
 
     grid: Grid
     group_size: GroupSize
@@ -25,6 +25,7 @@ class GridOptions:
     search: ScaleSearch
     dtype: torch.dtype
     shared_absmax: float | None = None
+    importance: Float[Tensor, " in"] | None = None
 
 
 def round_columns(
@@ -79,8 +80,15 @@ class Rounding:
     ) -> None:
         self.options, self.grid, self.order, self.regroup = options, options.grid, order, regroup
         self.keep = None if mask is None else _ordered(mask, order).T.contiguous()
+        importance = None if options.importance is None else options.importance[None]
+        self.importance = importance if importance is None or not regroup else _ordered(importance, order)
         self.shared = fit_shared(
-            _ordered(weight, order) if regroup else weight, self.grid, options.group_size, options.shared_absmax
+            _ordered(weight, order) if regroup else weight,
+            self.grid,
+            options.group_size,
+            options.shared_absmax,
+            options.search,
+            None if self.importance is None else self.importance[0],
         )
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
@@ -91,16 +99,19 @@ class Rounding:
         static = order is not None and not regroup
         if static or not isinstance(options.group_size, int):
             kept = weight if mask is None else weight * mask
-            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared, mask)
+            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared, mask, slice(None))
             if static:  # every column keeps the scale of its original group, whatever the order
                 width = weight.shape[1]
                 self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)
 
     def _fit(
-        self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None
+        self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None, columns: slice
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        options = self.options
-        return fit(weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask)
+        """The scales and zeros of some columns."""
+        options, importance = self.options, None if self.importance is None else self.importance[0, columns]
+        return fit(
+            weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask, importance
+        )
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Expand values per group to every column, in the order of the sweep."""
@@ -121,8 +132,9 @@ class Rounding:
                 part = part * mask
             rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
             scale, zero = self._fit(
-                part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size), mask
-            )
+                part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size), mask,
+                slice(column, column + size),
+            )  # fmt: skip
             self._scales.append(scale)
             self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:

@@ -34,6 +34,16 @@ class Scaling(ABC):
         return False
 
     @property
+    def signed(self) -> bool:
+        """Whether a scale may be negative, so that a symmetric grid of integers can reach further on either side."""
+        return False
+
+    @property
+    def super_block(self) -> int:
+        """The number of consecutive scales of a row that must exist together; rows have a multiple of it."""
+        return 1
+
+    @property
     def fused(self) -> bool:
         """Whether matrices that read the same input must have the same shared numbers."""
         return False
@@ -60,6 +70,18 @@ class Scaling(ABC):
     @abstractmethod
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         """The stored scale nearest to extent / span, always positive, in extent's dtype."""
+
+    def round_minimum(self, minimum: Tensor, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
+        """The stored minimum nearest to `minimum`, in its dtype, for grids whose groups have one (`OffsetGrid`)."""
+        return minimum.to(dtype).to(minimum.dtype)
+
+    def encode_minimum(self, minimum: Tensor, shared: Tensor | None) -> Tensor:
+        """The stored form of minima that `round_minimum` returned."""
+        return minimum
+
+    def decode_minimum(self, stored: Tensor, shared: Tensor | None) -> Tensor:
+        """The minima of their stored form."""
+        return stored
 
     @abstractmethod
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
@@ -90,7 +112,13 @@ def power(exponents: Tensor) -> Float[Tensor, "*any"]:
 
 @dataclass(frozen=True)
 class FloatScale(Scaling):
-    """A number of the storage dtype."""
+    """A number of the storage dtype. either_sign: it may be negative."""
+
+    either_sign: bool = False
+
+    @property
+    def signed(self) -> bool:
+        return self.either_sign
 
     @property
     def stored(self) -> torch.dtype | None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.report.curves import sparks
+from compress.report.page.blocks import Block, Prose
+from compress.report.page.charts import Grid, Line, LineChart, LineStyle
 from compress.report.schema import Report
 from compress.report.sections.base import Section
+
+TEXT = "Error of each block's output before and after learning, from the first block to the last."
 
 
 class BlockReconstruction(Section):
@@ -17,17 +22,33 @@ class BlockReconstruction(Section):
     order: ClassVar[int] = 80
 
     def render(self, report: Report) -> str | None:
-        found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
-        for entry in report.journal.entries:
-            figures = entry.figures
-            if {"start", "learned"} <= figures.keys():
-                label, _, block = entry.where.rpartition(" ")
-                found[label][block] = {"before": figures["start"], "after": min(figures["start"], figures["learned"])}
+        found = errors(report)
         if not found:
             return None
         curves = {
             f"{label}: {len(blocks)} blocks": [{"step": i, **errors} for i, errors in enumerate(blocks.values())]
             for label, blocks in found.items()
         }
-        text = "Error of each block's output before and after learning, from the first block to the last."
-        return f"{text}\n\n```\n{sparks(curves)}\n```"
+        return f"{TEXT}\n\n```\n{sparks(curves)}\n```"
+
+    def blocks(self, report: Report) -> Sequence[Block]:
+        found = errors(report)
+        styles: tuple[tuple[str, LineStyle], ...] = (("before", "base"), ("after", "main"))
+        charts = [
+            LineChart(label, [
+                Line(name, [(i, each[name]) for i, each in enumerate(blocks.values())], style) for name, style in styles
+            ], "block")
+            for label, blocks in found.items()
+        ]  # fmt: skip
+        return [Prose(TEXT), Grid(charts)] if charts else []
+
+
+def errors(report: Report) -> dict[str, dict[str, dict[str, float]]]:
+    """The error of each block before and after learning, by the label of the pass and by block."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for entry in report.journal.entries:
+        figures = entry.figures
+        if {"start", "learned"} <= figures.keys():
+            label, _, block = entry.where.rpartition(" ")
+            found[label][block] = {"before": figures["start"], "after": min(figures["start"], figures["learned"])}
+    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
+from compress.report.page.blocks import Block, Items
 from compress.report.schema import Report
 from compress.report.sections.base import Section
 
@@ -16,6 +18,9 @@ class Checks(Section):
 
     def render(self, report: Report) -> str:
         return "\n".join(f"- {line}" for line in lines(report))
+
+    def blocks(self, report: Report) -> Sequence[Block]:
+        return [Items(lines(report))]
 
 
 def lines(report: Report) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.kv_cache import KVCacheResult
+from compress.report.page.blocks import Bars, Block, Prose, Table, before_and_after
+from compress.report.page.numbers import data_size
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
@@ -17,6 +20,8 @@ UNSTATED = (
 )
 STATED = "kv_cache_scheme in config.json tells vLLM and transformers (with compressed-tensors) to apply it."
 
+HEAD = ("rounded", "attentions", "mean error", "largest")
+
 
 class KVCache(Section):
     """A table of rounding errors by kind."""
@@ -28,9 +33,21 @@ class KVCache(Section):
         found: KVCacheResult | None = report.evaluations.get("kv_cache")
         if found is None:
             return None
-        rows = [
-            (kind, str(row.attentions), f"{row.mean_error:.4f}", f"{row.largest_error:.4f}")
-            for kind, row in found.of.items()
-        ]
-        errors = table(("rounded", "attentions", "mean error", "largest"), rows)
-        return f"{SIMULATED} {STATED if found.stated else UNSTATED}\n\n{errors}"
+        return f"{SIMULATED} {STATED if found.stated else UNSTATED}\n\n{table(HEAD, rows(found))}"
+
+    def blocks(self, report: Report) -> Sequence[Block]:
+        found: KVCacheResult | None = report.evaluations.get("kv_cache")
+        if found is None:
+            return []
+        before, after = found.bytes_per_token.before, found.bytes_per_token.after
+        names = (data_size(before), data_size(after))
+        size = before_and_after("Cache of one token", f"{before / after:.2f}× smaller", (before, after), names)
+        return [Bars([size]), Prose(f"{SIMULATED} {STATED if found.stated else UNSTATED}"), Table(HEAD, rows(found))]
+
+
+def rows(found: KVCacheResult) -> list[tuple[str, str, str, str]]:
+    """Rows of `HEAD`."""
+    return [
+        (kind, str(row.attentions), f"{row.mean_error:.4f}", f"{row.largest_error:.4f}")
+        for kind, row in found.of.items()
+    ]

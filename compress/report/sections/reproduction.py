@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import yaml
 
 from compress.data.ids import TextUse
+from compress.report.page.blocks import Block, Code, Details, Prose, Table
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
 
@@ -18,8 +20,21 @@ class Reproduction(Section):
     order: ClassVar[int] = 100
 
     def render(self, report: Report) -> str:
-        recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False)
-        return f"```yaml\n{recipe}```\n\n{table(('', ''), rows(report))}"
+        return f"```yaml\n{recipe_of(report)}```\n\n{table(('', ''), rows(report))}"
+
+    def blocks(self, report: Report) -> Sequence[Block]:
+        text = f"The recipe stands next to this file. With compress {report.compress}, this makes the same checkpoint:"
+        return [
+            Prose(text),
+            Code("compress run recipe.yaml"),
+            Details("The recipe with all options", [Code(recipe_of(report))]),
+            Details("Digests and versions", [Table(("", ""), rows(report), frozenset({1}))]),
+        ]
+
+
+def recipe_of(report: Report) -> str:
+    """The resolved recipe as YAML."""
+    return yaml.safe_dump(report.reproduce.recipe, sort_keys=False, allow_unicode=True)
 
 
 def described(text: TextUse) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import SummaryRow
 from compress.numerics.dtypes import DTYPES
+from compress.report.page.blocks import Bars, Block, Details, Table, before_and_after
+from compress.report.page.numbers import data_size, number
 from compress.report.schema import Report
 from compress.report.sections.base import MB, Section, table
 
@@ -22,12 +25,30 @@ class SizeAndQuality(Section):
     def render(self, report: Report) -> str:
         return table(HEAD, rows(report))
 
+    def blocks(self, report: Report) -> Sequence[Block]:
+        size, bits = report.size, dense_bits(report)
+        bytes_ = (size.dense_bytes, size.checkpoint_bytes)
+        smaller = f"{bytes_[0] / bytes_[1]:.2f}× smaller"
+        names = (data_size(bytes_[0]), data_size(bytes_[1]))
+        widths = (float(bits), size.bits_per_weight)
+        title = f"Bits per weight, {size.compressed_layers} layers"
+        groups = [
+            before_and_after("Checkpoint", smaller, bytes_, names),
+            before_and_after(title, f"{bits / widths[1]:.2f}× smaller", widths, (f"{bits}", number(widths[1]))),
+        ]
+        return [Bars(groups), Details("All figures in one table", [Table(HEAD, rows(report))])]
+
+
+def dense_bits(report: Report) -> int:
+    """Bits of a stored weight before compression."""
+    return 8 * DTYPES[report.reproduce.storage_dtype].itemsize
+
 
 def rows(report: Report) -> list[SummaryRow]:
     """Rows (quantity, before, after, ratio): bytes, bits per weight, and those of every evaluator."""
     size = report.size
     dense = size.dense_bytes
-    bits = 8 * DTYPES[report.reproduce.storage_dtype].itemsize
+    bits = dense_bits(report)
     found = [
         (
             "checkpoint, MB",

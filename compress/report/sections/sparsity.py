@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from compress.evaluate.sparsity import SparsityResult
+from compress.report.depth import heat_map
+from compress.report.page.blocks import Block, Prose, Table
 from compress.report.schema import Report
 from compress.report.sections.base import Section, table
+
+HEAD = ("layers", "asked", "due", "achieved")
+TERMS = "due: in whole units of the pattern, without its dense tail; achieved: zeros counted in the checkpoint."
 
 
 class Sparsity(Section):
@@ -19,11 +25,20 @@ class Sparsity(Section):
         found: SparsityResult | None = report.evaluations.get("sparsity")
         if found is None:
             return None
-        layers = sorted(found.layers.items(), key=lambda item: item[1].achieved)
-        (least, fewest), (most, highest) = layers[0], layers[-1]
-        shown = {"all, by weight": found, f"least: {least}": fewest, f"most: {most}": highest}
-        rows = [
-            (name, f"{row.asked:.4f}", f"{row.due:.4f}", f"{row.achieved:.4f}") for name, row in shown.items()
-        ]  # fmt: skip
-        terms = "due: in whole units of the pattern, without its dense tail; achieved: zeros counted in the checkpoint."
-        return f"Of {len(layers)} layers; {terms}\n\n" + table(("layers", "asked", "due", "achieved"), rows)
+        return f"Of {len(found.layers)} layers; {TERMS}\n\n" + table(HEAD, rows(found))
+
+    def blocks(self, report: Report) -> Sequence[Block]:
+        found: SparsityResult | None = report.evaluations.get("sparsity")
+        if found is None:
+            return []
+        heat = heat_map((name, layer.achieved) for name, layer in found.layers.items())
+        drawn = [] if heat is None else [heat]
+        return [Prose(f"Shares of zeros of {len(found.layers)} layers; {TERMS}"), *drawn, Table(HEAD, rows(found))]
+
+
+def rows(found: SparsityResult) -> list[tuple[str, str, str, str]]:
+    """Rows of `HEAD`."""
+    layers = sorted(found.layers.items(), key=lambda item: item[1].achieved)
+    (least, fewest), (most, highest) = layers[0], layers[-1]
+    shown = {"all, by weight": found, f"least: {least}": fewest, f"most: {most}": highest}
+    return [(name, f"{row.asked:.4f}", f"{row.due:.4f}", f"{row.achieved:.4f}") for name, row in shown.items()]

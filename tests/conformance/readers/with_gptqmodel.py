@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 from gptqmodel import BACKEND, GPTQModel
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from safetensors.torch import load_file, save_file
+
+
+def weight_of(module):
+    """The dequantized weight [in, out] of a layer."""
+    if hasattr(module, "dequantize_weight"):
+        return module.dequantize_weight()
+    return dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size)
 
 
 def read(folder, ids, out):
@@ -14,11 +22,11 @@ def read(folder, ids, out):
     method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
     backend = BACKEND.AWQ_TORCH if method == "awq" else BACKEND.GPTQ_TORCH
     model = GPTQModel.load(folder, backend=backend, device="cpu", dtype=torch.float16).model.eval()
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "dequantize_weight")}
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "qweight")}
     with torch.no_grad():
         found = {"logits": model(load_file(ids)["ids"]).logits.float().contiguous()}
         for name, module in layers.items():
-            found[f"{name}.weight"] = module.dequantize_weight().T.contiguous()
+            found[f"{name}.weight"] = weight_of(module).T.contiguous()
     save_file(found, out)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
-def weight_of(module):
-    """The dequantized weight [out, in] of a quantized layer; None for other modules."""
+def weight_of_bitsandbytes(module):
+    """The dequantized weight [out, in] of a layer of bitsandbytes; None for other modules."""
     kind = type(module).__name__
     if kind == "Linear4bit":
         from bitsandbytes.functional import dequantize_4bit
@@ -26,22 +26,45 @@ def weight_of(module):
         scb = module.weight.SCB if module.weight.SCB is not None else module.state.SCB
         codes = module.weight.data if module.weight.data.dtype == torch.int8 else module.state.CB
         return int8_vectorwise_dequant(codes, scb)
-    if hasattr(module, "quantization_scheme") and isinstance(getattr(module, "weight", None), torch.Tensor):
-        return module.weight.detach()
     return None
+
+
+def weight_of_compressed_tensors(module):
+    """The weight of a linear after the first forward pass, which dequantizes it; None for other modules."""
+    weight = module.weight.detach() if isinstance(module, torch.nn.Linear) and hasattr(module, "weight") else None
+    return weight if weight is not None and weight.dtype in (torch.float32, torch.bfloat16) else None
 
 
 def read(folder, ids, out):
     """Write the logits, and the dequantized weights as [out, in]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}).eval()
+    method = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]["quant_method"]
+    try:
+        found = tensors_of(folder, ids, method, {})
+    except RuntimeError:
+        if method != "compressed-tensors":
+            raise
+        # transformers 5.23 loads zero points, and 4-bit floats in float32, only if it dequantizes
+        found = tensors_of(folder, ids, method, {"quantization_config": CompressedTensorsConfig(run_compressed=False)})
+    save_file(found, out)
+
+
+def tensors_of(folder, ids, method, options):
+    """The logits and the weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map={"": "cpu"}, **options).eval()
     found = {}
-    with torch.no_grad():
-        for name, module in model.named_modules():  # first: some CPUs repack the codes of bitsandbytes when they run
+
+    def keep(weight_of):
+        for name, module in model.named_modules():
             weight = weight_of(module)
             if weight is not None:
                 found[f"{name}.weight"] = weight.clone().contiguous()
+
+    with torch.no_grad():
+        keep(weight_of_bitsandbytes)  # first: some CPUs repack its codes when they run
         found["logits"] = model(load_file(ids)["ids"]).logits.float().contiguous()
-    save_file(found, out)
+        if method == "compressed-tensors":
+            keep(weight_of_compressed_tensors)
+    return found
 
 
 for job in json.loads(Path(sys.argv[1]).read_text()):

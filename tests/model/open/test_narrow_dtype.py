@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.model.open.narrow import RECORD, narrow_dtype, record_narrow, rounding_error
-from compress.model.open.opening import open_model, stored_tensors
+from compress.model.open.opening import open_model
+from compress.model.open.stored import stored_tensors
 from compress.pipeline.resolve import storage_dtype
 
 

@@ -1,0 +1,152 @@
+"""The vocabulary of a tokenizer in a GGUF file.
+
+llama.cpp knows two kinds that models of today have: byte-pair encoding of bytes, with a pre-tokenizer that it knows by
+name (`gpt2`), and merges of characters with bytes as the fallback, as SentencePiece makes them (`llama`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""gguf.TokenType."""
+SPACE = "\u2581"
+NEVER = -1e6  # the score of a token that no merge makes
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SUFFIXES = ("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|")
+"""The two spellings of the contractions at the beginning of the expressions."""
+SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+"""The keys of special tokens; the last is spelled so by llama.cpp."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary of a file.
+
+    model: its kind in llama.cpp. pre: the name of the pre-tokenizer. tokens, types, scores: one for each row of the
+    embedding. merges: for byte-pair encoding of bytes. flags: other keys after `tokenizer.ggml.`. template: of chats.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] = field(default_factory=list)
+    merges: list[str] = field(default_factory=list)
+    flags: dict[str, bool | int] = field(default_factory=dict)
+    template: str | None = None
+
+
+def vocabulary_of(tokenizer: PreTrainedTokenizerBase | None, size: int) -> Vocabulary:
+    """The vocabulary of a tokenizer for an embedding of so many rows.
+
+    Raises ValueError with the reason for a tokenizer that llama.cpp does not know.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if tokenizer is None or backend is None:
+        raise ValueError("the model has no fast tokenizer (tokenizer.json)")
+    stated = json.loads(backend.to_str())
+    model = stated["model"]
+    if model["type"] != "BPE":
+        raise ValueError(f"its tokenizer is of the type {model['type']}, not BPE")
+    pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+    if _is_bytes(stated):
+        pre = _pre_tokenizer(stated, bool(model.get("ignore_merges")))
+        tokens, types = _tokens(tokenizer, size, "")
+        merges = [f"{left} {right}" for left, right in pairs]
+        found = Vocabulary("gpt2", pre, tokens, types, merges=merges)
+    elif model.get("byte_fallback"):
+        tokens, types = _tokens(tokenizer, size, str(model.get("unk_token") or tokenizer.unk_token or ""))
+        found = Vocabulary("llama", "default", tokens, types, _scores(tokens, pairs))
+        found.flags["add_space_prefix"] = _adds_space(stated)
+    else:
+        raise ValueError("its tokenizer merges characters and has no bytes to fall back to")
+    found.flags.update(_special(tokenizer))
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return Vocabulary(**{**vars(found), "template": template})
+
+
+def _steps(part: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
+    """The steps of a pre-tokenizer or normalizer."""
+    if part is None:
+        return []
+    return list(part[inner]) if part["type"] == "Sequence" else [part]
+
+
+def _is_bytes(stated: dict[str, Any]) -> bool:
+    return any(step["type"] == "ByteLevel" for step in _steps(stated["pre_tokenizer"], "pretokenizers"))
+
+
+def _pre_tokenizer(stated: dict[str, Any], ignores_merges: bool) -> str:
+    """The name in llama.cpp of the pre-tokenizer. Raises ValueError for an unknown one."""
+    steps = _steps(stated["pre_tokenizer"], "pretokenizers")
+    kinds = [step["type"] for step in steps]
+    own = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and own:
+        return "gpt-2"
+    if kinds == ["Digits", "ByteLevel"] and own and steps[0]["individual_digits"]:
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not own:
+        expression = steps[0]["pattern"].get("Regex", "")
+        for spelled in SUFFIXES:
+            rest = expression.removeprefix(spelled)
+            if rest != expression and rest == WORDS.replace("{digits}", "{1,3}"):
+                return "llama-bpe" if ignores_merges else "smaug-bpe"
+            if rest != expression and rest == WORDS.replace("{digits}", ""):
+                return "qwen2"
+    raise ValueError(f"its pre-tokenizer ({', '.join(kinds)}) is none that compress can name for llama.cpp")
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, size: int, unknown: str) -> tuple[list[str], list[int]]:
+    """The tokens of an embedding's rows, and their types."""
+    ids = tokenizer.get_vocab()
+    if max(ids.values()) >= size:
+        raise ValueError(f"its tokenizer has {max(ids.values()) + 1} tokens, but the embedding has {size} rows")
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    for token, i in ids.items():
+        kind = BYTE if unknown and re.fullmatch("<0x[0-9A-F]{2}>", token) else NORMAL
+        if i in added:
+            kind = CONTROL if added[i].special else USER_DEFINED
+        if unknown and token == unknown:
+            kind = UNKNOWN
+        tokens[i], types[i] = token, kind
+    return tokens, types
+
+
+def _scores(tokens: list[str], pairs: list[list[str]]) -> list[float]:
+    """Scores with which llama.cpp merges in the order of the tokenizer: the earlier the merge, the higher the score."""
+    rank: dict[str, int] = {}
+    for i, (left, right) in enumerate(pairs):
+        rank.setdefault(left + right, i)
+    return [float(-rank[token]) if token in rank else NEVER for token in tokens]
+
+
+def _adds_space(stated: dict[str, Any]) -> bool:
+    """Whether a space is put before a text."""
+    steps = _steps(stated["normalizer"], "normalizers") + _steps(stated["pre_tokenizer"], "pretokenizers")
+    return any(
+        (step["type"] == "Prepend" and step["prepend"] == SPACE)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+
+
+def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool | int]:
+    """The ids of special tokens, and whether they are put around a text."""
+    found: dict[str, bool | int] = {}
+    for name, key in SPECIAL.items():
+        number = getattr(tokenizer, f"{name}_token_id", None)
+        if number is not None:
+            found[f"{key}_token_id"] = number
+    ids, plain = (tokenizer("a", add_special_tokens=special).input_ids for special in (True, False))
+    found["add_bos_token"] = len(ids) > len(plain) and ids[0] == tokenizer.bos_token_id
+    found["add_eos_token"] = len(ids) > len(plain) and ids[-1] == tokenizer.eos_token_id
+    return found

@@ -1,0 +1,49 @@
+"""Histograms of a tensor before and after a change, in equal bins."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 49  # odd: zero is in the middle of a bin
+SAMPLE = 1 << 18  # numbers that are counted of each tensor, evenly spaced; counting them takes about a millisecond
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of values in `BINS` equal bins from -limit to limit. limit: the largest magnitude before and after."""
+
+    limit: float
+    before: list[int]
+    after: list[int]
+
+    @property
+    def changed(self) -> bool:
+        """Whether the two distributions differ."""
+        return self.before != self.after
+
+
+@dataclass(frozen=True)
+class LayerHistograms:
+    """Histograms of a layer's weights, and of its inputs as the weights are multiplied by them; None without tokens."""
+
+    weights: Histogram | None
+    inputs: Histogram | None
+
+
+def histogram(before: Tensor, after: Tensor) -> Histogram | None:
+    """Count at most `SAMPLE` values of each tensor; None where a value is not finite."""
+    sizes = float(before.abs().max()), float(after.abs().max())
+    if not all(map(math.isfinite, sizes)):
+        return None
+    limit = max(sizes) or 1.0
+    return Histogram(limit, _counts(before, limit), _counts(after, limit))
+
+
+def _counts(values: Tensor, limit: float) -> list[int]:
+    flat = values.reshape(-1)
+    sample = flat[:: -(-flat.numel() // SAMPLE)].float()
+    return [int(count) for count in torch.histc(sample, BINS, -limit, limit)]

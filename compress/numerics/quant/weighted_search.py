@@ -1,0 +1,114 @@
+"""The scale search 'importance': the least rounding error, weighted by the importance of each column.
+
+The error of a group is sum_j h_j (w_j - Q(w_j))^2. With h_j the mean square of input j, as in the importance matrix of
+llama.cpp, that is the error of the output for independent inputs. A sweep that compensates errors in later columns
+has an h_j of its own (`importance_of`). A range gives codes; these give the scale (and the minimum) of the least
+error by linear regression (llama.cpp, ggml-quants.c, make_qx_quants and make_qkx3_quants).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compress.numerics.quant.grids import Grid
+
+CUTS = tuple(-1 + 0.2 * step for step in range(20))
+"""The ranges to try: n / (n + cut) of a group's range, with n steps between its largest weight and zero (or its end).
+
+llama.cpp cuts -0.9 to 0.9 steps; weights with large inputs can be worth more.
+"""
+CHUNK = 1 << 21  # weights per step; limits each temporary tensor to 8 MiB
+
+Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def importance_of(factor: Float[Tensor, "in in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, " in"]:
+    """The importance of each column in the sweep of GPTQ: an error e costs e^2 / U_jj^2 after its compensation.
+
+    factor: U of `linalg.inverse_factor`, its columns in `order`. The result is in the original order, with mean 1.
+    """
+    found = 1 / factor.diagonal().square()
+    found = found / found.mean()
+    return found if order is None else torch.empty_like(found).index_copy_(0, order, found)
+
+
+class WeightedSearch:
+    """The best scale and zero (or minimum) of each group, [rows, groups], in their stored form.
+
+    parts: the groups of a weight. dtype, shared: as in `codes.fit`.
+    """
+
+    def __init__(
+        self,
+        parts: Float[Tensor, "rows groups size"],
+        importance: Float[Tensor, "groups size"],
+        grid: Grid,
+        symmetric: bool,
+        dtype: torch.dtype,
+        shared: Tensor | None,
+    ) -> None:
+        self.parts, self.importance, self.grid, self.symmetric = parts, importance, grid, symmetric
+        self.dtype, self.shared = dtype, shared
+        self._error = torch.full(parts.shape[:2], math.inf, device=parts.device)
+        self._scale, self._zero = torch.ones_like(self._error), None if symmetric else torch.zeros_like(self._error)
+
+    def best(self) -> tuple[Tensor, Tensor | None]:
+        """Try all ranges: each as it is, then the regression on its codes."""
+        low, high = torch.aminmax(self.parts, dim=-1)
+        count = 2 ** (self.grid.bits - 1) if self.symmetric else 2**self.grid.bits - 1
+        for cut in CUTS:
+            kept = count / (count + max(cut, -count / 2))
+            ends = (low, low + kept * (high - low)) if self.grid.offset else (low * kept, high * kept)
+            scale, zero = self.grid.fit(*ends, self.symmetric, self.dtype, self.shared)
+            for sign in (1, -1) if self.grid.scaling.signed and zero is None else (1,):
+                sums = self._try(scale * sign, zero)
+                self._try(*self._regression(sums, zero))
+        return self._scale, self._zero
+
+    def _try(self, scale: Tensor, zero: Tensor | None) -> Sums:
+        """Keep the scale and zero where the error is less; returns the sums for the regression."""
+        count = max(1, CHUNK // self.parts[0].numel())
+        found = [
+            self._sums(part, scale[top : top + count], None if zero is None else zero[top : top + count])
+            for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))
+        ]
+        error, *sums = (torch.cat(each) for each in zip(*found, strict=True))
+        better = error < self._error
+        self._error = torch.where(better, error, self._error)
+        self._scale = torch.where(better, scale, self._scale)
+        if zero is not None and self._zero is not None:
+            self._zero = torch.where(better, zero, self._zero)
+        return sums[0], sums[1], sums[2], sums[3]
+
+    def _sums(self, part: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """For some rows: the error, then the weighted sums of L, L^2, w and L w, with L the levels of the codes."""
+        step, shift, h = scale[..., None], None if zero is None else zero[..., None], self.importance
+        codes = self.grid.encode(part, step, shift)
+        error = (self.grid.decode(codes, step, shift) - part).square_().mul_(h).sum(-1)
+        levels = codes if self.grid.offset else self.grid.decode(codes, torch.ones_like(step), shift)
+        weighted = levels * h
+        squares, products = (weighted * levels).sum(-1), (weighted * part).sum(-1)
+        return error, weighted.sum(-1), squares, (part * h).sum(-1), products
+
+    def _regression(self, sums: Sums, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The scale, and the minimum if the grid has one, with the least error for some codes, in their stored form."""
+        x, xx, y, xy = sums
+        if not self.grid.offset:
+            return self._stored(xy / xx), zero
+        total = self.importance.sum(-1)
+        scale = (total * xy - x * y) / (total * xx - x.square())
+        minimum = ((y - scale * x) / total).nan_to_num(0.0, 0.0, 0.0)
+        if self.grid.scaling.stored is not None:
+            minimum = minimum.clamp(max=0)
+        minimum = self.grid.scaling.round_minimum(minimum, self.dtype, self.shared)
+        return self._stored(((xy - minimum * x) / xx).clamp(min=0)), minimum
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        """A scale in its stored form; that of a group of zeros is any positive number."""
+        scale, span = scale.nan_to_num(0.0, 0.0, 0.0), self.grid.span
+        size = self.grid.scaling.round(scale.abs() * span, span, self.dtype, self.shared)
+        return torch.where(scale < 0, -size, size) if self.grid.scaling.signed else size

@@ -1,0 +1,70 @@
+"""Restore a block of a killed run from its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from compress.formats.base import CacheScheme, Format
+from compress.formats.containers.files import file_sha256
+from compress.model.kv_cache import SCALES, cache_records
+from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
+from compress.model.open.load import fill, fill_caches
+from compress.model.open.opening import Mapped, assign
+from compress.model.open.stored import stored_in
+from compress.model.structure.blocks import Block
+from compress.weights.layer import LayerScheme
+
+
+class Stored(Protocol):
+    """What a manifest says of a finished block; see `checkpoint.ShardEntry`."""
+
+    file: str
+    sha256: str
+    names: list[str]
+    schemes: dict[str, dict[str, Any]]
+    caches: dict[str, dict[str, Any]]
+
+
+def is_file(path: Path, sha256: str) -> bool:
+    """Whether a file exists and has this digest."""
+    return path.exists() and file_sha256(path) == sha256
+
+
+def restore_block(
+    block: Block, entry: Stored, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
+    path = folder / entry.file
+    if not is_file(path, entry.sha256):
+        return False
+    mapped = Mapped(stored_in(path), dtype, device)
+    for name, layer in linears(block.module).items():
+        if isinstance(layer, CompressedLinear):  # from an earlier segment: discard it
+            renew_linear(block.module, name)
+        elif f"{block.name}.{name}" in targets:
+            replace_linear(block.module, name)
+    schemes = {name: LayerScheme.from_json(values) for name, values in entry.schemes.items()}
+    fill(block.module, block.name + ".", mapped.read_raw(entry.names), schemes, format_, dtype)
+    known = cache_records(block.name, block.module)
+    caches = {n: CacheScheme.from_json(record["scheme"]) for n, record in entry.caches.items() if n not in known}
+    scales = mapped.read([name for name in mapped.files if name.endswith(SCALES)])
+    fill_caches(block.module, block.name + ".", scales, caches)
+    _assign_dense(block, mapped, schemes)
+    return True
+
+
+def _assign_dense(block: Block, mapped: Mapped, schemes: Mapping[str, LayerScheme]) -> None:
+    """Assign the tensors that are stored dense."""
+    tensors = mapped.read(list(mapped.files))
+    for name, layer in linears(block.module).items():
+        full = f"{block.name}.{name}"
+        if isinstance(layer, CompressedLinear) and full not in schemes:
+            weight = tensors.pop(f"{full}.weight")
+            layer.put(weight.T if layer.transposed else weight)
+    held = {f"{block.name}.{name}" for name in block.module.state_dict()}
+    assign(block.module, {n.removeprefix(block.name + "."): t for n, t in tensors.items() if n in held})

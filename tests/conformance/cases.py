@@ -1,0 +1,141 @@
+"""The checkpoints that are compared: those that compress writes, and those that other programs write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, Owner
+
+TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
+"""Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
+OF_BFLOAT16 = 5e-2  # 4-bit floats: readers dequantize, or multiply, in bfloat16; 2e-2 were seen in 30 layers
+OF_INPUTS = 5e-2  # int8 inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A checkpoint. writer: the program that writes it, or compress. label: its kind.
+
+    passes: of compress, as a recipe spells them. tolerance: of logits; None: that of the reader's dtype. everywhere:
+    whether it is made of every model, not only of the small one.
+    """
+
+    format: str
+    label: str
+    reader: Owner
+    passes: tuple[dict[str, Any], ...] = ()
+    tolerance: float | None = None
+    writer: str = "compress"
+    everywhere: bool = False
+
+    @property
+    def limit(self) -> float:
+        """The greatest difference of logits."""
+        return self.tolerance or TOLERANCE[self.reader.dtype]
+
+
+def cases() -> Iterator[Case]:
+    """All checkpoints: every grid, group size, with and without zero points and act-order."""
+    yield from _integers()
+    yield from _gptq_and_awq()
+    yield from _floats()
+    yield from _bitsandbytes()
+    yield from _of_others()
+
+
+def _integers() -> Iterator[Case]:
+    """The integer layouts of compressed-tensors."""
+    for bits in (2, 3, 4, 5, 6, 7, 8):
+        sizes = (32, 64, "channel") if bits in (3, 4) else (32, "channel")
+        for size in sizes:  # 64 does not divide all widths of the small model: groups are stored smaller
+            for symmetric in (True,) if size == 64 else (True, False):  # two group sizes with zero points: no reader
+                options = {"weights": f"int{bits}", "group_size": size, "symmetric": symmetric}
+                label, wide = f"int{bits} {size} {_kind(symmetric)}", (bits, size) == (4, 32)
+                yield Case("compressed-tensors", label, COMPRESSED_TENSORS, ({"rtn": options},), everywhere=wide)
+    mixed = {"weights": "int4", "group_size": 32, "overrides": {"*.down_proj": {"weights": "int8"}}}
+    yield Case("compressed-tensors", "int4 32 sym, some int8", COMPRESSED_TENSORS, ({"rtn": mixed},))
+    ordered = {"weights": "int4", "group_size": 32, "act_order": "static"}
+    yield Case("compressed-tensors", "int4 32 sym act-order static", COMPRESSED_TENSORS, ({"gptq": ordered},))
+    for scale in ("token", "static"):
+        inputs = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": scale}
+        label, wide = f"int8 channel sym, int8 inputs {scale}", scale == "token"
+        yield Case("compressed-tensors", label, COMPRESSED_TENSORS, ({"rtn": inputs},), OF_INPUTS, everywhere=wide)
+
+
+def _gptq_and_awq() -> Iterator[Case]:
+    """The formats of GPTQModel and AutoAWQ. Symmetric gptq is of the first version, other of the second."""
+    for bits in (2, 3, 4, 8):
+        for size in (32, "channel"):
+            for symmetric in (True, False):
+                options = {"weights": f"int{bits}", "group_size": size, "symmetric": symmetric}
+                label, wide = f"int{bits} {size} {_kind(symmetric)}", (bits, size) == (4, 32)
+                version = "v1" if symmetric else "v2"
+                yield Case("gptq", f"{label} {version}", GPTQMODEL, ({"rtn": options},), everywhere=wide)
+                if bits == 4:
+                    yield Case("awq", label, GPTQMODEL, ({"rtn": options},), everywhere=wide)
+                    yield Case("awq", label, AUTOAWQ, ({"rtn": options},), everywhere=wide and not symmetric)
+        for order in ("static", "group"):
+            ordered = {"weights": f"int{bits}", "group_size": 32, "act_order": order}
+            label, wide = f"int{bits} 32 sym v1 act-order {order}", (bits, order) == (4, "group")
+            yield Case("gptq", label, GPTQMODEL, ({"gptq": ordered},), everywhere=wide)
+    zeros = {"weights": "int4", "group_size": 32, "symmetric": False, "act_order": "group"}
+    yield Case("gptq", "int4 32 asym v2 act-order group", GPTQMODEL, ({"gptq": zeros},))
+    overrides = {"*.down_proj": {"weights": "int8"}, "*.o_proj": {"weights": "none"}, "*.v_proj": {"group_size": 64}}
+    mixed = {"weights": "int4", "group_size": 32, "overrides": overrides}
+    yield Case("gptq", "int4 32 sym v1, dynamic: some int8, some dense", GPTQMODEL, ({"rtn": mixed},))
+    skipped = {"weights": "int4", "group_size": 32, "overrides": {"*.o_proj": {"weights": "none"}}}
+    yield Case("awq", "int4 32 sym, some dense", GPTQMODEL, ({"rtn": skipped},))
+    yield Case("awq", "int4 32 sym, some dense", AUTOAWQ, ({"rtn": skipped},))
+
+
+def _floats() -> Iterator[Case]:
+    """The float layouts of compressed-tensors."""
+    fp8 = {"weights": "fp8_e4m3", "group_size": "channel"}
+    block = {"weights": "fp8_e4m3", "group_size": 32, "block_rows": 32}
+    found: list[tuple[str, dict[str, Any], float | None, bool]] = [
+        ("fp8 channel", fp8, None, True),
+        ("fp8 tensor", fp8 | {"group_size": "tensor"}, None, False),
+        ("fp8 channel, fp8 inputs token", fp8 | {"activations": "fp8_e4m3"}, OF_INPUTS, False),
+        ("fp8 tensor, fp8 inputs static",
+         fp8 | {"group_size": "tensor", "activations": "fp8_e4m3", "activation_scale": "static"}, OF_INPUTS, False),
+        ("fp8 32x32 blocks", block, None, True),
+        ("mxfp4", {"weights": "mxfp4"}, OF_BFLOAT16, True),
+        ("nvfp4", {"weights": "nvfp4"}, OF_BFLOAT16, True),
+    ]  # fmt: skip
+    for label, options, limit, wide in found:
+        yield Case("compressed-tensors", label, COMPRESSED_TENSORS, ({"rtn": options},), limit, everywhere=wide)
+
+
+def _bitsandbytes() -> Iterator[Case]:
+    for grid in ("nf4", "nf4_bnb_dq", "fp4_bnb", "fp4_bnb_dq"):
+        options = {"weights": grid, "group_size": 32}
+        wide = grid in ("nf4", "nf4_bnb_dq")
+        yield Case("bitsandbytes", f"{grid} 32", BITSANDBYTES, ({"rtn": options},), OF_BFLOAT16, everywhere=wide)
+    yield Case("bitsandbytes", "int8 channel", BITSANDBYTES, ({"llm_int8": {}},), OF_INPUTS, everywhere=True)
+
+
+def _of_others() -> Iterator[Case]:
+    """What the scripts of `writers/` write; a label is a kind that the script knows."""
+    for kind in ("int4-32-sym", "int4-32-asym", "int8-32-sym", "int4-channel-asym", "gptq-int4-32-sym",
+                 "FP8_BLOCK", "NVFP4A16", "MXFP4A16"):  # fmt: skip
+        limit = OF_BFLOAT16 if "FP4" in kind else None
+        wide = kind in ("int4-32-asym", "gptq-int4-32-sym")
+        yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), limit, "llmcompressor", wide)
+    for kind in ("W8A8", "FP8", "FP8_DYNAMIC"):
+        yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), OF_INPUTS, "llmcompressor")
+    for kind in ("int4-32-sym-plain", "int4-32-sym-desc", "int4-32-asym-plain", "int8-32-sym-plain",
+                 "int3-32-sym-plain", "int2-32-asym-desc", "int4-32-sym-dynamic", "int4-32-asym-v1"):  # fmt: skip
+        yield Case("gptq", kind, GPTQMODEL, (), None, "gptqmodel", kind == "int4-32-sym-desc")
+    yield Case("awq", "int4-32-asym", AUTOAWQ, (), None, "autoawq")
+    yield Case("gptq", "int4-32-sym-gptq", GPTQMODEL, (), None, "autoround", True)
+    yield Case("awq", "int4-32-asym-awq", GPTQMODEL, (), None, "autoround")
+    yield Case("compressed-tensors", "int4-32-sym-llmcompressor", COMPRESSED_TENSORS, (), None, "autoround")
+    for kind in ("nf4", "fp4", "nf4-dq", "fp4-dq"):
+        yield Case("bitsandbytes", kind, BITSANDBYTES, (), OF_BFLOAT16, "bitsandbytes", kind == "nf4-dq")
+    yield Case("bitsandbytes", "int8", BITSANDBYTES, (), OF_INPUTS, "bitsandbytes")
+
+
+def _kind(symmetric: bool) -> str:
+    return "sym" if symmetric else "asym"

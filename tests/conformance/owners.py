@@ -1,0 +1,99 @@
+"""The programs that own formats: their packages, and virtual environments to run them in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).parent
+MINUTES = 60
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A program. packages: of its environment, installed without what they depend on.
+
+    reader: the script of `readers/` that loads checkpoints; None for a program that only writes. dtype: in which it
+    computes. writer: whether `writers/` has a script with its name. variables: of the environment.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    reader: str | None = None
+    dtype: str = "float32"
+    writer: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+
+    def environment(self, cache: Path) -> Path:
+        """The Python of the environment; made on first use. Raises CalledProcessError if it does not install.
+
+        It sees the packages of this environment (torch, transformers); its own come first.
+        """
+        folder = cache / self.name
+        python, ready = folder / "bin" / "python", folder / ".ready"
+        if ready.exists() and ready.read_text() == " ".join(self.packages):
+            return python
+        venv.create(folder, with_pip=False, clear=True)
+        inside = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        (inside / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        for package in self.packages:
+            subprocess.run([*install, "--no-build-isolation", package], check=True, timeout=60 * MINUTES)
+        ready.write_text(" ".join(self.packages))
+        return python
+
+    def run(self, script: str, jobs: list[dict[str, str]], cache: Path, work: Path) -> None:
+        """Run a script of this folder on some jobs, without a network. Raises RuntimeError with its last lines."""
+        try:
+            python = self.environment(cache)
+        except subprocess.SubprocessError as error:
+            raise RuntimeError(f"does not install: {error}") from error
+        listed = work / f"{self.name}-{Path(script).name}.json"
+        listed.write_text(json.dumps(jobs))
+        code = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": "", **dict(self.variables)}
+        found = subprocess.run(
+            [python, HERE / script, listed], capture_output=True, text=True, timeout=60 * MINUTES, env=code, cwd=work
+        )
+        if found.returncode:
+            raise RuntimeError(" / ".join(found.stderr.strip().splitlines()[-2:]))
+
+
+COMPRESSED_TENSORS = Owner("compressed-tensors", ("compressed-tensors",), "transformers")
+GPTQMODEL = Owner(
+    "gptqmodel",
+    ("wheel", "logbar", "device-smi", "tokenicer", "threadpoolctl", "pypcre", "defuser", "pillow", "optimum", "gptqmodel"),
+    "gptqmodel", "float16", writer=True,
+    variables=(("GPTQMODEL_CPU_WORKERS", "2"), ("TORCHDYNAMO_DISABLE", "1"),
+               ("GPTQMODEL_DISABLE_PACK_EXT", "1")),  # needs two workers, and no compiler this way
+)  # fmt: skip
+AUTOAWQ = Owner(
+    "autoawq",
+    ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "transformers==4.51.3", "datasets==3.6.0", "zstandard", "autoawq"),
+    "autoawq", "float16", writer=True,
+)  # fmt: skip
+BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
+LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)
+AUTOROUND = Owner("autoround", ("py-cpuinfo", "auto-round"), writer=True)
+OWNERS = {
+    owner.name: owner for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES)
+}
+"""Another owner, such as one of GGUF, is one more entry here and a script in `readers/` or `writers/`."""
+
+
+def answered(out: str) -> dict[str, torch.Tensor]:
+    """The tensors that a reader wrote. Raises RuntimeError with its error."""
+    failed = Path(out + ".error")
+    if failed.exists():
+        raise RuntimeError(failed.read_text())
+    if not Path(out).exists():
+        raise RuntimeError("not read")
+    return load_file(out)

@@ -1,0 +1,128 @@
+"""What servers demand of a checkpoint: layers that they compute as one are alike, and layers split over devices."""
+
+import pytest
+from on_pico import PICO
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import compress
+from compress import Recipe
+from compress.errors import RecipeError, TargetError
+from compress.formats import FORMATS
+from compress.model.open.opening import open_model
+from compress.numerics.quant.grids import GRIDS
+from compress.pipeline.plan import plan
+from compress.pipeline.servers import fused_sets
+from compress.weights.codes import CodesScheme
+from compress.weights.layer import LayerScheme
+
+
+def recipe(save, model=PICO, **options):
+    return Recipe(model=str(model), passes=[compress.RTN(**{"group_size": 32} | options)], save=save, eval=None)
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A model whose layers can be split over up to 8 devices."""
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
+    AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
+def test_linears_of_one_module_that_read_the_same_tensor_are_a_set():
+    first = [names for names in fused_sets(open_model(str(PICO))) if ".0." in names[0]]
+    assert first == [
+        tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+        tuple(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")),
+    ]
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize("options", [{"weights": "none"}, {"symmetric": False}])
+def test_a_part_of_a_fused_set_that_is_stored_otherwise_is_an_error(format_, options):
+    if format_ == "awq" and "symmetric" in options:  # it stores zero points in any case
+        options = {"weights": "none"}
+    save = {"format": format_, "verify": "own"}
+    chosen = recipe(save | {"tensor_parallel": 1}, overrides={"*.v_proj": options})
+    if format_ == "gptq" and "symmetric" in options:
+        with pytest.raises(TargetError, match="zero points are stored in another version"):
+            plan(chosen)
+        return
+    with pytest.raises(TargetError, match=r"v_proj is stored otherwise than .*q_proj .*compute linears with the same"):
+        plan(chosen)
+    [note] = [note for note in plan(recipe(save, overrides={"*.v_proj": options})).notes if "servers" in note]
+    assert note.endswith("save: {tensor_parallel: 1} makes this an error")
+
+
+def test_whole_sets_and_layers_alone_may_differ():
+    overrides = {"*.self_attn.[qkv]_proj": {"weights": "int8"}, "*.down_proj": {"weights": "none"}}
+    assert plan(recipe({"verify": "own", "tensor_parallel": 1}, overrides=overrides)).notes == ()
+
+
+@pytest.mark.parametrize("format_", ["native", "dense"])
+def test_formats_that_no_server_fuses_store_any_mixture(format_):
+    save = {"format": format_, "tensor_parallel": 1}
+    plan(recipe(save, overrides={"*.v_proj": {"weights": "none"}}))
+
+
+def test_a_group_that_would_be_cut_names_the_layer_and_what_works():
+    message = (
+        r"tensor_parallel: 2: model.layers.0.mlp.down_proj: 288 inputs do not split into 2 equal parts of whole groups "
+        r"or words of 32; these numbers work for all layers: 1; or use a smaller group_size"
+    )
+    with pytest.raises(TargetError, match=message):
+        plan(recipe({"tensor_parallel": 2}))
+    plan(recipe({"tensor_parallel": 2}, group_size=16))
+    plan(recipe({"tensor_parallel": 2}, group_size="channel"))
+
+
+def test_heads_that_do_not_split_are_named():
+    with pytest.raises(TargetError, match=r"4 attention heads do not split over 3 devices; these numbers .*: 1, 2, 4;"):
+        plan(recipe({"tensor_parallel": 3}, group_size="channel", weights="int8"))
+
+
+def test_heads_of_keys_and_values_are_repeated_on_more_devices(wide):
+    plan(recipe({"tensor_parallel": 8}, wide))
+    with pytest.raises(TargetError, match=r"512 inputs do not split into 8 equal parts .* 128; .*: 1, 2, 4;"):
+        plan(recipe({"tensor_parallel": 8}, wide, group_size=128, targets="*.down_proj"))
+
+
+def test_a_model_without_a_plan_of_its_own_must_allow_both_ways(wide, monkeypatch):
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", None)
+    with pytest.raises(
+        TargetError, match=r"gate_proj: 256 inputs do not split into 4 equal parts .* of 128; .*: 1, 2;"
+    ):
+        plan(recipe({"tensor_parallel": 4}, wide, group_size=128, targets="*.mlp.*"))
+
+
+@pytest.mark.parametrize(("format_", "reason"), [("bitsandbytes", "does not split"), ("native", "no server reads")])
+def test_formats_that_servers_do_not_split_are_refused(format_, reason):
+    options = {"weights": "nf4"} if format_ == "bitsandbytes" else {}
+    with pytest.raises(TargetError, match=rf"tensor_parallel: 2: .*{reason}.*; write tensor_parallel: 1"):
+        plan(recipe({"format": format_, "tensor_parallel": 2}, **options))
+
+
+@pytest.mark.parametrize("number", [0, -1, "two"])
+def test_the_number_of_devices_is_positive(number):
+    with pytest.raises(RecipeError, match="tensor_parallel"):
+        recipe({"tensor_parallel": number})
+
+
+@pytest.mark.parametrize(
+    ("format_", "grid", "size", "symmetric", "units"),
+    [
+        ("gptq", "int3", 32, True, (32, 32)),  # zero points of rows, and codes of columns, in whole words
+        ("gptq", "int4", "channel", True, (8, 8)),
+        ("awq", "int4", 64, False, (8, 64)),
+        ("compressed-tensors", "int4", 32, True, (1, 32)),
+        ("compressed-tensors", "int3", 16, False, (32, 32)),
+        ("compressed-tensors", "nvfp4", 16, True, (1, 16)),
+        ("compressed-tensors", "fp8_e4m3", "channel", True, (1, 1)),
+    ],
+)
+def test_groups_and_packed_words_are_not_cut(format_, grid, size, symmetric, units):
+    scheme = LayerScheme((64, 64), (CodesScheme(GRIDS[grid], size, symmetric),))
+    assert FORMATS[format_].units(scheme) == units

@@ -1,0 +1,39 @@
+"""Numbers for readers, by hand."""
+
+import pytest
+
+from compress.report.page.numbers import data_size, duration, number, span, tick_name, ticks, with_error
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(470, "470"), (0, "0.000"), (1234.5, "1,234"), (12.345, "12.3"), (0.04321, "0.0432"), (-1.5, "−1.50"),
+     (1.2e-7, "1.20e−07"), (float("nan"), "nan")],
+)  # fmt: skip
+def test_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_the_error_decides_the_digits():
+    assert with_error(0.081234, 0.00412, "+") == "+0.0812\u00a0±\u00a00.0041"
+    assert with_error(-3.5, 12.2) == "−4\u00a0±\u00a012"
+    assert with_error(-0.25, None) == with_error(-0.25, 0.0) == "−0.2500"
+
+
+def test_units():
+    assert [data_size(x) for x in (12, 4080, 172.4e6, 1.26e9)] == ["12 bytes", "4.08 kB", "172 MB", "1.26 GB"]
+    assert [duration(x) for x in (0.032, 1.26, 263, 4463)] == ["32 ms", "1.3 s", "4 min 23 s", "1 h 14 min"]
+    assert duration(119.7) == "2 min 0 s" and duration(7199) == "2 h 0 min" and duration(59.97) == "1 min 0 s"
+
+
+def test_ticks_are_round_and_inside():
+    assert ticks(0, 0.53, 3) == [0, 0.5] and ticks(-3, 9, 4) == [-2.5, 0, 2.5, 5, 7.5] and ticks(2, 2) == [2]
+    assert all(3 <= len(ticks(-0.03, 0.01 * i)) <= 9 for i in range(1, 2000, 7))
+    assert [tick_name(x) for x in ticks(0.03, 0.16)] == ["0.05", "0.1", "0.15"]
+
+
+def test_the_span_of_an_axis():
+    assert span([1, 2]) == pytest.approx((0.92, 2.08)) and span([1, 2], zero=True) == (0, pytest.approx(2.08))
+    low, high = span([float("nan")])
+    assert low < 0 < high
+    assert span([3.0, 3.0])[0] < 3 < span([3.0, 3.0])[1]

@@ -49,7 +49,7 @@ def quantizing(draw, integers):
     whole = [name for name, grid in GRIDS.items() if grid.block == 1]  # no layer here is as wide as a super-block
     known = [name for name in whole if not integers or (isinstance(GRIDS[name], IntGrid) and GRIDS[name].plain)]
     if kind is HQQ:  # it finds scales among plain floats
-        known = [name for name in known if GRIDS[name].scaling.free]
+        known = [name for name in known if GRIDS[name].free_scales]
     grid = GRIDS[draw(st.sampled_from(known))]
     group = grid.group_size or draw(st.sampled_from(["channel", 16] if integers else ["channel", 5, 16]))
     symmetric = not grid.offset and (grid.symmetric_only or draw(st.booleans()))

@@ -115,6 +115,23 @@ def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return found
 
 
+def layers_config(method: str | None, schemes: Mapping[str, LayerScheme], version: str) -> dict[str, Any] | None:
+    """A `quantization_config` that describes every layer by its scheme; None without layers."""
+    layers = {name: scheme.to_json() for name, scheme in schemes.items()}
+    return {"quant_method": method, "version": version, "layers": layers} if layers else None
+
+
+def layers_of(config: Mapping[str, Any]) -> dict[str, LayerScheme]:
+    """The inverse of `layers_config`. Raises ValueError, with the name of the layer."""
+    found = {}
+    for name, layer in mapping(config, "layers").items():
+        try:
+            found[name] = LayerScheme.from_json(layer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
 @dataclass(frozen=True)
 class StoredLayer:
     """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.

@@ -30,7 +30,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compress.errors import did_you_mean
-from compress.formats.base import CacheScheme, Ends, Format, StoredLayer, refuses_transforms
+from compress.formats.base import CacheScheme, Ends, Format, StoredLayer, layers_config, layers_of, refuses_transforms
 from compress.formats.blocks import BLOCK_TYPES, block_type_of
 from compress.formats.blocks.block import BlockType
 from compress.formats.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
@@ -126,13 +126,12 @@ class GGUF(Format):
     def config(
         self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
-        layers = {name: scheme.to_json() for name, scheme in schemes.items()}
-        return {"quant_method": self.quant_method, "version": version, "layers": layers} if layers else None
+        return layers_config(self.quant_method, schemes, version)
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        return {name: LayerScheme.from_json(layer) for name, layer in config["layers"].items()}
+        return layers_of(config)
 
     # The whole model
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.formats.base import CacheScheme, Format, mapping
+from compress.formats.base import CacheScheme, Format, layers_config, layers_of
 from compress.weights.base import InputTransform, TensorSpec, WeightPart
 from compress.weights.layer import LayerScheme, layer_tensors
 
@@ -54,16 +54,9 @@ class Native(Format):
     def config(
         self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
     ) -> dict[str, Any] | None:
-        layers = {name: scheme.to_json() for name, scheme in schemes.items()}
-        return {"quant_method": self.quant_method, "version": version, "layers": layers} if layers else None
+        return layers_config(self.quant_method, schemes, version)
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LayerScheme]:
-        found = {}
-        for name, layer in mapping(config, "layers").items():
-            try:
-                found[name] = LayerScheme.from_json(layer)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-        return found
+        return layers_of(config)

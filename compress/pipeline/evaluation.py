@@ -27,6 +27,7 @@ from compress.model.objective import objective_of
 from compress.model.open.files import fingerprint_of
 from compress.model.open.load import load
 from compress.model.open.opening import InMemory, OpenModel, folder_of
+from compress.model.open.stored import weight_files
 from compress.model.open.supported import check_language_model
 from compress.model.open.vocabulary import first_difference
 from compress.model.structure.blocks import find_blocks
@@ -107,11 +108,6 @@ def model_folder(source: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
     return folder
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a folder, in order."""
-    return sorted(folder.glob("*.safetensors"))
 
 
 def checked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:

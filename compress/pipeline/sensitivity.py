@@ -32,12 +32,13 @@ from compress.kernels.dispatch import plain_torch
 from compress.model.linear import CompressedLinear, kind_of, linears
 from compress.model.open.load import load
 from compress.model.open.opening import fingerprint_of
+from compress.model.open.stored import weight_files
 from compress.model.structure.blocks import Block
 from compress.numerics.budget import within_budget
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
-from compress.pipeline.evaluation import model_folder, weight_files
+from compress.pipeline.evaluation import model_folder
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.run import apply, in_memory
 from compress.recipe.schema import read_passes

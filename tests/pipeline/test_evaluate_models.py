@@ -102,3 +102,16 @@ def test_tables_and_json(variant, pico, texts, tmp_path):
     printed = CliRunner().invoke(main, [*args, "--json"])
     assert json.loads(printed.stdout) == json.loads((tmp_path / "found.json").read_text())
     assert torch.tensor(json.loads(printed.stdout)["models"][1]["texts"][0]["divergence"]["mean"]) > 0
+
+
+def test_files_of_llama_cpp_are_told_apart_and_have_a_size(pico, settings, tmp_path):
+    """Two checkpoints of one layout share their config.json; kept results must not be mixed up."""
+    pytest.importorskip("gguf")
+    folders = []
+    for search in ("absmax", "mse"):
+        model, tokenizer = compress.load(pico)
+        compress.apply(model, compress.RTN(weights="int4_signed", group_size=32, scale=search))
+        folders.append(str(compress.save(model, tmp_path / search, format="gguf", tokenizer=tokenizer)))
+    one, other = evaluate_models(folders, settings, base=folders[0], work=tmp_path / "work").models
+    assert one.digest != other.digest
+    assert all(m.size_bytes == Path(m.source, "model.gguf").stat().st_size for m in (one, other))

@@ -5,7 +5,7 @@ from typing import ClassVar
 from compress import AWQ, ChannelPermutation, SmoothQuant
 from compress.api.layers import Solution
 from compress.api.passes import LayerPass
-from compress.families.quantizing import WeightGrid
+from compress.families.weight_grid import WeightGrid
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Sparsity
 from compress.weights.codes import CodesScheme

@@ -38,7 +38,8 @@ class Layer:
     log(kind, message, **figures) writes to the journal. inputs: the observer of `watches`, or None. shared_absmax: the
     largest magnitude of all weights that read the same input, including this weight; servers fuse such layers, so the
     common factor of their scales is computed from it. allocated: the layer's value from the survey of the pass.
-    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it.
+    unquantized: the weight before a pass of the same sweep quantized it, for passes that require it. negative_scales:
+    whether the readers of the format take negative scales of integers.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Layer:
     shared_absmax: float | None = None
     allocated: Any = None
     unquantized: Float[Tensor, "out in"] | None = None
+    negative_scales: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.api.facts import Log
 from compress.errors import NumericError
-from compress.numerics.linalg import inverse_factor
+from compress.numerics.linalg import damped, inverse_factor
 
 SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
 
@@ -164,6 +164,10 @@ class Gram(Observer):
                 hessian = hessian[order][:, order]
             self._factors = {key: inverse_factor(hessian, damping)}
         return (*self._factors[key], int(dead.sum()))
+
+    def damped(self, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+        """The Hessian that `factor` inverts, in the original order, with the damping that it used for `order`."""
+        return damped(self.hessian, self.factor(damping, order)[1])
 
     def factor_of(self, name: str, log: Log, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
         """U of `factor` for the layer `name`; journals a raised damping and dead channels.

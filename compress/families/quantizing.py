@@ -17,40 +17,18 @@ from compress.api.facts import Fact, LayerFacts, Requirements
 from compress.api.layers import Layer, Solution
 from compress.api.observers import InputAbsMax, Observer
 from compress.api.options import INHERITED, Override, read_overrides, resolve_overrides
-from compress.api.passes import ActivationScale, LayerPass, Pass
+from compress.api.passes import ActivationScale, LayerPass
 from compress.errors import NumericError, TargetError
+from compress.families.weight_grid import GridName, WeightGrid, known_grid
 from compress.model.structure.select import ModuleNames
 from compress.model.structure.select import chosen as is_chosen
-from compress.numerics.quant.codes import Codes, GroupSize, Percentile, ScaleSearch, quantize
-from compress.numerics.quant.grids import GRIDS, Grid
+from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
+from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
 from compress.numerics.quant.rounding import GridOptions
 from compress.weights.base import WeightPart
 from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
-
-
-def _grid(value: Any) -> Any:
-    """Check the name of a grid."""
-    if isinstance(value, Grid):
-        return value.name
-    if not isinstance(value, str) or value not in GRIDS:
-        raise ValueError(f"grid {value!r} is not known; known: {', '.join(GRIDS)}")
-    return value
-
-
-def _known_grid(name: Any) -> Grid | None:
-    """Look up a grid by name, or None."""
-    return name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
-
-
-GridName = Annotated[str, BeforeValidator(_grid)]
-
-
-def _group_size(value: Any) -> Any:
-    if isinstance(value, bool) or not (value in ("channel", "tensor") or (isinstance(value, int) and value > 0)):
-        raise ValueError(f"group_size {value!r} must be a positive number of columns, channel, or tensor")
-    return value
 
 
 def _search(value: Any) -> Any:
@@ -66,75 +44,12 @@ def _search(value: Any) -> Any:
     return value
 
 
+SEARCHES = ("mse", "importance")
+"""The searches that may choose negative scales."""
 PLAIN_GROUP = 32
 """The group size of `fallback`."""
-GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
 ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
 InputGrid = Literal["none", "int8", "fp8_e4m3"]
-
-
-def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
-    """Raise ValueError if a grid does not support these options."""
-    own = GRIDS[name].group_size
-    if symmetric and GRIDS[name].offset:
-        raise ValueError(f"symmetric: true: each group of {name} has a minimum; leave symmetric out")
-    if not symmetric and GRIDS[name].symmetric_only:
-        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
-    if own is not None and group_size != own:
-        raise ValueError(
-            f"group_size {group_size}: {name} has one scale for {own} columns; write {own}, or leave group_size out"
-        )
-
-
-class WeightGrid(Pass):
-    """The options of the weights' grid, for passes that quantize and passes that prepare quantization."""
-
-    weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
-    group_size: GroupSizeOption = Field(
-        default=64,
-        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; some grids fix "
-        "the group size (mxfp4: 32, nvfp4: 16)",
-    )
-    symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_group_size(cls, values: Any) -> Any:
-        """Use the fixed group size of the grid if none is given."""
-        if not isinstance(values, dict) or "group_size" in values:
-            return values
-        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
-        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_symmetry(cls, values: Any) -> Any:
-        """A grid whose groups have a minimum is not symmetric."""
-        if not isinstance(values, dict) or "symmetric" in values:
-            return values
-        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
-        return values if grid is None or not grid.offset else values | {"symmetric": False}
-
-    @property
-    def grid(self) -> Grid:
-        """The grid of the weights."""
-        return GRIDS[self.weights]
-
-    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
-        """For passes that prepare weights for this grid: why the later pass rounds a layer to another one, or None."""
-        wanted = self.weights, self.group_size, self.symmetric
-        codes = later.becomes(LayerScheme(layer.shape)).all_codes
-        found = [(one.grid.name, one.group_size, one.symmetric) for one in codes]
-        return None if found == [wanted] else f"it needs {_spelled(wanted)}; write the same options in both passes"
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        check_grid(self.weights, self.group_size, self.symmetric)
-
-
-def _spelled(grid: tuple[str, GroupSize, bool]) -> str:
-    name, group_size, symmetric = grid
-    return f"weights: {name}, group_size: {group_size}, symmetric: {str(symmetric).lower()}"
 
 
 class Quantizing(WeightGrid):
@@ -148,6 +63,11 @@ class Quantizing(WeightGrid):
         description="'absmax' covers the range; 'mse' clips it to the range with the least error; 'importance': the "
         "least error weighted by its effect on the output (gptq, signround); {percentile: 0.999} covers that "
         "fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
+    )
+    signed_scales: bool = Field(
+        default=True,
+        description="let the searches 'mse' and 'importance' choose negative scales for integers without zero points, "
+        "so that the longer tail of a group has the additional level; with rounded inputs scales stay positive",
     )
     activations: InputGrid = Field(
         default="none", description="grid of the activations (inputs of linears), rounded at run time"
@@ -172,7 +92,7 @@ class Quantizing(WeightGrid):
         """Use the default scale search of the grid if none is given."""
         if not isinstance(values, dict) or "scale" in values:
             return values
-        grid = _known_grid(values.get("weights", cls.model_fields["weights"].default))
+        grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
         return values if grid is None or not grid.averaged else values | {"scale": "absmean"}
 
     @model_validator(mode="before")
@@ -256,8 +176,8 @@ class Quantizing(WeightGrid):
     @classmethod
     def under(cls, base: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
         """The options of the pass that hold under an override: those that follow from the grid are left out."""
-        before = _known_grid(base.get("weights", cls.model_fields["weights"].default))
-        grid = _known_grid(changed.get("weights")) or before
+        before = known_grid(base.get("weights", cls.model_fields["weights"].default))
+        grid = known_grid(changed.get("weights")) or before
         gone = set()
         if grid is not None and before is not None:
             gone |= {"group_size"} if grid.group_size is not None else set()  # the grid fixes it
@@ -325,6 +245,31 @@ class Quantizing(WeightGrid):
         """Whether the search for scales knows the inputs of a layer."""
         return False
 
+    @property
+    def integers(self) -> bool:
+        """Whether weights are integers with a float scale and without a zero point."""
+        return isinstance(self.grid, IntGrid) and self.grid.plain and self.symmetric
+
+    @property
+    def positive_scales(self) -> str | None:
+        """Why all scales are positive; None if a search may choose negative ones.
+
+        Marlin of vLLM reads the scales of groups as unsigned integers if the inputs are rounded to int8.
+        """
+        if not self.integers:
+            return "for other weights than integers without zero points"
+        return "with rounded inputs" if self.input_grid else None if self.scale in SEARCHES else "without scale: mse"
+
+    @property
+    def tries_signs(self) -> bool:
+        """Whether the search for scales tries negative ones, if the readers of the format take them."""
+        return self.signed_scales and self.positive_scales is None
+
+    def without_effect(self) -> dict[str, str]:
+        reason = self.positive_scales
+        idle = {} if reason is None else {"signed_scales": f"{reason}: scales are positive; leave it out"}
+        return super().without_effect() | idle
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.scale == "importance" and not self.weighs_columns:
@@ -336,6 +281,17 @@ class Quantizing(WeightGrid):
             raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
         if self.activation_scale == "group" and not isinstance(self.group_size, int):
             raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
+
+    def signed(self, layer: Layer) -> bool:
+        """Whether the search for scales may choose negative ones."""
+        return layer.negative_scales and self.tries_signs
+
+    def grid_options(self, layer: Layer) -> GridOptions:
+        """The options of this pass for rounding column by column."""
+        return GridOptions(
+            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax,
+            signed=self.signed(layer),
+        )  # fmt: skip
 
     def rounding(self, layer: Layer) -> InputRounding | None:
         """The rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
@@ -370,16 +326,10 @@ class QuantizingPass(Quantizing, LayerPass):
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
         """Quantize the weight, to codes or to parts; weights outside of layer.mask must decode to exactly zero."""
 
-    def grid_options(self, layer: Layer) -> GridOptions:
-        """The options of this pass for rounding column by column."""
-        return GridOptions(
-            self.grid, self.group_size, self.symmetric, self.scale, layer.storage, layer.shared_absmax
-        )  # fmt: skip
-
     def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
         """Round each weight to the nearest value of the grid."""
         options = self.grid_options(layer)
         return quantize(
             weight, options.grid, options.group_size, options.symmetric, options.search, layer.mask, options.dtype,
-            options.shared_absmax, self.scale_rows,
+            options.shared_absmax, self.scale_rows, options.signed,
         )  # fmt: skip

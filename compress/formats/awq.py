@@ -54,6 +54,7 @@ class AWQ(Format):
     """The `awq` format."""
 
     name = "awq"
+    negative_scales = True
     quant_method = "awq"
     readers = ("transformers", "vLLM")
     fused = True

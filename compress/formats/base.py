@@ -173,8 +173,9 @@ class Format(ABC):
     name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
     have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
     empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
-    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the run. file:
-    the one file that holds all tensors of a complete checkpoint; None: the shards stay.
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the
+    run. negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
+    tensors of a complete checkpoint; None: the shards stay.
     """
 
     name: str
@@ -183,6 +184,7 @@ class Format(ABC):
     readers: tuple[str, ...] = ()
     fused: bool = False
     scale_dtype: torch.dtype | None = None
+    negative_scales: bool = False
     file: str | None = None
 
     def scales_in(self, storage: torch.dtype) -> torch.dtype:

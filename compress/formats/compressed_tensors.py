@@ -72,6 +72,7 @@ class CompressedTensors(Format):
     """The `compressed-tensors` format."""
 
     name = "compressed-tensors"
+    negative_scales = True
     quant_method = "compressed-tensors"
     readers = ("transformers", "vLLM")
     fused = True

@@ -21,6 +21,7 @@ class Dense(Format):
     """The `dense` format."""
 
     name = "dense"
+    negative_scales = True
     readers = ("transformers", "vLLM")
 
     def refuses(self, scheme: LayerScheme) -> str | None:

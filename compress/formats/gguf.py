@@ -62,6 +62,7 @@ class GGUF(Format):
     """The `gguf` format. embedding, head: block types of these weights, or dense."""
 
     name = "gguf"
+    negative_scales = True
     quant_method = "gguf"
     readers = ("llama.cpp", "transformers")
     scale_dtype = torch.float16

@@ -62,6 +62,7 @@ class GPTQ(Format):
     """The `gptq` format. offset: what the files subtract from zero points; None: 1 if symmetric, else 0."""
 
     name = "gptq"
+    negative_scales = True
     quant_method = "gptq"
     readers = ("transformers", "vLLM")
     fused = True

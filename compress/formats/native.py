@@ -32,6 +32,7 @@ class Native(Format):
     """The `native` format."""
 
     name = "native"
+    negative_scales = True
     quant_method = "compress"
     sparse = True
 

@@ -29,10 +29,7 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
     """
     if not bool(torch.isfinite(hessian).all()):
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
-    mean, dead = hessian.diagonal().mean(), hessian.diagonal() == 0
-    if bool(dead.any()) and not bool(dead.all()):
-        mean = hessian.diagonal()[~dead].mean()
-        hessian = hessian + torch.diag(dead * (DAMPING * mean))
+    hessian, mean = _alive(hessian)
     eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     used = damping
     for _ in range(RETRIES + 1):
@@ -43,6 +40,21 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
                 return factor.to(torch.float32), used
         used *= ESCALATION
     raise NumericError(f"the Hessian is not positive definite even with a damping of {used / ESCALATION:g}")
+
+
+def damped(hessian: Float[Tensor, "n n"], damping: float) -> Float[Tensor, "n n"]:
+    """The matrix whose inverse `inverse_factor` factors, a new tensor."""
+    hessian, mean = _alive(hessian)
+    return hessian + torch.diag((damping * mean).expand(len(hessian)))
+
+
+def _alive(hessian: Float[Tensor, "n n"]) -> tuple[Float[Tensor, "n n"], Float[Tensor, ""]]:
+    """(the matrix with a small diagonal for dead channels, the mean of the diagonal of the other channels)."""
+    mean, dead = hessian.diagonal().mean(), hessian.diagonal() == 0
+    if bool(dead.any()) and not bool(dead.all()):
+        mean = hessian.diagonal()[~dead].mean()
+        hessian = hessian + torch.diag(dead * (DAMPING * mean))
+    return hessian, mean
 
 
 def factor_bytes(width: int) -> int:

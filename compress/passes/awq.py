@@ -15,7 +15,7 @@ from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.api.passes import COPIES, BlockPass
-from compress.families.quantizing import WeightGrid
+from compress.families.weight_grid import WeightGrid
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, fold
 from compress.numerics.quant.codes import CHUNK, GroupSize, fit_shared, grouped, quantize, spread

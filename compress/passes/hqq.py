@@ -64,7 +64,8 @@ class HQQ(QuantizingPass):
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
-        scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
+        options = self.symmetric, self.scale, layer.storage
+        scale, zero = fit(weight, self.grid, self.group_size, *options, signed=self.signed(layer))
         kept = grouped(torch.ones_like(weight) if layer.mask is None else layer.mask.float(), self.group_size)
         parts, shape = grouped(weight, self.group_size), scale.shape
         flat_zero = None if zero is None else zero.reshape(-1, 1)
@@ -135,7 +136,7 @@ class HQQ(QuantizingPass):
             # s = <target, levels> / <levels, levels>
             found = (target * levels).sum(1, keepdim=True) / levels.square().sum(1, keepdim=True)
             found = found.to(storage).to(scale.dtype)
-            scale = torch.where((found > 0) & found.isfinite(), found, scale)
+            scale = torch.where((found * scale > 0) & found.isfinite(), found, scale)  # of the same sign
         if self.optimize != "scale" and zero is not None:
             # z = mean(codes - target / s)
             count = kept.sum(1, keepdim=True).clamp_(min=1)

@@ -14,7 +14,8 @@ from torch import Tensor
 from compress.api.layers import Layer
 from compress.api.observers import Observer, OutlierFrequency
 from compress.errors import NumericError
-from compress.families.quantizing import GridName, GroupSizeOption, InputGrid, QuantizingPass
+from compress.families.quantizing import InputGrid, QuantizingPass
+from compress.families.weight_grid import GridName, GroupSizeOption
 from compress.numerics.quant.codes import Codes
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 

@@ -15,7 +15,7 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Nothing, Observer
 from compress.api.passes import LayerPass
 from compress.errors import NumericError
-from compress.families.quantizing import GridName
+from compress.families.weight_grid import GridName
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.linalg import DAMPING, factor_bytes
 from compress.numerics.low_rank import refitted, truncated_svd, weighted_svd

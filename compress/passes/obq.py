@@ -57,7 +57,8 @@ class OBQ(QuantizingPass):
         self._check_size(weight, layer)
         upper = seen.factor_of(layer.name, layer.log, self.damping).double()
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
-        scale, zero = fit(weight, self.grid, self.group_size, self.symmetric, self.scale, layer.storage)
+        options = self.symmetric, self.scale, layer.storage
+        scale, zero = fit(weight, self.grid, self.group_size, *options, signed=self.signed(layer))
         nearest = _Nearest(self.grid, weight.shape, scale, zero, self.group_size, layer.mask)
         costliest = self.order == "costliest"
         found = greedy(weight.double(), upper.T @ upper, nearest, nearest.urgency, costliest).float()
@@ -89,7 +90,8 @@ class _Nearest:
         self.grid, self.mask = grid, mask
         self.scale = spread(scale, shape[1], group_size).expand(shape)
         self.zero = None if zero is None else spread(zero, shape[1], group_size).expand(shape)
-        low, high = (grid.decode(grid.encode(far * scale, scale, zero), scale, zero) for far in (-FAR, FAR))
+        ends = [grid.decode(grid.encode(far * scale, scale, zero), scale, zero) for far in (-FAR, FAR)]
+        low, high = torch.minimum(*ends), torch.maximum(*ends)  # of a negative scale, the lowest code is the highest
         slack = (high - low) / (2**grid.bits - 1) / 2
         self.low = spread(low - slack, shape[1], group_size).expand(shape)
         self.high = spread(high + slack, shape[1], group_size).expand(shape)

@@ -69,17 +69,18 @@ class QAT(Quantizing, TrainingPass):
         label = run.label or self.key()
 
         def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
-            return self._fake(layer, self.for_layer(name) or self, run.scale_dtype)
+            own = self.for_layer(name) or self
+            return self._fake(layer, own, run.scale_dtype, own.tries_signs and run.format.negative_scales)
 
         with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
             self._note(student, run, label)
             yield student
 
-    def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype) -> Parametrization:
-        """The parametrization of a layer's weight. own: the pass with the options of the layer."""
+    def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype, signed: bool) -> Parametrization:
+        """The parametrization of a layer's weight. own: the pass with the options of the layer. signed: as in `fit`."""
         if own.input_grid is not None:
             layer.round_inputs(InputRounding.of(own.input_grid))
-        rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage)
+        rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage, signed=signed)
         if own.grid.free_scales and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())
         return FakeQuantized(rounding, layer.mask)

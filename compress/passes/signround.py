@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +22,7 @@ from compress.model.linear import CompressedLinear, replace_linear
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
-from compress.numerics.quant.rounding import GridOptions, round_columns, rounding_bytes
+from compress.numerics.quant.rounding import round_columns, rounding_bytes
 from compress.numerics.quant.weighted_search import importance_of
 from compress.weights.transforms.rounding import InputRounding
 
@@ -145,15 +146,17 @@ class SignRound(Quantizing, BlockPass):
         self, weight: Tensor, seen: Gram | None, layer: Layer, shared_absmax: float | None = None
     ) -> LearnedRounding:
         """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
-        mask, dtype = layer.mask, layer.storage
+        mask, dtype, signed = layer.mask, layer.storage, self.signed(layer)
         if seen is None:
             search = "mse" if self.scale == "importance" else self.scale  # no token reached the layer
-            start = quantize(weight, self.grid, self.group_size, self.symmetric, search, mask, dtype, shared_absmax)
+            start = quantize(
+                weight, self.grid, self.group_size, self.symmetric, search, mask, dtype, shared_absmax, signed=signed
+            )
             return LearnedRounding(weight, start, mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
         known = importance_of(factor, order) if self.scale == "importance" else None
-        options = GridOptions(self.grid, self.group_size, self.symmetric, self.scale, dtype, shared_absmax, known)
+        options = replace(self.grid_options(layer), shared_absmax=shared_absmax, importance=known)
         found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return LearnedRounding(found.wanted, found.codes, mask)
 

@@ -16,7 +16,8 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
 from compress.api.passes import LayerPass
 from compress.families.pruning import PruningPass
-from compress.families.quantizing import GridName, GroupSizeOption, ScaleOption, check_grid
+from compress.families.quantizing import ScaleOption
+from compress.families.weight_grid import GridName, GroupSizeOption, check_grid
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import GroupSize
 from compress.numerics.quant.grids import GRIDS

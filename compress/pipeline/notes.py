@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from compress.api.passes import Step
+from compress.families.quantizing import SEARCHES, Quantizing
 from compress.formats.base import Format
 from compress.weights.layer import LayerScheme
 
@@ -73,6 +74,24 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
             if format_.sparse:
                 reason = "the positions of the kept weights would take as many; prune more, or by a pattern such as 2:4"
             notes.append(f"{where}: its zeros save no bytes: {reason}")
+    return notes
+
+
+def sign_notes(steps: Sequence[Step], format_: Format) -> list[str]:
+    """A note for every quantizing pass whose search could choose negative scales, but keeps them positive."""
+    notes = []
+    for where, step, _ in steps:
+        if not isinstance(step, Quantizing) or not step.integers:
+            continue
+        if not step.signed_scales or step.scale not in SEARCHES:
+            continue
+        if step.input_grid is not None:
+            reason = "kernels of servers for rounded inputs may read packed scales as unsigned numbers"
+        elif not format_.negative_scales:
+            reason = f"not all readers of format {format_.name} take negative ones"
+        else:
+            continue
+        notes.append(f"{where}: scales stay positive: {reason}")
     return notes
 
 

@@ -153,7 +153,9 @@ class Inputs:
         module = self.context.block.module.get_submodule(name)
         mask = module.mask if isinstance(module, CompressedLinear) else None
         full = self.context.full(name)
-        return Layer(full, mask, self.context.run.scale_dtype, self.context.logger(full))
+        run = self.context.run
+        signed = run.format.negative_scales
+        return Layer(full, mask, run.scale_dtype, self.context.logger(full), negative_scales=signed)
 
     def put(self, name: str, solution: Solution) -> None:
         layer = replace_linear(self.context.block.module, name)

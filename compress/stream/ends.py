@@ -114,5 +114,6 @@ class EndWork:
             without_data(seen)
         context = EndContext(label, self.run, self.opened.dtype)
         absmax = float(layer.weight.abs().max())
-        facts = Layer(end.name, layer.mask, self.run.storage, context.logger(end.name), watched, absmax)
+        log, signed = context.logger(end.name), self.run.format.negative_scales
+        facts = Layer(end.name, layer.mask, self.run.storage, log, watched, absmax, negative_scales=signed)
         return install(context, end.name, layer, sample.rows, lambda weight: own.solve(weight, seen, facts))

@@ -129,6 +129,7 @@ class LayerWork:
             self.context.logger(full),
             self.inputs.get(name),
             shared_absmax,
+            negative_scales=self.context.run.format.negative_scales,
         )
         unquantized = (self.context.state.unquantized or {}).get(full)
         facts = replace(facts, allocated=self.allocated.get(full), unquantized=unquantized)

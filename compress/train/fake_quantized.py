@@ -33,7 +33,8 @@ class FakeQuantized(Parametrization):
         """Quantize the weight."""
         how = self.rounding
         with torch.no_grad():
-            return quantize(weight, how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype)
+            options = how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype
+            return quantize(weight, *options, signed=how.signed)
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         kept = weight if self.mask is None else weight * self.mask

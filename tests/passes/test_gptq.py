@@ -158,7 +158,7 @@ def test_scales_that_are_fixed_beforehand_are_those_of_the_original_weight(layer
     found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
         weight, seen_of(correlated()), layer_of()
     )
-    scale, zero = fit(weight, GRIDS["int4"], group_size, symmetric)
+    scale, zero = fit(weight, GRIDS["int4"], group_size, symmetric, "mse")
     assert torch.equal(found.scale, scale)
     assert symmetric or torch.equal(found.zero, zero)
 
@@ -180,7 +180,7 @@ def test_the_first_group_of_act_order_group_has_the_scale_of_its_untouched_colum
     weight = random(7, WIDTH, seed=2)
     found = GPTQ(weights="int4", group_size=16, act_order="group").codes(weight, seen_of(correlated()), layer_of())
     first = weight[:, found.group_index == 0]
-    assert torch.equal(found.scale[:, 0], fit(first, GRIDS["int4"], "channel", True)[0][:, 0])
+    assert torch.equal(found.scale[:, 0], fit(first, GRIDS["int4"], "channel", True, "mse")[0][:, 0])
 
 
 def test_large_inputs_first_helps_where_inputs_differ_in_size(layer_of):
@@ -264,7 +264,7 @@ def test_channels_that_are_always_zero_are_rounded_to_nearest_and_noted(layer_of
 def test_inputs_that_are_all_zero_are_no_more_than_rounding(layer_of, notes):
     weight = random(5, WIDTH)
     found = GPTQ(weights="int4", group_size=12).codes(weight, seen_of(torch.zeros(4, WIDTH)), layer_of())
-    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 12).codes)
+    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 12, search="mse").codes)
     assert notes[0][2] == {"channels": WIDTH}
 
 
@@ -400,3 +400,57 @@ def test_tokens_of_unit_length_count_alike(layer_of):
     assert sum(ratios) / 4 < 0.9, ratios
     with pytest.raises(OptionError, match="normalize_tokens needs error: symmetric"):
         GPTQ(normalize_tokens=True, error="asymmetric")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{"weights": "int3"}, {"weights": "int2", "symmetric": False}, {"weights": "nf4"}])
+def test_refinement_lessens_the_error_of_the_output_and_keeps_the_mask(layer_of, order, options):
+    rows, weight, mask = correlated(), random(32, WIDTH, seed=1), random(32, WIDTH, seed=2) > -1
+    found = [
+        GPTQ(group_size=16, act_order=order, refine=rounds, **options).codes(
+            weight * mask, seen_of(rows), layer_of(mask, torch.bfloat16)
+        )
+        for rounds in (0, 1, 4)
+    ]
+    errors = [error(codes, weight * mask, rows) for codes in found]
+    assert errors[1] < 0.99 * errors[0] and errors[2] <= errors[1] * (1 + 1e-3)
+    for codes in found:
+        assert (codes.dense()[~mask] == 0).all()
+        assert torch.equal(codes.scale.bfloat16().float(), codes.scale)
+        assert (codes.scale > 0).all()  # the format of this layer takes no negative scales
+
+
+def test_scales_are_negative_where_the_longer_tail_is_above_zero(layer_of):
+    weight = random(64, WIDTH, seed=1)
+    takes = replace(layer_of(), negative_scales=True)
+    errors, signs = {}, {}
+    for name, layer, options in (
+        ("signed", takes, {}),
+        ("format", layer_of(), {}),
+        ("option", takes, {"signed_scales": False}),
+        ("absmax", takes, {"scale": "absmax"}),
+        ("inputs", takes, {"activations": "int8"}),
+    ):
+        found = GPTQ(weights="int3", group_size=20, **options).codes(weight, seen_of(correlated()), layer)
+        errors[name], signs[name] = error(found, weight, correlated()), bool((found.scale < 0).any())
+    assert signs == {"signed": True, "format": False, "option": False, "absmax": False, "inputs": False}
+    assert errors["signed"] < 0.9 * errors["format"] == 0.9 * errors["option"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"symmetric": False}, "for other weights than integers without zero points: scales are positive"),
+        ({"weights": "nf4"}, "for other weights than integers"),
+        ({"scale": "absmax"}, "without scale: mse"),
+        ({"activations": "int8"}, "with rounded inputs"),
+    ],
+)
+def test_signed_scales_that_cannot_be_are_an_error(options, reason):
+    with pytest.raises(OptionError, match=f"signed_scales has no effect {reason}"):
+        GPTQ(signed_scales=False, **options)
+
+
+def test_the_defaults_are_static_order_and_a_search_for_scales_except_for_means():
+    assert (GPTQ().act_order, GPTQ().scale) == ("static", "mse")
+    assert GPTQ(weights="ternary").scale == "absmean"

@@ -6,6 +6,7 @@ from schemes import coded
 
 import compress
 from compress import GPTQ, RTN, SparseGPT, Wanda, plan
+from compress.formats import FORMATS
 from compress.pipeline.notes import nominal_bits
 
 
@@ -42,6 +43,17 @@ def test_groups_that_do_not_divide_a_width_are_told(recipe):
 def test_a_short_last_group_is_told(recipe):
     [note] = notes(recipe(RTN(group_size=100), save={"format": "native"}), "has only 28 of 128 inputs")
     assert "passes[0] rtn: in 18 layers" in note
+
+
+def test_scales_that_stay_positive_are_told(recipe, monkeypatch):
+    weights = {"weights": "int4", "group_size": 32}
+    assert notes(recipe(GPTQ(**weights)), "stay positive") == []
+    [note] = notes(recipe(GPTQ(**weights, activations="int8")), "stay positive")
+    assert note.startswith("passes[0] gptq: scales stay positive: kernels of servers for rounded inputs")
+    assert notes(recipe(GPTQ(**weights, activations="int8", scale="absmax")), "stay positive") == []
+    monkeypatch.setattr(type(FORMATS["compressed-tensors"]), "negative_scales", False)
+    [note] = notes(recipe(GPTQ(**weights)), "stay positive")
+    assert note.endswith("not all readers of format compressed-tensors take negative ones")
 
 
 def test_pruning_that_saves_no_bytes_is_told(recipe, tmp_path):

@@ -26,6 +26,7 @@ class GridOptions:
     dtype: torch.dtype
     shared_absmax: float | None = None
     importance: Float[Tensor, " in"] | None = None
+    signed: bool = False
 
 
 def round_columns(
@@ -110,8 +111,9 @@ class Rounding:
         """The scales and zeros of some columns."""
         options, importance = self.options, None if self.importance is None else self.importance[0, columns]
         return fit(
-            weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask, importance
-        )
+            weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask, importance,
+            options.signed,
+        )  # fmt: skip
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Expand values per group to every column, in the order of the sweep."""

@@ -39,7 +39,8 @@ def importance_of(factor: Float[Tensor, "in in"], order: Int[Tensor, " in"] | No
 class WeightedSearch:
     """The best scale and zero (or minimum) of each group, [rows, groups], in their stored form.
 
-    parts: the groups of a weight. dtype, shared: as in `codes.fit`.
+    parts: the groups of a weight. dtype, shared: as in `codes.fit`. signed: a scale without a zero point may be
+    negative.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class WeightedSearch:
         symmetric: bool,
         dtype: torch.dtype,
         shared: Tensor | None,
+        signed: bool = False,
     ) -> None:
         self.parts, self.importance, self.grid, self.symmetric = parts, importance, grid, symmetric
-        self.dtype, self.shared = dtype, shared
+        self.dtype, self.shared, self.signed = dtype, shared, signed or grid.scaling.signed
         self._error = torch.full(parts.shape[:2], math.inf, device=parts.device)
         self._scale, self._zero = torch.ones_like(self._error), None if symmetric else torch.zeros_like(self._error)
 
@@ -64,7 +66,7 @@ class WeightedSearch:
             kept = count / (count + max(cut, -count / 2))
             ends = (low, low + kept * (high - low)) if self.grid.offset else (low * kept, high * kept)
             scale, zero = self.grid.fit(*ends, self.symmetric, self.dtype, self.shared)
-            for sign in (1, -1) if self.grid.scaling.signed and zero is None else (1,):
+            for sign in (1, -1) if self.signed and zero is None else (1,):
                 sums = self._try(scale * sign, zero)
                 self._try(*self._regression(sums, zero))
         return self._scale, self._zero
@@ -111,4 +113,4 @@ class WeightedSearch:
         """A scale in its stored form; that of a group of zeros is any positive number."""
         scale, span = scale.nan_to_num(0.0, 0.0, 0.0), self.grid.span
         size = self.grid.scaling.round(scale.abs() * span, span, self.dtype, self.shared)
-        return torch.where(scale < 0, -size, size) if self.grid.scaling.signed else size
+        return torch.where(scale < 0, -size, size) if self.signed else size

@@ -1,0 +1,143 @@
+"""Refinement after a sweep: worked cases, least squares against lstsq, descent to a local optimum."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from draws import correlated, random, seen_of
+
+from compress.numerics.linalg import damped
+from compress.numerics.quant.codes import Codes, quantize, spread
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.refine import refined, refits, row_errors
+
+WIDTH = 40
+WHOLE = torch.float32
+
+
+def hessian_of(rows):
+    return damped(seen_of(rows).hessian, 0.01)
+
+
+def int_codes(values, scale, name="int4", group_size="channel"):
+    codes = torch.tensor(values, dtype=torch.int8)
+    return Codes(codes, torch.tensor(scale), None, GRIDS[name], group_size)
+
+
+def test_the_scale_of_independent_inputs_is_the_regression_on_the_codes():
+    # codes 1 and -2 for 1.1 and -1.8 with scale 1: (1.1 + 3.6) / (1 + 4) = 0.94
+    found = refined(torch.tensor([[1.1, -1.8]]), int_codes([[1, -2]], [[1.0]]), torch.eye(2), 1, WHOLE)
+    assert found.scale.item() == pytest.approx(0.94)
+    assert found.codes.tolist() == [[1, -2]]
+    half = refined(torch.tensor([[1.1, -1.8]]), int_codes([[1, -2]], [[1.0]]), torch.eye(2), 1, torch.bfloat16)
+    assert half.scale.item() == torch.tensor(0.94).bfloat16().item()
+
+
+def test_a_code_is_decided_again_when_the_errors_of_later_columns_exist():
+    # inputs 1 and 2 are nearly equal: only the sum of both weights matters, 0.45 + 0.45 = 0.9
+    hessian = torch.tensor([[1.0, 0.99], [0.99, 1.0]])
+    start = int_codes([[0, 0]], [[1.0]])
+    assert row_errors(torch.tensor([[0.45, 0.45]]), hessian, start).item() == pytest.approx(0.806, abs=1e-3)
+    found = refined(torch.tensor([[0.45, 0.45]]), start, hessian, 1, WHOLE)
+    assert sorted(found.codes[0].tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("group_size", [16, "channel"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_scales_of_correlated_inputs_are_the_least_squares_of_the_outputs(group_size, symmetric):
+    rows, weight = correlated(), random(5, WIDTH, seed=1)
+    hessian = rows.T @ rows
+    start = quantize(weight, GRIDS["int4"], group_size, symmetric)
+    # one row at a time: outputs of each group at scale 1 against those of the weight
+    zero = 0 if start.zero is None else spread(start.zero, WIDTH, group_size)
+    levels = start.codes.float() - zero
+    size = group_size if isinstance(group_size, int) else WIDTH
+    wanted = []
+    for level, row in zip(levels, weight, strict=True):
+        parts = torch.stack([rows[:, i : i + size] @ level[i : i + size] for i in range(0, WIDTH, size)], dim=1)
+        wanted.append(torch.linalg.lstsq(parts.double(), (rows @ row)[:, None].double()).solution[:, 0])
+    wanted = torch.stack(wanted).float()
+    # the codes change afterwards, so compare with the scales before that
+    found = refined(weight, start, hessian, 1, WHOLE)
+    torch.testing.assert_close(found.scale, wanted, rtol=1e-3, atol=1e-4)
+    assert (row_errors(weight, hessian, found) < row_errors(weight, hessian, start)).all()
+
+
+@pytest.mark.parametrize("name", ["int2", "int3", "int4", "nf4", "fp4_e2m1", "nvfp4", "uint4"])
+def test_no_row_gets_worse_and_the_end_is_a_local_optimum(name):
+    grid = GRIDS[name]
+    weight, hessian, size = random(6, 64, seed=2), hessian_of(correlated(width=64)), grid.group_size or 16
+    start = quantize(weight, grid, size, not grid.offset)
+    before, last = row_errors(weight, hessian, start), start
+    for _ in range(20):
+        found = refined(weight, last, hessian, 1, WHOLE)
+        errors = row_errors(weight, hessian, found)
+        assert (errors <= before * (1 + 1e-4)).all()
+        if torch.equal(found.codes, last.codes):
+            break
+        before, last = errors, found
+    assert errors.sum() < 0.6 * row_errors(weight, hessian, start).sum()
+    low = grid.lowest_stored
+    for column, step in product(range(0, 64, 7), (-1, 1)):  # no neighbour of a code is better
+        changed = found.codes.to(torch.int16)
+        changed[:, column] = (changed[:, column] + step).clamp(low, low + 2**grid.bits - 1)
+        other = replace(found, codes=changed.to(found.codes.dtype))
+        assert (row_errors(weight, hessian, other) >= errors * (1 - 1e-4)).all()
+
+
+def test_from_every_start_the_best_of_all_codes_is_a_fixed_point():
+    rows, weight = correlated(width=4), random(1, 4, seed=5)
+    hessian, grid = hessian_of(rows), GRIDS["int2"]
+    scale = torch.tensor([[0.7]])
+    errors = {
+        values: row_errors(
+            weight, hessian, Codes(torch.tensor([values], dtype=torch.int8), scale, None, grid, 4)
+        ).item()
+        for values in product(range(-2, 2), repeat=4)
+    }
+    best = min(errors, key=errors.__getitem__)
+    start = Codes(torch.tensor([best], dtype=torch.int8), scale, None, grid, 4)
+    found = refined(weight, start, hessian, 3, WHOLE)
+    assert row_errors(weight, hessian, found).item() <= errors[best]
+    assert found.codes.tolist() == [list(best)] or row_errors(weight, hessian, found).item() < errors[best]
+
+
+def test_the_mask_stays_and_groups_of_any_columns_work():
+    weight, mask, rows = random(6, WIDTH), random(6, WIDTH, seed=1) > 0, correlated()
+    index = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(0)).int() % 3
+    scale = random(6, 3, seed=4).abs() + 0.1
+    grid = GRIDS["int4"]
+    codes = grid.encode(weight * mask, scale[:, index.long()], None).to(torch.int8)
+    start = Codes(codes, scale, None, grid, 16, index)
+    found = refined(weight, start, hessian_of(rows), 2, WHOLE, mask, torch.arange(WIDTH).flip(0))
+    assert (found.dense()[~mask] == 0).all() and torch.equal(found.group_index, index)
+    before, after = (row_errors(weight * mask, hessian_of(rows), each) for each in (start, found))
+    assert (after < before).all()
+
+
+def test_negative_scales_only_where_they_are_allowed():
+    # the codes have the wrong sign throughout
+    weight, start = torch.tensor([[3.0, -2.0, 1.0, 4.0]]), int_codes([[-3, 2, -1, -4]], [[1.0]])
+    assert refined(weight, start, torch.eye(4), 1, WHOLE).scale.item() > 0
+    turned = refined(weight, start, torch.eye(4), 1, WHOLE, signed=True)
+    assert turned.scale.item() == -1 and torch.equal(turned.dense(), weight)
+
+
+def test_what_has_no_scales_of_its_own_keeps_them():
+    hessian = hessian_of(correlated())
+    weight = random(5, WIDTH)
+    for name, size in (("int4", "tensor"), ("nvfp4", 16), ("uint4", 16)):
+        start = quantize(weight, GRIDS[name], size, name != "uint4")
+        found = refined(weight, start, hessian, 1, WHOLE)
+        assert not refits(start) and torch.equal(found.scale, start.scale)
+        assert row_errors(weight, hessian, found).sum() < row_errors(weight, hessian, start).sum()
+
+
+def test_a_group_of_zeros_keeps_its_scale_and_no_round_changes_nothing():
+    weight = random(3, 32)
+    weight[1, :16] = 0
+    start = quantize(weight, GRIDS["int4"], 16)
+    found = refined(weight, start, hessian_of(correlated(width=32)), 2, WHOLE)
+    assert found.scale.isfinite().all()
+    assert refined(weight, start, torch.eye(32), 0, WHOLE) is start

@@ -163,7 +163,7 @@ def test_the_page_of_a_pass_has_every_option_with_its_default():
         assert page.startswith(f"{key}\n") and step.paper in page and f"recipe: recipes/{key}.yaml" in page
         assert [n for n, f in step.model_fields.items() if f"\n  {f.alias or n} = " not in page] == []
     page = call("passes", "gptq").stdout
-    assert 'act_order = "none"' in page and "damping = 0.01" in page and "schemes: " in page and "W4A16" in page
+    assert 'act_order = "static"' in page and "damping = 0.01" in page and "schemes: " in page and "W4A16" in page
     fails(call("passes", "gtpq"), 2, "pass 'gtpq' is not known; did you mean 'gptq'?")
 
 

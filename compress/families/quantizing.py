@@ -89,11 +89,14 @@ class Quantizing(WeightGrid):
     @model_validator(mode="before")
     @classmethod
     def _own_scale(cls, values: Any) -> Any:
-        """Use the default scale search of the grid if none is given."""
+        """Use the default scale search of the grid, or one for a scale of the whole matrix, if none is given."""
         if not isinstance(values, dict) or "scale" in values:
             return values
         grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
-        return values if grid is None or not grid.averaged else values | {"scale": "absmean"}
+        if grid is not None and grid.averaged:
+            return values | {"scale": "absmean"}
+        weighted = cls.model_fields["scale"].default == "importance"
+        return values | {"scale": "mse"} if weighted and values.get("group_size") == "tensor" else values
 
     @model_validator(mode="before")
     @classmethod
@@ -182,6 +185,8 @@ class Quantizing(WeightGrid):
         if grid is not None and before is not None:
             gone |= {"group_size"} if grid.group_size is not None else set()  # the grid fixes it
             gone |= {"scale"} if grid.averaged != before.averaged else set()
+        if changed.get("group_size") == "tensor" and base.get("scale") == "importance":
+            gone |= {"scale"}
             gone |= {"symmetric"} if grid.offset != before.offset else set()
         return {name: value for name, value in base.items() if name not in gone}
 

@@ -27,8 +27,8 @@ class GPTQ(QuantizingPass):
     """Quantize the columns of a weight one after the other; the remaining columns compensate each rounding error.
 
     Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column. The paper takes
-    columns as they come and covers the range of each group (act_order: none, scale: absmax; `recipes/gptq-paper.yaml`);
-    the defaults lose less.
+    columns as they come and covers the range of each group (act_order: none, scale: absmax, refine: 0;
+    `recipes/gptq-paper.yaml`); the defaults lose less.
     act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
     scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 
@@ -47,9 +47,9 @@ class GPTQ(QuantizingPass):
         "the same, with groups formed in that order",
     )
     scale: ScaleOption = Field(
-        default="mse",
-        description="as for rtn; in addition, 'importance' is the least error as the sweep weighs it; the default is "
-        "'absmean' for ternary and binary",
+        default="importance",
+        description="as for rtn; 'importance': the least error as the sweep weighs it; other defaults: 'absmean' for "
+        "ternary and binary, 'mse' for group_size: tensor",
     )
     damping: float = Field(
         default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
@@ -67,7 +67,7 @@ class GPTQ(QuantizingPass):
     )
 
     refine: int = Field(
-        default=0,
+        default=1,
         ge=0,
         le=100,
         description="rounds after the sweep: scales by least squares given the codes, then each code again given all "

@@ -1,8 +1,9 @@
 """What every recipe of recipes/ gives on the pico model, for eval/baselines/pico.json.
 
-    python tests/benchmarks/baselines.py [--write]
+    python tests/benchmarks/baselines.py [RECIPE...] [--write]
 
-Without --write it prints the stored and the new figures side by side. One thread, so that sums come in one order.
+RECIPE: names, such as gptq; all of them if none is given. Without --write it prints the stored and the new figures side
+by side. One thread, so that sums come in one order.
 """
 
 import argparse
@@ -25,12 +26,18 @@ STORED = ROOT / "eval" / "baselines" / "pico.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--write", action="store_true", help="replace the stored figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     stored = json.loads(STORED.read_text())["recipes"] if STORED.exists() else {}
+    unknown = set(arguments.recipes) - {path.stem for path in RECIPES}
+    if unknown:
+        parser.error(f"no recipe is called {', '.join(sorted(unknown))}")
     found, text = {}, {}
     for path in RECIPES:
+        if arguments.recipes and path.stem not in arguments.recipes:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             report = compress.run(on_pico(compress.Recipe.from_yaml(path)), folder).report
         found[path.stem] = figures(report)
@@ -39,6 +46,7 @@ def main() -> None:
         text["base_perplexity"] = round(quality["base"]["perplexity"], 4)
         print(f"{path.stem}: {stored.get(path.stem)} -> {found[path.stem]}", flush=True)
     if arguments.write:
+        found = dict(sorted({**stored, **found}.items())) if arguments.recipes else found
         made = {"model": "tests/pico/model", "python": platform.python_version(), "evaluation": text, "recipes": found}
         STORED.write_text(json.dumps(made, indent=2) + "\n")
 

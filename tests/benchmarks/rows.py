@@ -18,6 +18,9 @@ from quality import forwarded, run
 GROUPS = {"group_size": 64}
 ZEROS = {"group_size": 64, "symmetric": False}
 BEST = {"act_order": "static", "scale": "mse"}
+PAPER = {**GROUPS, "act_order": "none", "scale": "absmax", "refine": 0}
+PLAIN = {**GROUPS, **BEST, "normalize_tokens": False, "refine": 0}
+"""GPTQ without what its defaults add to the sweep; the rows say what they add."""
 STEPS = {"steps": 48, "ce_weight": 0, "weight_rate": 0.1}
 """Of passes that train from a teacher: ten minutes of one core at SmolLM2-135M, with 48 sequences of 512 tokens."""
 
@@ -51,15 +54,23 @@ ROWS: dict[str, list[dict]] = {
         {"awq": {"weights": "int4", **ZEROS}},
         {"gptq": {"weights": "int4", **ZEROS, "act_order": "static"}},
     ],
-    "gptq": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static"}}],
-    "gptq-mse": [{"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse"}}],
-    "gptq-mse-normalized": [
-        {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "normalize_tokens": True}}
-    ],
-    "gptaq-mse": [
-        {"gptq": {"weights": "int4", **GROUPS, "act_order": "static", "scale": "mse", "error": "asymmetric"}}
-    ],
-    "gptq-int3": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}],
+    "gptq": [{"gptq": {"weights": "int4"}}],
+    "gptq-paper": [{"gptq": {"weights": "int4", **PAPER}}],
+    "gptq-absmax": [{"gptq": {"weights": "int4", **PLAIN, "scale": "absmax"}}],
+    "gptq-positive": [{"gptq": {"weights": "int4", **PLAIN, "signed_scales": False}}],
+    "gptq-mse": [{"gptq": {"weights": "int4", **PLAIN}}],
+    "gptq-importance": [{"gptq": {"weights": "int4", **PLAIN, "scale": "importance"}}],
+    "gptq-normalized": [{"gptq": {"weights": "int4", "normalize_tokens": True}}],
+    "gptq-mse-normalized": [{"gptq": {"weights": "int4", **PLAIN, "normalize_tokens": True}}],
+    "gptaq-mse": [{"gptq": {"weights": "int4", **PLAIN, "error": "asymmetric"}}],
+    "gptq-int3": [{"gptq": {"weights": "int3"}}],
+    "gptq-int3-paper": [{"gptq": {"weights": "int3", **PAPER}}],
+    "gptq-int3-positive": [{"gptq": {"weights": "int3", **PLAIN, "signed_scales": False}}],
+    "gptq-int3-mse": [{"gptq": {"weights": "int3", **PLAIN}}],
+    "gptq-int3-importance": [{"gptq": {"weights": "int3", **PLAIN, "scale": "importance"}}],
+    "gptq-int3-normalized": [{"gptq": {"weights": "int3", "normalize_tokens": True}}],
+    "gptq-int2-zeros": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False}}],
+    "gptq-int2-zeros-refined": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False, "refine": 2}}],
     "gptq-int3-g48": [{"gptq": {"weights": "int3", "group_size": 48, **BEST}}],
     "gptq-int3-g32": [{"gptq": {"weights": "int3", "group_size": 32, **BEST}}],
     "lorc-int3-rank5": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}, {"lorc": {"rank": 5}}],

@@ -1,5 +1,7 @@
 """Negative scales of integers: found where the longer tail needs the additional level, stored, and read by all readers."""
 
+import copy
+
 import pytest
 import torch
 from tolerances import LOGITS
@@ -77,16 +79,16 @@ def test_every_format_that_takes_them_reads_them_back(pico, texts, tmp_path, for
         assert negative(compress.load(tmp_path)[0]) > 0
 
 
-def test_a_format_takes_none_until_it_says_so(monkeypatch, pico_model, ids):
+def test_a_format_takes_none_until_it_says_so(monkeypatch, pico_model):
     assert not Format.negative_scales and not FORMATS["bitsandbytes"].negative_scales
-    codes = [
-        compress.apply(model, [compress.RTN(weights="int3", group_size=32, scale="mse", signed_scales=signed)], ids())
-        for model, signed in ((pico_model(), True), (pico_model(), False))
-    ]
-    assert [negative(model) > 0 for model in codes] == [True, False]
-    monkeypatch.setattr(FORMATS["native"].__class__, "negative_scales", False)
-    kept = compress.apply(pico_model(), [compress.RTN(weights="int3", group_size=32, scale="mse")], ids())
-    assert negative(kept) == 0
+
+    def rounded(**options):
+        step = compress.RTN(weights="int3", group_size=32, scale="mse", **options)
+        return negative(compress.apply(copy.deepcopy(pico_model), step))
+
+    assert rounded() > 0 and rounded(signed_scales=False) == 0
+    monkeypatch.setattr(type(FORMATS["native"]), "negative_scales", False)
+    assert rounded() == 0
 
 
 def negative(model):

@@ -27,6 +27,11 @@ ORDERS = ["none", "static", "group"]
 SIZES = [12, 16, 64, "channel", "tensor"]  # 16 leaves a short last group of 36 columns, 64 is larger than all of them
 
 
+def plain(**options):
+    """GPTQ as in its paper, unless options are given: what the tests of the sweep look at."""
+    return GPTQ(**{"act_order": "none", "scale": "absmax", "refine": 0, **options})
+
+
 def combinations():
     return [(o, s) for o in ORDERS for s in SIZES if o != "group" or isinstance(s, int)]
 
@@ -47,7 +52,7 @@ def test_the_codes_decode_to_what_the_sweep_made(monkeypatch, layer_of, notes, o
     original = rounding.sweep
     monkeypatch.setattr(rounding, "sweep", lambda *args: made.append(original(*args)) or made[-1])
     rows, weight = correlated(), random(7, WIDTH, seed=3)
-    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+    found = plain(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
         weight, seen_of(rows), layer_of()
     )
     swept = made[0]
@@ -64,7 +69,7 @@ def test_the_codes_decode_to_what_the_sweep_made(monkeypatch, layer_of, notes, o
 @pytest.mark.parametrize("weights", ["int3", "nf4", "fp4_e2m1", "fp8_e4m3"])
 def test_the_output_error_is_less_than_that_of_rounding(layer_of, order, group_size, weights):
     rows, weight = correlated(seed=5), random(16, WIDTH, seed=4)
-    found = GPTQ(weights=weights, group_size=group_size, act_order=order).codes(weight, seen_of(rows), layer_of())
+    found = plain(weights=weights, group_size=group_size, act_order=order).codes(weight, seen_of(rows), layer_of())
     nearest = quantize(weight, GRIDS[weights], group_size)
     assert error(found, weight, rows) < 0.8 * error(nearest, weight, rows)
 
@@ -78,7 +83,7 @@ def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, laye
     grid, width = GRIDS[weights], width_of(weights)
     rows, weight = correlated(seed=5, width=width), random(16, width, seed=4)
     size = grid.group_size or 8
-    found = GPTQ(weights=weights, group_size=size, act_order=order).codes(weight, seen_of(rows), layer_of())
+    found = plain(weights=weights, group_size=size, act_order=order).codes(weight, seen_of(rows), layer_of())
     swept = made[0]
     if order != "none":
         columns = seen_of(rows).hessian.diagonal().argsort(descending=True, stable=True)
@@ -94,8 +99,8 @@ def test_stored_scales_are_fitted_group_by_group_and_read_back(monkeypatch, laye
 def test_with_independent_inputs_every_grid_is_rounded_to_nearest(layer_of, weights):
     grid, width = GRIDS[weights], width_of(weights)
     weight, size = random(5, width, seed=6), grid.group_size or 12
-    found = GPTQ(weights=weights, group_size=size).codes(weight, seen_of(torch.eye(width)), layer_of())
-    wanted = quantize(weight, grid, size, not grid.offset, GPTQ(weights=weights).scale)
+    found = plain(weights=weights, group_size=size).codes(weight, seen_of(torch.eye(width)), layer_of())
+    wanted = quantize(weight, grid, size, not grid.offset, plain(weights=weights).scale)
     torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-6, atol=0)  # means are summed in another order
     assert torch.equal(found.codes, wanted.codes)
 
@@ -107,7 +112,7 @@ def test_scales_of_least_weighted_error_give_a_smaller_error_of_the_output(layer
     rows, weight = correlated(seed=5, width=width), random(64, width, seed=4) ** 3
     size = GRIDS[weights].group_size or 16
     found = {
-        scale: GPTQ(weights=weights, group_size=size, act_order=order, scale=scale).codes(
+        scale: plain(weights=weights, group_size=size, act_order=order, scale=scale).codes(
             weight, seen_of(rows), layer_of()
         )
         for scale in ("absmax", "mse", "importance")
@@ -121,7 +126,7 @@ def test_importance_needs_a_hessian_and_scales_of_rows():
         with pytest.raises(OptionError, match="scale: importance needs the inputs of a layer, as gptq has them"):
             step(scale="importance")
     with pytest.raises(OptionError, match="scale: importance searches the scales of rows; use group_size: channel"):
-        GPTQ(scale="importance", group_size="tensor")
+        plain(scale="importance", group_size="tensor")
     with pytest.raises(OptionError, match="scale: importance needs the inputs of a layer"):
         SignRound(scale="importance", start="rtn")
     with pytest.raises(OptionError, match="scale: importance is not supported by this pass; use scale: mse"):
@@ -131,7 +136,7 @@ def test_importance_needs_a_hessian_and_scales_of_rows():
 
 def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
     layer = replace(layer_of(), shared_absmax=10.0)
-    found = GPTQ(weights="nvfp4").codes(random(5, WIDTH), seen_of(correlated()), layer)
+    found = plain(weights="nvfp4").codes(random(5, WIDTH), seen_of(correlated()), layer)
     assert found.shared.tolist() == [pytest.approx(268.8)]
 
 
@@ -140,7 +145,7 @@ def test_the_largest_weight_beside_it_sets_the_global_scale(layer_of):
 @pytest.mark.parametrize("scale", ["absmax", "mse"])
 def test_with_independent_inputs_it_is_exactly_rounding_to_nearest(layer_of, order, group_size, symmetric, scale):
     weight = random(5, WIDTH, seed=6)
-    gptq_ = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric, scale=scale)
+    gptq_ = plain(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric, scale=scale)
     found = gptq_.codes(weight, seen_of(torch.eye(WIDTH)), layer_of(storage=torch.bfloat16))
     wanted = quantize(weight, GRIDS["int4"], group_size, symmetric, scale, dtype=torch.bfloat16)
     assert torch.equal(found.codes, wanted.codes)
@@ -155,17 +160,17 @@ def test_with_independent_inputs_it_is_exactly_rounding_to_nearest(layer_of, ord
 )
 def test_scales_that_are_fixed_beforehand_are_those_of_the_original_weight(layer_of, order, group_size, symmetric):
     weight = random(7, WIDTH, seed=7)
-    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+    found = plain(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
         weight, seen_of(correlated()), layer_of()
     )
-    scale, zero = fit(weight, GRIDS["int4"], group_size, symmetric, "mse")
+    scale, zero = fit(weight, GRIDS["int4"], group_size, symmetric)
     assert torch.equal(found.scale, scale)
     assert symmetric or torch.equal(found.zero, zero)
 
 
 def test_the_groups_of_act_order_group_are_runs_of_the_largest_inputs(layer_of):
     rows = correlated(seed=9)
-    found = GPTQ(group_size=16, act_order="group").codes(random(7, WIDTH), seen_of(rows), layer_of())
+    found = plain(group_size=16, act_order="group").codes(random(7, WIDTH), seen_of(rows), layer_of())
     largest_first = rows.square().sum(0).argsort(descending=True).tolist()
     wanted = [0] * WIDTH
     for place, column in enumerate(largest_first):
@@ -178,20 +183,20 @@ def test_the_groups_of_act_order_group_are_runs_of_the_largest_inputs(layer_of):
 
 def test_the_first_group_of_act_order_group_has_the_scale_of_its_untouched_columns(layer_of):
     weight = random(7, WIDTH, seed=2)
-    found = GPTQ(weights="int4", group_size=16, act_order="group").codes(weight, seen_of(correlated()), layer_of())
+    found = plain(weights="int4", group_size=16, act_order="group").codes(weight, seen_of(correlated()), layer_of())
     first = weight[:, found.group_index == 0]
-    assert torch.equal(found.scale[:, 0], fit(first, GRIDS["int4"], "channel", True, "mse")[0][:, 0])
+    assert torch.equal(found.scale[:, 0], fit(first, GRIDS["int4"], "channel", True)[0][:, 0])
 
 
 def test_large_inputs_first_helps_where_inputs_differ_in_size(layer_of):
     better = []
     for seed in range(8):
         rows, weight = correlated(seed=seed), random(32, WIDTH, seed=seed)
-        plain, static = (
-            GPTQ(weights="int3", group_size="channel", act_order=order).codes(weight, seen_of(rows), layer_of())
+        natural, static = (
+            plain(weights="int3", group_size="channel", act_order=order).codes(weight, seen_of(rows), layer_of())
             for order in ("none", "static")
         )
-        better.append(error(static, weight, rows) < error(plain, weight, rows))
+        better.append(error(static, weight, rows) < error(natural, weight, rows))
     assert sum(better) >= 6
 
 
@@ -199,7 +204,7 @@ def test_large_inputs_first_helps_where_inputs_differ_in_size(layer_of):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_mask_survives_exactly(layer_of, order, group_size, symmetric):
     weight, mask = random(6, WIDTH, seed=1), random(6, WIDTH, seed=2) > 0
-    found = GPTQ(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
+    found = plain(weights="int4", group_size=group_size, act_order=order, symmetric=symmetric).codes(
         weight * mask, seen_of(correlated()), layer_of(mask)
     )
     assert (found.dense()[~mask] == 0).all()
@@ -209,7 +214,7 @@ def test_the_mask_survives_exactly(layer_of, order, group_size, symmetric):
 def test_kept_weights_make_up_for_the_rounding_of_a_masked_weight(layer_of):
     rows = correlated(seed=3)
     weight, mask = random(16, WIDTH, seed=1), random(16, WIDTH, seed=2) > 0
-    found = GPTQ(weights="int3", group_size=12).codes(weight * mask, seen_of(rows), layer_of(mask))
+    found = plain(weights="int3", group_size=12).codes(weight * mask, seen_of(rows), layer_of(mask))
     nearest = quantize(weight * mask, GRIDS["int3"], 12, mask=mask)
     assert error(found, weight * mask, rows) < 0.8 * error(nearest, weight * mask, rows)
 
@@ -217,7 +222,7 @@ def test_kept_weights_make_up_for_the_rounding_of_a_masked_weight(layer_of):
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_codes_are_computed_from_the_scale_as_it_is_stored(layer_of, storage, order):
-    found = GPTQ(group_size=16, act_order=order).codes(
+    found = plain(group_size=16, act_order=order).codes(
         random(5, WIDTH), seen_of(correlated()), layer_of(storage=storage)
     )
     assert torch.equal(found.scale.to(storage).float(), found.scale)
@@ -226,7 +231,7 @@ def test_codes_are_computed_from_the_scale_as_it_is_stored(layer_of, storage, or
 def test_layers_with_the_same_input_do_not_disturb_each_other(layer_of):
     seen = seen_of(correlated())
     first, second = random(5, WIDTH, seed=1), random(9, WIDTH, seed=2)
-    pass_ = GPTQ(group_size=12, act_order="static")
+    pass_ = plain(group_size=12, act_order="static")
     together = [pass_.codes(weight, seen, layer_of()).codes for weight in (first, second)]
     alone = [pass_.codes(weight, seen_of(correlated()), layer_of()).codes for weight in (first, second)]
     assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
@@ -235,14 +240,14 @@ def test_layers_with_the_same_input_do_not_disturb_each_other(layer_of):
 def test_the_weight_and_the_mask_are_left_alone(layer_of):
     weight, mask = random(5, WIDTH), random(5, WIDTH, seed=1) > 0
     weight_before, mask_before = weight.clone(), mask.clone()
-    GPTQ(group_size=12, act_order="static").codes(weight, seen_of(correlated()), layer_of(mask))
+    plain(group_size=12, act_order="static").codes(weight, seen_of(correlated()), layer_of(mask))
     assert torch.equal(weight, weight_before)
     assert torch.equal(mask, mask_before)
 
 
 def test_a_raised_damping_is_noted(layer_of, notes):
     rows = random(3, WIDTH)  # rank 3, and a damping that is lost in float32
-    GPTQ(group_size=12, damping=1e-9).codes(random(5, WIDTH), seen_of(rows), layer_of())
+    plain(group_size=12, damping=1e-9).codes(random(5, WIDTH), seen_of(rows), layer_of())
     [(kind, message, figures)] = notes
     assert kind == "fallback"
     assert message == "damping raised until the Hessian was positive definite"
@@ -254,7 +259,7 @@ def test_channels_that_are_always_zero_are_rounded_to_nearest_and_noted(layer_of
     rows, weight = correlated(), random(5, WIDTH)
     dead = [4, 5, 30]
     rows[:, dead] = 0
-    found = GPTQ(weights="int4", group_size=12, act_order=order).codes(weight, seen_of(rows), layer_of())
+    found = plain(weights="int4", group_size=12, act_order=order).codes(weight, seen_of(rows), layer_of())
     scale = spread(found.scale, WIDTH, 12, found.group_index)
     nearest = GRIDS["int4"].encode(weight, scale, None)
     assert torch.equal(found.codes[:, dead].float(), nearest[:, dead])
@@ -263,21 +268,21 @@ def test_channels_that_are_always_zero_are_rounded_to_nearest_and_noted(layer_of
 
 def test_inputs_that_are_all_zero_are_no_more_than_rounding(layer_of, notes):
     weight = random(5, WIDTH)
-    found = GPTQ(weights="int4", group_size=12).codes(weight, seen_of(torch.zeros(4, WIDTH)), layer_of())
-    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 12, search="mse").codes)
+    found = plain(weights="int4", group_size=12).codes(weight, seen_of(torch.zeros(4, WIDTH)), layer_of())
+    assert torch.equal(found.codes, quantize(weight, GRIDS["int4"], 12).codes)
     assert notes[0][2] == {"channels": WIDTH}
 
 
 def test_no_token_is_an_error_that_names_the_layer(layer_of):
     with pytest.raises(NumericError, match=r"model.layers.0.mlp.up_proj: no calibration token reached this layer"):
-        GPTQ().codes(random(5, WIDTH), Gram(WIDTH, torch.device("cpu")), layer_of())
+        plain().codes(random(5, WIDTH), Gram(WIDTH, torch.device("cpu")), layer_of())
 
 
 def test_inputs_that_are_not_finite_are_an_error(layer_of):
     rows = correlated()
     rows[3, 3] = float("inf")
     with pytest.raises(NumericError, match="NaN or infinity"):
-        GPTQ().codes(random(5, WIDTH), seen_of(rows), layer_of())
+        plain().codes(random(5, WIDTH), seen_of(rows), layer_of())
 
 
 @pytest.mark.parametrize(
@@ -294,11 +299,11 @@ def test_inputs_that_are_not_finite_are_an_error(layer_of):
 )
 def test_a_wrong_option_says_what_is_right(options, message):
     with pytest.raises(OptionError, match=message):
-        GPTQ(**options)
+        plain(**options)
 
 
 def test_only_act_order_group_needs_a_format_with_an_index():
-    assert [GPTQ(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [
+    assert [plain(act_order=order).becomes(LayerScheme((8, 64))).codes.indexed for order in ORDERS] == [
         False,
         False,
         True,
@@ -335,7 +340,7 @@ def test_without_rounding_asymmetric_calibration_is_the_least_squares_fit(monkey
     monkeypatch.setattr(rounding, "sweep", lambda *args: swept.append(sweep(*args)) or swept[-1])
     reference, weight = correlated(), random(7, WIDTH, seed=3)
     rows = reference + 0.3 * random(*reference.shape, seed=8)
-    pass_ = GPTQ(weights="everything", group_size="channel", act_order=order, error="asymmetric", damping=1e-7)
+    pass_ = plain(weights="everything", group_size="channel", act_order=order, error="asymmetric", damping=1e-7)
     pass_.codes(weight, compared(rows, reference), layer_of())
     found = swept[0]
     if order == "static":
@@ -352,9 +357,9 @@ def test_asymmetric_calibration_brings_the_output_nearer_to_the_uncompressed_one
         reference, weight = correlated(seed=seed), random(16, WIDTH, seed=seed)
         rows = reference + 0.3 * random(*reference.shape, seed=seed + 20)
         found = {
-            kind: GPTQ(weights="int4", group_size=12, error=kind).codes(weight, compared(rows, reference), layer_of())
+            kind: plain(weights="int4", group_size=12, error=kind).codes(weight, compared(rows, reference), layer_of())
             if kind == "asymmetric"
-            else GPTQ(weights="int4", group_size=12).codes(weight, seen_of(rows), layer_of())
+            else plain(weights="int4", group_size=12).codes(weight, seen_of(rows), layer_of())
             for kind in ("symmetric", "asymmetric")
         }
         away = {kind: (rows @ codes.dense().T - reference @ weight.T).norm() for kind, codes in found.items()}
@@ -363,26 +368,26 @@ def test_asymmetric_calibration_brings_the_output_nearer_to_the_uncompressed_one
 
 def test_where_the_inputs_are_those_of_the_uncompressed_model_both_are_the_same(layer_of):
     rows, weight = correlated(), random(7, WIDTH, seed=3)
-    found = GPTQ(group_size=12, error="asymmetric").codes(weight, compared(rows, rows), layer_of())
-    plain = Gram(WIDTH, torch.device("cpu"))
+    found = plain(group_size=12, error="asymmetric").codes(weight, compared(rows, rows), layer_of())
+    seen = Gram(WIDTH, torch.device("cpu"))
     for part in rows.split(70):
-        plain.update(part)
-    assert torch.equal(found.codes, GPTQ(group_size=12).codes(weight, plain, layer_of()).codes)
+        seen.update(part)
+    assert torch.equal(found.codes, plain(group_size=12).codes(weight, seen, layer_of()).codes)
 
 
 def test_asymmetric_calibration_keeps_the_mask(layer_of):
     reference, weight, mask = correlated(), random(6, WIDTH, seed=1), random(6, WIDTH, seed=2) > 0
     seen = compared(reference + 0.3 * random(*reference.shape), reference)
     for order in ORDERS:
-        found = GPTQ(group_size=12, act_order=order, error="asymmetric").codes(weight * mask, seen, layer_of(mask))
+        found = plain(group_size=12, act_order=order, error="asymmetric").codes(weight * mask, seen, layer_of(mask))
         assert (found.dense()[~mask] == 0).all()
 
 
 def test_the_uncompressed_model_runs_only_where_it_is_asked_for():
-    assert not GPTQ().requires.reference
-    assert GPTQ(error="asymmetric").requires.reference
+    assert not plain().requires.reference
+    assert plain(error="asymmetric").requires.reference
     with pytest.raises(OptionError, match="alpha has no effect with error: symmetric"):
-        GPTQ(alpha=0.5)
+        plain(alpha=0.5)
 
 
 def test_tokens_of_unit_length_count_alike(layer_of):
@@ -393,13 +398,13 @@ def test_tokens_of_unit_length_count_alike(layer_of):
         sinks = 0.01 * random(4, WIDTH, seed=seed + 20)
         rows = torch.cat([rows, sinks])
         away = []
-        for step in (GPTQ(group_size=12), GPTQ(group_size=12, normalize_tokens=True)):
+        for step in (plain(group_size=12), plain(group_size=12, normalize_tokens=True)):
             found = step.codes(weight, seen_of(rows, step.observer), layer_of())
             away.append(error(found, weight, sinks))
         ratios.append(away[1] / away[0])
     assert sum(ratios) / 4 < 0.9, ratios
     with pytest.raises(OptionError, match="normalize_tokens needs error: symmetric"):
-        GPTQ(normalize_tokens=True, error="asymmetric")
+        plain(normalize_tokens=True, error="asymmetric")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -413,7 +418,7 @@ def test_refinement_lessens_the_error_of_the_output_and_keeps_the_mask(layer_of,
         for rounds in (0, 1, 4)
     ]
     errors = [error(codes, weight * mask, rows) for codes in found]
-    assert errors[1] < 0.99 * errors[0] and errors[2] <= errors[1] * (1 + 1e-3)
+    assert errors[1] < 0.995 * errors[0] and errors[2] <= errors[1] * (1 + 1e-3)
     for codes in found:
         assert (codes.dense()[~mask] == 0).all()
         assert torch.equal(codes.scale.bfloat16().float(), codes.scale)
@@ -434,7 +439,7 @@ def test_scales_are_negative_where_the_longer_tail_is_above_zero(layer_of):
         found = GPTQ(weights="int3", group_size=20, **options).codes(weight, seen_of(correlated()), layer)
         errors[name], signs[name] = error(found, weight, correlated()), bool((found.scale < 0).any())
     assert signs == {"signed": True, "format": False, "option": False, "absmax": False, "inputs": False}
-    assert errors["signed"] < 0.9 * errors["format"] == 0.9 * errors["option"]
+    assert errors["signed"] < 0.95 * errors["format"] == 0.95 * errors["option"]
 
 
 @pytest.mark.parametrize(
@@ -451,6 +456,20 @@ def test_signed_scales_that_cannot_be_are_an_error(options, reason):
         GPTQ(signed_scales=False, **options)
 
 
-def test_the_defaults_are_static_order_and_a_search_for_scales_except_for_means():
-    assert (GPTQ().act_order, GPTQ().scale) == ("static", "mse")
-    assert GPTQ(weights="ternary").scale == "absmean"
+def test_the_defaults_are_the_setting_that_lost_least_where_the_grid_allows_it():
+    assert (GPTQ().act_order, GPTQ().scale, GPTQ().refine) == ("static", "importance", 1)
+    assert GPTQ(weights="ternary").scale == "absmean" == GPTQ(weights="ternary", group_size="tensor").scale
+    step = GPTQ(overrides={"a": {"group_size": "tensor"}, "b": {"weights": "ternary"}})
+    assert GPTQ(group_size="tensor").scale == "mse" == step.for_layer("a").scale
+    assert step.for_layer("b").scale == "absmean"
+
+
+@pytest.mark.parametrize("weights", ["int2", "int3", "int4"])
+def test_the_defaults_have_less_error_on_other_inputs_than_the_paper(layer_of, weights):
+    layer, ratios = replace(layer_of(), negative_scales=True), []
+    for seed in range(4):
+        rows, weight = correlated(tokens=400, seed=seed), random(48, WIDTH, seed=seed)
+        seen, others = seen_of(rows[:300]), rows[300:]
+        found = [step.codes(weight, seen, layer) for step in (GPTQ(weights=weights), plain(weights=weights))]
+        ratios.append(error(found[0], weight, others) / error(found[1], weight, others))
+    assert max(ratios) < 0.9, ratios

@@ -1,6 +1,7 @@
 """HQQ: never worse than its start, exact where a weight lies on a grid, zero points whole or any number, the mask kept."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,3 +159,11 @@ def test_a_weight_of_zeros_stays_so(layer_of):
 def test_a_wrong_option_says_what_is_right(options, message):
     with pytest.raises(OptionError, match=message):
         HQQ(**options)
+
+
+def test_without_zero_points_scales_of_either_sign_are_kept_through_the_refinement(layer_of):
+    weight = random(32, 64)
+    step = HQQ(weights="int3", group_size=16, symmetric=True, scale="mse")
+    signed, positive = (step.codes(weight, None, replace(layer_of(), negative_scales=takes)) for takes in (True, False))
+    assert (signed.scale < 0).any() and (positive.scale > 0).all()
+    assert (signed.dense() - weight).norm() < 0.97 * (positive.dense() - weight).norm()

@@ -1,5 +1,7 @@
 """OBQ: the exact greedy order; with the columns' order it is GPTQ, and in its own order it has less error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from draws import random
@@ -39,7 +41,9 @@ def test_in_the_order_of_columns_it_is_gptq(layer_of):
         weight.double(), factor.double().T @ factor.double(), round_to,
         urgency=lambda values, rounded, rows: torch.arange(values.shape[1], 0, -1.0).expand_as(values),
     )  # fmt: skip
-    swept = GPTQ(weights="int3", group_size="channel").codes(weight, seen, layer_of())
+    swept = GPTQ(weights="int3", group_size="channel", act_order="none", scale="absmax", refine=0).codes(
+        weight, seen, layer_of()
+    )
     torch.testing.assert_close(found.float(), swept.dense())
 
 
@@ -65,9 +69,9 @@ def test_its_error_is_mostly_below_that_of_gptq(layer_of, weights, symmetric):
     ratios = []
     for seed in range(4):
         weight, inputs, seen = problem(rows=16, width=48, seed=10 * seed)
-        options = {"weights": weights, "group_size": 24, "symmetric": symmetric}
+        options = {"weights": weights, "group_size": 24, "symmetric": symmetric, "scale": "absmax"}
         greedy = OBQ(**options).codes(weight, seen, layer_of())
-        swept = GPTQ(act_order="static", **options).codes(weight, seen, layer_of())
+        swept = GPTQ(refine=0, **options).codes(weight, seen, layer_of())
         ratios.append(error(greedy, weight, inputs) / error(swept, weight, inputs))
     assert sum(ratios) / 4 < 1 and sum(ratio < 1 for ratio in ratios) >= 3
 
@@ -80,12 +84,12 @@ def test_beside_inputs_that_are_far_larger_the_costliest_go_first(layer_of, weig
         inputs = inputs * torch.tensor([30.0, 10.0, 10.0, 5.0] + [1.0] * 44)
         seen = Gram(48, torch.device("cpu"))
         seen.update(inputs)
-        options = {"weights": weights, "group_size": 24}
+        options = {"weights": weights, "group_size": 24, "scale": "absmax"}
         cheapest, costliest = (
             error(OBQ(order=order, **options).codes(weight, seen, layer_of()), weight, inputs)
             for order in ("cheapest", "costliest")
         )
-        swept = error(GPTQ(act_order="static", **options).codes(weight, seen, layer_of()), weight, inputs)
+        swept = error(GPTQ(refine=0, **options).codes(weight, seen, layer_of()), weight, inputs)
         assert costliest < 0.7 * cheapest and costliest < 1.1 * swept, (costliest, cheapest, swept)
 
 
@@ -149,3 +153,12 @@ def test_no_token_is_an_error_that_names_the_layer(layer_of):
 def test_wrong_options(options):
     with pytest.raises(OptionError):
         OBQ(**options)
+
+
+def test_scales_of_either_sign_reach_further_on_one_side(layer_of):
+    weight, inputs, seen = problem(rows=24)
+    takes = replace(layer_of(), negative_scales=True)
+    step = OBQ(weights="int3", group_size="channel", scale="mse")
+    signed, positive = (step.codes(weight, seen, layer) for layer in (takes, layer_of()))
+    assert (signed.scale < 0).any() and (positive.scale > 0).all()
+    assert error(signed, weight, inputs) < 0.95 * error(positive, weight, inputs)

@@ -192,3 +192,15 @@ def test_a_grid_brings_its_own_scale():
     step = QAT(weights="int4", overrides={"*.q_proj": {"weights": "ternary"}})
     assert step.for_layer("model.layers.0.self_attn.q_proj").scale == "absmean"
     assert step.for_layer("model.layers.0.self_attn.k_proj").scale == "absmax"
+
+
+def test_scales_may_be_negative_where_the_format_takes_them(pico_model, pico_ids):
+    options = {"weights": "int3", "scale": "mse", "steps": 2, "train": ["weights"], **FAST}
+    signs = {
+        signed: any(
+            bool((layer.codes.scale < 0).any())
+            for layer in packed(worked(pico_model, [QAT(signed_scales=signed, **options)], pico_ids)).values()
+        )
+        for signed in (True, False)
+    }
+    assert signs == {True: True, False: False}

@@ -36,8 +36,8 @@ def distance(model, original, ids):
 @pytest.mark.parametrize("start", ["gptq", "rtn"])
 @pytest.mark.parametrize("optimizer", ["adam", "sign"])
 def test_the_output_is_nearer_than_by_rounding_alone(start, optimizer, pico_model, ids):
-    options = {"weights": "int3", "group_size": 32, "targets": FIRST}
-    plain = {"gptq": GPTQ(act_order="static", **options), "rtn": RTN(**options)}[start]
+    options = {"weights": "int3", "group_size": 32, "targets": FIRST, "scale": "mse"}
+    plain = {"gptq": GPTQ(refine=0, **options), "rtn": RTN(**options)}[start]
     step = SignRound(start=start, optimizer=optimizer, iterations=30, **options)
     learned = distance(compress.apply(copy.deepcopy(pico_model), [step], calibration=ids), pico_model, ids)
     rounded = distance(compress.apply(copy.deepcopy(pico_model), [plain], calibration=ids), pico_model, ids)
@@ -83,8 +83,8 @@ def test_the_start_by_gptq_is_gptq():
     seen = Gram(64, torch.device("cpu"))
     seen.update(torch.randn(200, 64, generator=torch.Generator().manual_seed(2)))
     layer = Layer("layer", None, torch.float32, lambda *_, **__: None)
-    begun = SignRound(group_size=32).begin(weight, seen, layer)
-    assert torch.equal(begun.start.codes, GPTQ(group_size=32, act_order="static").codes(weight, seen, layer).codes)
+    begun = SignRound(group_size=32, scale="mse").begin(weight, seen, layer)
+    assert torch.equal(begun.start.codes, GPTQ(group_size=32, scale="mse", refine=0).codes(weight, seen, layer).codes)
     assert torch.equal(begun.codes(torch.float32).codes, begun.start.codes)  # what was wanted, rounded again
 
 

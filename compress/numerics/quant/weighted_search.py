@@ -22,6 +22,7 @@ CUTS = tuple(-1 + 0.2 * step for step in range(20))
 llama.cpp cuts -0.9 to 0.9 steps; weights with large inputs can be worth more.
 """
 CHUNK = 1 << 21  # weights per step; limits each temporary tensor to 8 MiB
+CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -73,7 +74,8 @@ class WeightedSearch:
 
     def _try(self, scale: Tensor, zero: Tensor | None) -> Sums:
         """Keep the scale and zero where the error is less; returns the sums for the regression."""
-        count = max(1, CHUNK // self.parts[0].numel())
+        chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
+        count = max(1, chunk // self.parts[0].numel())
         found = [
             self._sums(part, scale[top : top + count], None if zero is None else zero[top : top + count])
             for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))

@@ -22,8 +22,9 @@ class SRSTE(SparseTrainingPass):
     """Train with N:M sparsity: the forward pass uses the N largest of each M weights, and all weights are trained.
 
     Equation 9 of the paper: W_{t+1} = W_t - rate * (g(W~_t) + decay * (1 - mask_t) * W_t), with W~ = mask * W and g the
-    gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable. AdamW uses
-    the expression in brackets as the gradient. decay: 0 is the plain straight-through estimator.
+    gradient with respect to W~ (straight-through estimator). Pruned weights shrink, so masks become stable. The decay
+    is decoupled from the optimizer, as weight decay is in AdamW: the optimizer divides only g by its average. decay: 0
+    is the plain straight-through estimator.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2102.04010"
@@ -77,17 +78,16 @@ class _Chosen(Parametrization):
 
     def __init__(self, step: SRSTE, allowed: Bool[Tensor, "out in"] | None, shape: tuple[int, int]) -> None:
         super().__init__()
-        self.pattern, self.decay = step.pattern, step.decay
+        self.pattern, self.strength = step.pattern, step.decay
         self.register_buffer("allowed", allowed)
         self.register_buffer("mask", torch.ones(shape, dtype=torch.bool))
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         return _StraightThrough.apply(weight, self.mask)  # type: ignore[return-value]
 
-    def adjust(self, weight: nn.Parameter) -> None:
-        if weight.grad is not None:
-            # g + lambda_W * (1 - mask) * W: a step against it makes pruned weights smaller
-            weight.grad.add_(weight * ~self.mask, alpha=self.decay)
+    def decay(self, weight: nn.Parameter, rate: float) -> None:
+        # W - rate * lambda_W * (1 - mask) * W: pruned weights become smaller
+        weight.sub_(weight * ~self.mask, alpha=rate * self.strength)
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         if self.allowed is not None:

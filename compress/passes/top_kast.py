@@ -14,6 +14,8 @@ from compress.model.linear import CompressedLinear
 from compress.numerics.sparse.masks import Pattern
 from compress.train.parametrization import Parametrization, Shares, magnitudes
 
+PENALTY = 0.1  # the usual weight decay of AdamW; the paper's 1e-4 is that of SGD with rates near 1
+
 
 class TopKAST(SparseTrainingPass):
     """Train at a constant sparsity: the forward pass uses the largest weights, and more weights than these are trained.
@@ -30,7 +32,9 @@ class TopKAST(SparseTrainingPass):
     backward_sparsity: float | None = Field(
         default=None, ge=0, lt=1, description="fraction of the weights without a gradient; default: half of sparsity"
     )
-    penalty: float = Field(default=1e-4, ge=0, description="coefficient of the exploration penalty")
+    penalty: float = Field(
+        default=PENALTY, ge=0, description="coefficient of the exploration penalty, as the weight decay of AdamW"
+    )
     explore: float = Field(default=0.5, ge=0, le=1, description="fraction of the steps after which the masks are fixed")
     every: int = Field(default=1, ge=1, description="steps between two updates of the masks")
 

@@ -79,9 +79,9 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
-    state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
     tasks = [SurveyTask(where, survey, names, {})]
     with torch.no_grad():
+        state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
         found = run_surveys(
             opened.blocks, tasks, lambda block: block.module, lambda block: None,
             lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", STORE_BYTES, 0),

@@ -31,16 +31,12 @@ POINTS = 7  # number of sparsities at which a layer's error is measured
 class Prunes(Protocol):
     """The interface of a pruning pass that an allocation uses."""
 
+    observes: ClassVar[type[Observer]]  # the statistics of a layer's inputs that its scores need
     pattern: Pattern
 
     @property
     def target_sparsity(self) -> float:
         """The requested sparsity."""
-        ...
-
-    @property
-    def observes(self) -> type[Observer]:
-        """The statistics of a layer's inputs that its scores need."""
         ...
 
     def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:

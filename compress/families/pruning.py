@@ -22,8 +22,8 @@ from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, Sparsity
 
-REPAIR = 24
-ALPHA = 1.0
+REPAIR = 24  # steps; on stories15M 2:4 is as good with 8 as with 24 (eval/LOG.md)
+ALPHA = 1.0  # the whole correction
 
 
 class Pruning(BaseModel):

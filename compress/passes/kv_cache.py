@@ -20,7 +20,7 @@ from compress.model.kv_cache import attentions_containing, round_cache, watching
 from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
-KEY_GROUP = 64  # measured: 32 and 128 differ by less than 0.01 in loss at int4
+KEY_GROUP = 64  # tokens; the paper has 32, which takes twice the bytes for scales
 ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
 """Grids whose scale is a plain float that covers the largest magnitude, for any head width."""
 

@@ -19,6 +19,7 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
@@ -71,6 +72,7 @@ FAMILIES = {
     "gpt-neox": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=False),
     "gpt-neox-parallel": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=True),
     "gemma2": lambda: Gemma2Config(**_grouped, head_dim=8, sliding_window=4),
+    "gemma3": lambda: Gemma3TextConfig(**_grouped, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
     "phi3": lambda: Phi3Config(**_grouped),
     "bloom": lambda: BloomConfig(**_short, n_layer=3, n_head=4),
     "falcon": lambda: FalconConfig(**_short, num_hidden_layers=3, num_attention_heads=4),  # parallel, multi-query

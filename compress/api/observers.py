@@ -142,6 +142,11 @@ class Gram(Observer):
         return self._sum.diagonal() * (2 / max(self.tokens, 1))
 
     @property
+    def norm(self) -> Float[Tensor, " in"]:
+        """The L2 norm per channel over all tokens, as that of `InputNorm`."""
+        return self._sum.diagonal().sqrt()
+
+    @property
     def hessian(self) -> Float[Tensor, "in in"]:
         """2/n X^T X."""
         upper = self._sum.triu()

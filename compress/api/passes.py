@@ -15,6 +15,7 @@ passes keep:
                    sparsities       the storage schemes of the masks that the pass makes
                    cache            the rounding of keys and values
                    zeros            the sparsity that the pass must reach in a layer
+                   uneven           whether only the mean of the sparsities is known before the run
                    unmet            the reason why the pass finds nothing to work on in its layers
                    mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
@@ -132,6 +133,11 @@ class Pass(Options, ABC):
     def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros | None:
         """The sparsity due in a layer of this shape, at the pass's sparsity or a given one; None: it does not prune."""
         return None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the layers differ in sparsity, so that only their mean, weighted by size, is that of the pass."""
+        return False
 
     def memory(self, size: ProblemSize) -> int:
         """Estimate the peak memory in bytes, without the model, the activations between blocks and the statistics.

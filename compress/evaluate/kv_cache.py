@@ -64,12 +64,14 @@ class KVCache(Evaluator):
         def see(name: str, *entering: Tensor) -> None:
             nonlocal before, after
             scheme, how = rounded.get(name, UNROUNDED), roundings(model.get_submodule(name))
-            for kind, x, grid, rounding in zip(("keys", "values"), entering, scheme.grids, how, strict=True):
+            parts = zip(("keys", "values"), entering, scheme.grids, scheme.groups, how, strict=True)
+            for kind, x, grid, group, rounding in parts:
                 heads, width = x.shape[1], x.shape[-1]
                 before += UNROUNDED.token_bytes(None, heads, width, itemsize)
-                after += scheme.token_bytes(grid, heads, width, itemsize)
+                after += scheme.token_bytes(grid, heads, width, itemsize, group)
                 if grid is not None and rounding is not None:
                     shared = "token and head" if scheme.scale == "token" else "attention"
+                    shared = shared if group is None else f"channel and {group} tokens"
                     errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():

@@ -61,11 +61,14 @@ def check_sparsity(
         if "masked" not in step.facts():
             continue
         uniform = {name: zeros for name in names if (zeros := step.zeros(_layer(model, name).shape)) is not None}
-        found: Mapping[str, Mapping[str, Any]] = (
-            {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
-            if isinstance(step, LayerPass)
-            else {name: asdict(zeros) for name, zeros in uniform.items()}
-        )
+        found: Mapping[str, Mapping[str, Any]]
+        if isinstance(step, LayerPass):
+            found = {r["layer"]: r for r in results if r["by"] == label and r["asked"] is not None}
+        elif step.uneven:  # the mean of what is there must be that of the pass
+            shares = {name: float((_layer(model, name).weight == 0).float().mean()) for name in uniform}
+            found = {name: {"asked": share, "due": share} for name, share in shares.items()}
+        else:
+            found = {name: asdict(zeros) for name, zeros in uniform.items()}
         if missing := [name for name in names if name not in found]:
             raise VerificationError(f"{label}: {missing[0]} was not pruned, and {len(missing) - 1} more")
         _check_mean(label, found, uniform, model)

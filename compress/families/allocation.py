@@ -31,16 +31,12 @@ POINTS = 7  # number of sparsities at which a layer's error is measured
 class Prunes(Protocol):
     """The interface of a pruning pass that an allocation uses."""
 
+    observes: ClassVar[type[Observer]]  # the statistics of a layer's inputs that its scores need
     pattern: Pattern
 
     @property
     def target_sparsity(self) -> float:
         """The requested sparsity."""
-        ...
-
-    @property
-    def observer(self) -> type[Observer]:
-        """The statistics of a layer's inputs."""
         ...
 
     def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
@@ -145,7 +141,7 @@ class _Threshold:
     """A histogram of every layer's scores, so that only one layer's scores are in memory at a time."""
 
     def __init__(self, step: Prunes) -> None:
-        self.step, self.observer = step, step.observer
+        self.step, self.observer = step, step.observes
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Histogram]:
         pattern = self.step.pattern
@@ -185,7 +181,7 @@ class _Errors:
     """Collect (error curve of the layer, number of its weights) for each layer."""
 
     def __init__(self, step: Prunes, within: float) -> None:
-        self.step, self.observer = step, step.observer if step.observer is not Nothing else InputNorm
+        self.step, self.observer = step, step.observes if step.observes is not Nothing else InputNorm
         self.sparsities = ladder(step.target_sparsity, within, POINTS)
 
     def collect(self, block: Sequence[Surveyed]) -> Mapping[str, tuple[list[tuple[float, float]], int]]:

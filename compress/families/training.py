@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+from jaxtyping import Float
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.facts import Requirements
+from compress.api.observers import Nothing, Observer
 from compress.api.passes import ModelPass
 from compress.errors import ModelError, RecipeError
+from compress.families.allocation import Uniform
 from compress.families.pruning import Pruning
-from compress.model.linear import CompressedLinear
+from compress.model.linear import CompressedLinear, linears
 from compress.model.objective import MASKED_SHARE, LMObjective, MaskedTokens, text_config
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.metrics import DivergenceName
+from compress.stream.survey import survey_model
 from compress.train.loop import TrainingContext, train
 from compress.train.objective import LanguageLoss, pairs_of_states
 from compress.train.options import TrainingOptions
@@ -192,9 +196,45 @@ class TrainingPass(TrainingOptions, ModelPass):
 
 
 class SparseTrainingPass(Pruning, TrainingPass):
-    """A pass that prunes weights during training."""
+    """A pass that prunes weights during training, by their magnitudes."""
+
+    observes: ClassVar[type[Observer]] = Nothing
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.train is not None and "weights" not in self.train:
             raise ValueError(f"{self.key()} must train weights; add weights to train, or leave train out")
+
+    @property
+    def uneven(self) -> bool:
+        return not isinstance(self.allocate, Uniform)
+
+    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
+        return weight.abs()
+
+    @contextmanager
+    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
+        """As of all training passes; an allocation, found before the training, gives each layer its own sparsity."""
+        found, label = self.allocated(model, run), run.label or self.key()
+
+        def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
+            own = self.model_copy(update={"sparsity": found[name], "allocate": Uniform()}) if found else self
+            return own.parametrize(name, layer)
+
+        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
+            if student.kept:
+                run.journal.add("fallback", label, KEPT, layers=len(student.kept), first=student.kept[0])
+            yield student
+
+    def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:
+        """The sparsity of each layer, by full name; empty if all have that of the pass."""
+        survey = self.allocate.survey(self)
+        if survey is None:
+            return {}
+        assert isinstance(model, PreTrainedModel)
+        label, blocks = run.label or self.key(), find_blocks(model)
+        every = [f"{block.name}.{name}" for block in blocks for name in linears(block.module)]
+        found = survey_model(model, survey, [name for name in every if self.takes(name)], run, label)
+        figures = {"least": round(min(found.values()), 4), "most": round(max(found.values()), 4)}
+        run.journal.add("note", label, f"sparsities of the layers by {self.allocate.key}", **figures)
+        return found

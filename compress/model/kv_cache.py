@@ -6,8 +6,13 @@ replaces a missing one) and so sees all keys and values: in training, in the swe
 `generate` with any cache class. Each is rounded once, when it enters. Rounded keys and values stay in the model's dtype
 in memory: they have the values of a quantized cache, but not its size.
 
+Keys with a scale per channel and group of tokens (KIVI, Liu 2024, arXiv 2402.02750, section 3.2), and tokens of a
+residual window, are rounded only after later tokens entered. So exact keys and values enter the cache, and attention
+reads them rounded: the same numbers each time, because the tokens of a complete group do not change. In a forward pass
+over a whole text all complete groups are rounded for all tokens, so its loss is an upper bound of that of generation.
+
     <attention>.k_scale, <attention>.v_scale   float [1]   only with static scales
-    config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric}}
+    config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric, key_group?, residual?}}
                  grids by name, or null; scale token or static. Omitted where the format states it (`Format.states`)
 """
 
@@ -17,6 +22,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -42,6 +48,9 @@ CONFIG_KEY = "compress_kv_cache"
 
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(keys, values), [batch, heads, length, width] each -> the keys and values that enter the cache."""
+
+Read = Callable[[Tensor, Tensor, "int | Tensor"], tuple[Tensor, Tensor]]
+"""(keys, values, tokens seen so far) that the cache returns -> the keys and values that attention reads."""
 
 
 @cache
@@ -70,25 +79,32 @@ def _inside(name: str, outer: str) -> bool:
 class CacheProxy:
     """A wrapper of a cache, or of None, that changes keys and values on their way in and delegates everything else.
 
-    Without a cache, `update` returns the changed keys and values and stores nothing, and all other attributes are those
-    of an empty cache.
+    read: changes them on their way out, too. Without a cache, `update` returns the changed keys and values and stores
+    nothing, and all other attributes are those of an empty cache.
     """
 
-    def __init__(self, kept: Any, change: Change) -> None:
-        self._kept, self._change = kept, change
+    def __init__(self, kept: Any, change: Change, read: Read | None = None) -> None:
+        self._kept, self._change, self._read = kept, change, read
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Change the keys and values, append them to the cache, and return all that attention reads."""
         keys, values = self._change(key_states, value_states)
-        return (keys, values) if self._kept is None else self._kept.update(keys, values, *args, **kwargs)
+        seen: int | Tensor = keys.shape[-2]
+        if self._kept is not None:
+            keys, values = self._kept.update(keys, values, *args, **kwargs)
+            if self._read is not None:
+                seen = self._kept.get_seq_length(args[0] if args else kwargs["layer_idx"])
+        return (keys, values) if self._read is None else self._read(keys, values, seen)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_kept", "_change"):
+        if name.startswith("__") or name in ("_kept", "_change", "_read"):
             raise AttributeError(name)
         return getattr(DynamicCache() if self._kept is None else self._kept, name)
 
 
-def _wrap_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change) -> tuple[Any, Any]:
+def _wrap_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], change: Change, read: Read | None = None
+) -> tuple[Any, Any]:
     """Wrap the cache among the arguments of the module's forward pass in a `CacheProxy`."""
     place = _cache_argument(type(module))
     assert place is not None
@@ -96,7 +112,7 @@ def _wrap_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     given = args[position] if len(args) > position else kwargs.get(name)
     if isinstance(given, EncoderDecoderCache):  # self-attention uses this part of it
         given = given.self_attention_cache
-    proxy = CacheProxy(given, change)
+    proxy = CacheProxy(given, change, read)
     if len(args) > position:
         return (*args[:position], proxy, *args[position + 1 :]), kwargs
     return args, {**kwargs, name: proxy}
@@ -150,30 +166,80 @@ def copy_rounding(module: nn.Module, other: nn.Module) -> None:
 
 
 def _round(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    def rounded(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded(keys: Tensor, values: Tensor, seen: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
         of_keys, of_values = roundings(module)
-        return _rounded(of_keys, keys), _rounded(of_values, values)
+        return _rounded(of_keys, keys, seen), _rounded(of_values, values, seen)
 
+    def unchanged(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    scheme = scheme_of(module)
+    if scheme is not None and scheme.late:
+        return _wrap_cache(module, args, kwargs, unchanged, rounded)
     return _wrap_cache(module, args, kwargs, rounded)
 
 
-def _rounded(rounding: InputRounding | None, x: Tensor) -> Tensor:
+def _rounded(rounding: CacheRounding | None, x: Tensor, seen: int | Tensor | None) -> Tensor:
     """The rounded tensor, with the gradient of `x` (LLM-QAT, Liu 2023, section 2.2)."""
     if rounding is None:
         return x
     with torch.no_grad():
-        rounded = rounding(x)
+        rounded = rounding(x, seen)
     return straight(x, rounded) if x.requires_grad else rounded
 
 
-def roundings(module: nn.Module) -> tuple[InputRounding | None, InputRounding | None]:
+@dataclass(frozen=True)
+class CacheRounding:
+    """The rounding of an attention's keys, or of its values; called with [batch, heads, length, width].
+
+    inputs: rounds along the last axis. group: tokens that share a scale per channel; None: each token has its own
+    scales. residual: latest tokens that stay exact.
+    """
+
+    inputs: InputRounding
+    group: int | None = None
+    residual: int = 0
+
+    def __call__(self, x: Float[Tensor, "batch heads length width"], seen: int | Tensor | None = None) -> Tensor:
+        """The rounded tensor. seen: tokens since the beginning of the text; None: the given ones.
+
+        A sliding window holds the latest of them, a static cache all from the first on and room for later ones.
+        """
+        if self.group is None and not self.residual:
+            return self.inputs(x)
+        length = x.shape[-2]
+        seen = length if seen is None else seen
+        first = 0 if isinstance(seen, Tensor) else max(seen - length, 0)  # the position of the first token of x
+        group = self.group or 1
+        end = (seen - self.residual) // group * group  # positions before it are rounded
+        inside = torch.arange(first, first + length, device=x.device) < end
+        rounded = self.inputs(x) if self.group is None else self._by_channel(x, first % group, group)
+        return torch.where(inside[:, None], rounded, x)
+
+    def _by_channel(self, x: Tensor, ahead: int, group: int) -> Tensor:
+        """All tokens rounded in groups, the first of which began `ahead` tokens before x."""
+        length = x.shape[-2]
+        behind = -(ahead + length) % group
+        # copies of the first and the last token do not change the range of an incomplete group
+        whole = torch.cat(
+            [x[..., :1, :].expand(*x.shape[:-2], ahead, -1), x, x[..., -1:, :].expand(*x.shape[:-2], behind, -1)], -2
+        )
+        channels = whole.unflatten(-2, (-1, group)).transpose(-1, -2)
+        rounded = self.inputs(channels).transpose(-1, -2).flatten(-3, -2)
+        return rounded[..., ahead : ahead + length, :]
+
+
+def roundings(module: nn.Module) -> tuple[CacheRounding | None, CacheRounding | None]:
     """The rounding of the keys and of the values that enter a module's cache; None: not rounded."""
     scheme = scheme_of(module)
     if scheme is None:
         return None, None
     scales = (getattr(module, name) for name in SCALES)
-    pairs = zip(scheme.grids, scales, strict=True)
-    of_keys, of_values = (g and InputRounding.of(g, scale, symmetric=scheme.symmetric) for g, scale in pairs)
+    parts = zip(scheme.grids, scales, scheme.groups, strict=True)
+    of_keys, of_values = (
+        g and CacheRounding(InputRounding.of(g, scale, symmetric=scheme.symmetric), group, scheme.residual)
+        for g, scale, group in parts
+    )
     return of_keys, of_values
 
 

@@ -46,7 +46,8 @@ class GMP(SparseTrainingPass):
 
     def growth(self, steps: int) -> Cubic:
         """The schedule of the sparsity over a number of steps."""
-        return Cubic(self.initial, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
+        first = min(self.initial, self.target_sparsity)  # an allocation may ask less of a layer
+        return Cubic(first, self.target_sparsity, round(self.begin * steps), round(self.end * steps), self.every)
 
 
 class _Gradual(Shrinking):

@@ -45,7 +45,7 @@ class IterativePruning(SparseTrainingPass):
         return super().without_effect() | (idle if self.retrain != "finetune" else {})
 
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
-        return Shrinking(layer)
+        return _Rounds(self, layer)
 
     def sparsity_of(self, done: int) -> float:
         """The sparsity after a round: 1 - (1 - s)^(round / rounds), exactly s after the last round."""
@@ -57,8 +57,7 @@ class IterativePruning(SparseTrainingPass):
             if self.retrain == "weight_rewind":
                 kept = self._train(student, objective, run, "before", self, ScheduleSlice(keep=self.rewind_to))
             for done in range(1, self.rounds + 1):
-                sparsity = self.sparsity_of(done)
-                prune(student, self, sparsity)
+                prune(student, done)
                 rewind(student, kept)
                 settings, span = self._retraining(), ScheduleSlice(begin=self.rewind_to)
                 self._train(student, objective, run, f"round {done}", settings, span)
@@ -87,12 +86,21 @@ class IterativePruning(SparseTrainingPass):
         return span.kept
 
 
+class _Rounds(Shrinking):
+    """A mask that shrinks between trainings. step: the pass with the sparsity of this layer."""
+
+    def __init__(self, step: IterativePruning, layer: CompressedLinear) -> None:
+        super().__init__(layer)
+        self.step = step
+
+
 @torch.no_grad()
-def prune(student: Student, step: IterativePruning, sparsity: float) -> None:
-    """Shrink all masks to a sparsity; weights outside of them become zero."""
+def prune(student: Student, done: int) -> None:
+    """Shrink all masks to the sparsities after a round; weights outside of them become zero."""
     for layer in student.layers.values():
-        if isinstance(layer.parametrization, Shrinking) and layer.weight is not None:
-            layer.parametrization.shrink(layer.weight, step.pattern, sparsity)
+        if isinstance(layer.parametrization, _Rounds) and layer.weight is not None:
+            step = layer.parametrization.step
+            layer.parametrization.shrink(layer.weight, step.pattern, step.sparsity_of(done))
             layer.weight.mul_(layer.parametrization.mask)
 
 

@@ -1,4 +1,4 @@
-"""KV-cache quantization: round keys and values before they enter the cache (Liu 2023, section 2.2)."""
+"""KV-cache quantization: round keys per channel and values per token as attention reads them (Liu 2024, KIVI)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from compress.model.kv_cache import attentions_containing, round_cache, watching
 from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
+KEY_GROUP = 64  # tokens; the paper has 32, which takes twice the bytes for scales
 ALLOWED = tuple(n for n, g in GRIDS.items() if g.group_size is None and not g.averaged and g.scaling.stored is None)
 """Grids whose scale is a plain float that covers the largest magnitude, for any head width."""
 
@@ -35,20 +36,24 @@ CacheGrid = Annotated[str, BeforeValidator(_cache_grid)]
 
 
 class KVCache(BlockPass):
-    """Quantize the KV cache: keys and values are rounded as they enter it, in all later passes too.
+    """Quantize the KV cache: attention reads rounded keys and values, in all later passes too.
 
-    The rounding stays in the model. Passes that calibrate or train later (gptq, qat, distill, ...) run through it, with
-    a straight-through gradient; a teacher runs without it. Keys are rounded in their cached form, which includes rotary
-    position embeddings. An attention module is rounded if it contains one of the targets. Passes that rewrite
-    attention modules and prove the rewrite (smoothquant, awq, channel_permutation) must come before this pass, because
-    rounding turns the smallest difference into a whole step, so proofs fail.
+    Keys have channels that are much larger than the others in all tokens, values have none. So keys get one scale per
+    channel and group of `key_group` tokens, and values one per token and head (section 3 of the paper); the tokens of
+    an incomplete group, and the latest `residual` tokens, are exact. key_group: null rounds keys as values, as they
+    enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2). The rounding stays in the model. Passes that
+    calibrate or train later (gptq, qat, distill, ...) run through it, with a straight-through gradient; a teacher runs
+    without it. Keys are rounded in their cached form, which includes rotary position embeddings. An attention module is
+    rounded if it contains one of the targets. Passes that rewrite attention modules and prove the rewrite (smoothquant,
+    awq, channel_permutation) must come before this pass, because rounding turns the smallest difference into a whole
+    step, so proofs fail.
 
     The cache does not become smaller here, because rounded numbers keep the model's dtype. Servers store small caches:
     vLLM with --kv-cache-dtype fp8 (automatic for a checkpoint with static fp8_e4m3 scales), transformers with
     cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
-    paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2402.02750"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
 
@@ -60,6 +65,12 @@ class KVCache(BlockPass):
         "the keys and one for the values of each attention module",
     )
     symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
+    key_group: int | None = Field(
+        default=KEY_GROUP,
+        ge=2,
+        description="tokens whose keys share one scale per channel; null: one scale per token and head",
+    )
+    residual: int = Field(default=0, ge=0, description="number of latest tokens whose keys and values stay exact")
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -71,10 +82,16 @@ class KVCache(BlockPass):
         if not self.symmetric and symmetric:
             raise ValueError(f"symmetric: false needs integer grids; {symmetric[0]} has no zero point")
 
+    def without_effect(self) -> dict[str, str]:
+        reason = "with scale: static; leave it out" if self.scale == "static" else "with keys: none; leave it out"
+        idle = self.scale == "static" or self.keys == UNROUNDED
+        return super().without_effect() | ({"key_group": reason} if idle else {})
+
     @property
     def cache(self) -> CacheScheme:
         keys, values = (None if name == UNROUNDED else GRIDS[name] for name in (self.keys, self.values))
-        return CacheScheme(keys, values, self.scale, self.symmetric)
+        group = self.key_group if self.scale == "token" and keys is not None else None
+        return CacheScheme(keys, values, self.scale, self.symmetric, group, self.residual)
 
     @property
     def requires(self) -> Requirements:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -17,6 +17,10 @@ from compress.errors import NumericError
 from compress.families.quantizing import InputGrid, QuantizingPass
 from compress.families.weight_grid import GridName, GroupSizeOption
 from compress.numerics.quant.codes import Codes
+from compress.weights.base import WeightPart
+from compress.weights.codes import CodesPart
+from compress.weights.layer import LayerScheme
+from compress.weights.outliers import OutliersPart, OutliersScheme
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all outlier features of a 6.7B model
@@ -25,9 +29,11 @@ THRESHOLD = 6.0  # section 3.2: smallest magnitude of an outlier; includes all o
 class LLMInt8(QuantizingPass):
     """Quantize weights and activations to int8; input columns with outliers are not rounded.
 
-    Weights of outlier columns are dequantized from their codes, so no weight is stored twice. outliers: 'runtime' finds
-    the columns in all tokens of each call. 'calibrated' fixes the columns in which more than `token_share` of the
-    calibration tokens reach the threshold; then a token's result does not depend on the other tokens of the call.
+    outliers: 'runtime' finds the columns in all tokens of each call. 'calibrated' fixes the columns in which more than
+    `token_share` of the calibration tokens reach the threshold; then a token's result does not depend on the other
+    tokens of the call. Weights of outlier columns are dequantized from their codes, so no weight is stored twice; the
+    paper multiplies them in 16 bits. `float_columns` stores that many columns in 16 bits, those in which most
+    calibration tokens reach the threshold: their weights are not rounded, and no scale needs to cover them.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.07339"
@@ -49,8 +55,23 @@ class LLMInt8(QuantizingPass):
         description="calibrated: outlier columns reach the threshold in more than this fraction of tokens",
     )
 
+    float_columns: int = Field(
+        default=0,
+        ge=0,
+        description="calibrated: number of columns, those with the most outliers, whose weights stay in 16 bits",
+    )
+    outlier_dtype: Literal["float16", "bfloat16"] = Field(
+        default="float16", description="with float_columns: dtype of their weights"
+    )
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {} if self.float_columns else {"outlier_dtype": "with float_columns: 0; leave it out"}
+        return super().without_effect() | idle
+
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
+        if self.float_columns and self.outliers == "runtime":
+            raise ValueError("float_columns needs outliers: calibrated; at run time any column may have outliers")
         if self.activations == "none":
             raise ValueError("activations: none rounds no inputs, so outliers have no effect; use rtn")
         if self.activation_scale != "token":
@@ -75,8 +96,28 @@ class LLMInt8(QuantizingPass):
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
         columns = layer.inputs.frequency > self.token_share
+        columns[self.in_floats(layer)] = True
         layer.log("note", "input columns that are not rounded", columns=int(columns.sum()))
         return InputRounding.of(self.input_grid, columns=columns)
 
-    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes:
-        return self.nearest(weight, layer)
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        rounded = super().becomes(before)
+        if not self.float_columns:
+            return rounded
+        return rounded.with_parts(*rounded.parts, OutliersScheme(self.float_columns, "column", self.outlier_dtype))
+
+    def in_floats(self, layer: Layer) -> Int[Tensor, " n"]:
+        """The columns whose weights stay in 16 bits, ascending; of equally many outliers the first columns."""
+        if not self.float_columns:
+            return torch.arange(0)
+        often = layer.inputs.frequency.argsort(descending=True, stable=True)
+        return often[: self.float_columns].sort().values
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | list[WeightPart]:
+        if not self.float_columns:
+            return self.nearest(weight, layer)
+        columns = self.in_floats(layer)
+        kept = weight if layer.mask is None else weight * layer.mask
+        codes = self.nearest(kept.index_fill(1, columns, 0), layer)
+        outliers = OutliersPart.of_columns(columns, kept[:, columns], weight.shape[1], self.outlier_dtype)
+        return [CodesPart.of(codes), outliers]

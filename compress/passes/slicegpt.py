@@ -19,11 +19,13 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears
+from compress.model.open.experts import in_experts
 from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, tensors
 from compress.model.reshape.residual import FORMS, TRADED, along, cut_hidden_channels
 from compress.model.reshape.widths import Width, hidden_width
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.links import find_groups
+from compress.model.structure.probes import norms_of
 from compress.numerics.metrics import relative_error
 from compress.numerics.rotation import principal_components
 
@@ -111,8 +113,16 @@ def with_own_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
-    """The linears that read each norm of hidden states. Raises ModelError if one reads another tensor."""
+    """The linears that read each norm of hidden states.
+
+    Raises ModelError, with the property that the model lacks, if one reads another tensor or norms do more than divide.
+    """
     wanted = set(width.modules("in", model))
+    if square := sorted(wanted & set(width.modules("out", model)) & set(_linears_of_blocks(model))):
+        raise ModelError(
+            f"{where}: both sides of {square[0]} have the hidden width, because the configuration has no size of a "
+            "head of its own, so a rotation of the hidden states would mix heads; use narrow"
+        )
     found: dict[str, list[str]] = {}
     for group in find_groups(model, lambda whole: logits_of(whole, ids)):
         names = [name for name in group.linears if name in wanted]
@@ -120,6 +130,12 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: s
             found.setdefault(group.norm, []).extend(names)
     read = {name for names in found.values() for name in names}
     if missing := sorted(wanted - read):
+        experts = tuple(f"{name}." for name in in_experts(model))
+        if experts and missing[0].startswith(experts):
+            raise ModelError(
+                f"{where}: {missing[0]} belongs to an expert: its norm is also read by a router, whose weight is no "
+                "linear that the norm could be folded into; use narrow"
+            )
         raise ModelError(
             f"{where}: {missing[0]} reads hidden states that are not the output of a norm and cannot be rotated; "
             "use narrow"
@@ -128,7 +144,17 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: s
         raise ModelError(
             f"{where}: {biased[0]} adds a bias (LayerNorm), which a rotation does not preserve; use narrow"
         )
+    written = [name for name in norms_of(model) if (f"{name}.weight", 0) in width.axes and name not in found]
+    if written:
+        raise ModelError(
+            f"{where}: {written[0]} scales the channels of what is added to the hidden states (a norm after attention "
+            "or feed-forward layer, which no linear reads), and a rotation does not preserve that; use narrow"
+        )
     return found
+
+
+def _linears_of_blocks(model: PreTrainedModel) -> list[str]:
+    return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]
 
 
 def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:

@@ -82,7 +82,9 @@ class SparseGPT(PruningPass):
     def without_effect(self) -> dict[str, str]:
         reason = "without rounding; add weights: int4, or leave it out"
         idle = dict.fromkeys(("group_size", "symmetric", "scale"), reason)
-        return super().without_effect() | (idle if self.weights is None else {})
+        if self.weights is not None:
+            idle = {"repair": "with weights: the sweep compensates kept weights as it rounds them; leave it out"}
+        return super().without_effect() | idle
 
     def _check_columns(self) -> None:
         span, groups = self.pattern.span, self.groups

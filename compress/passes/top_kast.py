@@ -14,15 +14,17 @@ from compress.model.linear import CompressedLinear
 from compress.numerics.sparse.masks import Pattern
 from compress.train.parametrization import Parametrization, Shares, magnitudes
 
+PENALTY = 0.1  # the usual weight decay of AdamW; the paper's 1e-4 is that of SGD with rates near 1
+
 
 class TopKAST(SparseTrainingPass):
     """Train at a constant sparsity: the forward pass uses the largest weights, and more weights than these are trained.
 
     Weights outside of B do not change. The exploration penalty is an L2 penalty with the coefficient `penalty`. Its
     factor is 1 in A, and 1/D in B without A, where D is the density of A; so a weight outside of A needs a larger
-    gradient to enter A. In the first stage A and B are chosen anew every few steps among all weights. In the second
-    stage, refinement, both are fixed and B equals A. With an N:M pattern B keeps more weights of each M than A. Weights
-    that earlier passes removed stay zero.
+    gradient to enter A. Its gradient is a decay, decoupled from the optimizer as in AdamW. In the first stage A and B
+    are chosen anew every few steps among all weights. In the second stage, refinement, both are fixed and B equals A.
+    With an N:M pattern B keeps more weights of each M than A. Weights that earlier passes removed stay zero.
     """
 
     paper: ClassVar[str] = "https://arxiv.org/abs/2106.03517"
@@ -30,7 +32,9 @@ class TopKAST(SparseTrainingPass):
     backward_sparsity: float | None = Field(
         default=None, ge=0, lt=1, description="fraction of the weights without a gradient; default: half of sparsity"
     )
-    penalty: float = Field(default=1e-4, ge=0, description="coefficient of the exploration penalty")
+    penalty: float = Field(
+        default=PENALTY, ge=0, description="coefficient of the exploration penalty, as the weight decay of AdamW"
+    )
     explore: float = Field(default=0.5, ge=0, le=1, description="fraction of the steps after which the masks are fixed")
     every: int = Field(default=1, ge=1, description="steps between two updates of the masks")
 
@@ -99,10 +103,11 @@ class _TwoSets(Parametrization):
 
     def adjust(self, weight: nn.Parameter) -> None:
         self._resting = weight[~self.outer]  # AdamW's moving averages would change them
-        if weight.grad is not None:
-            # d/dW of penalty * (|W_A|^2 / 2 + |W_{B without A}|^2 / (2 D))
-            factor = self.mask + (self.outer & ~self.mask) / self.step.density
-            weight.grad.add_(weight * factor, alpha=self.step.penalty)
+
+    def decay(self, weight: nn.Parameter, rate: float) -> None:
+        # W - rate * d/dW of penalty * (|W_A|^2 / 2 + |W_{B without A}|^2 / (2 D))
+        factor = self.mask + (self.outer & ~self.mask) / self.step.density
+        weight.sub_(weight * factor, alpha=rate * self.step.penalty)
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         if self._resting is not None:

@@ -13,14 +13,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, LayerFacts
-from compress.api.passes import LayerPass, ModelPass, Pass, Step
+from compress.api.passes import ModelPass, Pass, Step
 from compress.errors import ModelError, TargetError
 from compress.formats.base import Format
 from compress.model.embedding import layer_of
 from compress.model.kv_cache import attentions_containing, rounded_caches
 from compress.model.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
-from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import open_input
 from compress.model.open.supported import check_language_model
@@ -75,7 +74,6 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
             chosen = _in_attention(opened, names, chosen, where)
         _check_facts(step, list(facts) if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, facts, where)
-        _check_reference(step, chosen, opened, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
         _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
@@ -191,18 +189,6 @@ def nothing_compressed(where: str, count: int, hint: str = "") -> TargetError:
         f"{where}: it compares blocks before and after compression, but no pass right before it compresses one of "
         f"its {count} linears; put it directly after the passes that compress them{hint}"
     )
-
-
-def _check_reference(step: Pass, names: Sequence[str], opened: OpenModel, where: str) -> None:
-    """Raise TargetError if a pass compares a layer's inputs with those of the uncompressed model in an expert."""
-    if not isinstance(step, LayerPass) or not step.requires.reference:
-        return
-    experts = tuple(f"{name}." for name in in_experts(opened.model))
-    if inside := [name for name in names if experts and name.startswith(experts)]:
-        raise TargetError(
-            f"{where}: {inside[0]} sees only the tokens routed to its expert, so its inputs cannot be compared with "
-            "those of the uncompressed model; leave experts out (ignore), or turn the comparison off in the pass"
-        )
 
 
 def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[str]]:

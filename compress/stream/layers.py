@@ -12,7 +12,7 @@ from compress.api.layers import Layer
 from compress.api.observers import CrossGram, Nothing, Observer, Sample, without_data
 from compress.api.passes import LayerPass
 from compress.model.linear import replace_linear
-from compress.model.open.experts import in_experts
+from compress.model.open.experts import ROUTED, in_experts, unroute
 from compress.stream.context import BlockContext
 from compress.stream.install import LayerResult, install, of_one_input
 from compress.stream.lockstep import in_turn, lockstep
@@ -54,6 +54,7 @@ class LayerWork:
         self.reference_outputs: ActivationStore | None = None
         if step.requires.reference:
             original = twin(module)
+            unroute(original)
             assert context.state.reference is not None
             forwards = context.forwards(original, context.state.reference)
             self.reference = Reference(original, self.stages, forwards, context.state.tokens)
@@ -85,7 +86,8 @@ class LayerWork:
         self.samples[name].update(rows)
         observer, transform = self.seen[name], self.layers[name].transform
         if self.reference is not None and isinstance(observer, CrossGram):
-            reference = self.reference.rows(stage, self.context.full(name), rows)
+            routed = ROUTED.get() if self._in_expert(name) else None
+            reference = self.reference.rows(stage, self.context.full(name), rows, routed)
             observer.compare(transform(rows), transform(reference))
         else:
             observer.update(transform(rows))
@@ -95,7 +97,7 @@ class LayerWork:
 
     def _solve_stage(self, stage: int) -> None:
         members = self.stages[stage]
-        if self.step.observes is not Nothing:
+        if self.step.observer is not Nothing:
             self._check_tokens(members)
         shared_absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
         for name in members:
@@ -109,7 +111,7 @@ class LayerWork:
         """
         seen, wanted = self.seen[members[0]], self.context.expert_tokens
         tokens = seen.tokens
-        few = tokens < wanted and any(members[0].startswith(name + ".") for name in self.experts)
+        few = tokens < wanted and self._in_expert(members[0])
         if tokens == 0:
             message = "no calibration token reached this layer; it is compressed without calibration data"
             without_data(seen)
@@ -119,6 +121,9 @@ class LayerWork:
             return
         for name in members:
             self.context.logger(self.context.full(name))("fallback", message, tokens=tokens, wanted=wanted)
+
+    def _in_expert(self, name: str) -> bool:
+        return any(name.startswith(expert + ".") for expert in self.experts)
 
     def _solve(self, name: str, shared_absmax: float) -> None:
         layer, full = self.layers[name], self.context.full(name)

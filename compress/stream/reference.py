@@ -61,14 +61,19 @@ class Reference:
 
         return run
 
-    def rows(self, stage: int, name: str, rows: Tensor) -> Tensor:
+    def rows(self, stage: int, name: str, rows: Tensor, routed: Tensor | None = None) -> Tensor:
         """The inputs of a stage in the uncompressed model, [tokens, in], for the batch of `rows`.
+
+        routed: the indices of the tokens in `rows`, for a linear of an expert, which computes all tokens in the
+        uncompressed model: its router may choose other experts for some of them.
 
         Raises TargetError when the layer does not see every token of the batch, so that rows cannot be paired.
         """
         index = self._index[greenlet.getcurrent()]
         tokens = self._tokens[index]
-        found = self._advance(index, stage) if rows.shape[0] == tokens else None
+        found = self._advance(index, stage) if routed is not None or rows.shape[0] == tokens else None
+        if routed is not None and found is not None and found.shape[0] == tokens:
+            found = found[routed]
         if found is None or found.shape != rows.shape:
             raise TargetError(
                 f"{name}: sees {rows.shape[0]} of {tokens} tokens, so its inputs cannot be compared with those of the "

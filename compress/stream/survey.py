@@ -7,15 +7,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from compress.api.context import Run
 from compress.api.layers import Layer, Surveyed
 from compress.api.observers import Nothing, Observer, without_data
 from compress.api.passes import Survey
 from compress.model.linear import CompressedLinear
-from compress.model.structure.blocks import Block
+from compress.model.open.opening import InMemory, OpenModel
+from compress.model.structure.blocks import Block, find_blocks
 from compress.stream.block_inputs import Inputs
-from compress.stream.context import BlockContext
+from compress.stream.capture import ModelShell
+from compress.stream.context import BlockContext, captured
+from compress.stream.store import STORE_BYTES
+
+BATCH, PROBE = 4, 64  # sequences of a forward pass, and tokens of the probe, for a model in memory
 
 
 @dataclass
@@ -60,6 +68,25 @@ def run_surveys(
             task.found |= task.survey.collect([_surveyed(inputs, name, gathered) for name in inputs.names])
         release(block)
     return {task.label: dict(task.survey.allocate(task.found)) for task in tasks}
+
+
+def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], run: Run, where: str) -> dict[str, Any]:
+    """The allocation of a survey over a model in memory, by full name, for passes over the whole model.
+
+    names: of the linears. where: the label of the pass. The model does not change.
+    """
+    assert run.calibration is not None
+    first = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    ids = run.calibration
+    tasks = [SurveyTask(where, survey, names, {})]
+    with torch.no_grad():
+        state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
+        found = run_surveys(
+            opened.blocks, tasks, lambda block: block.module, lambda block: None,
+            lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", STORE_BYTES, 0),
+        )  # fmt: skip
+    return found[where]
 
 
 def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from compress.numerics.quant.codes import Codes, grouped, quantize, spread, store
-from compress.numerics.quant.fake import gradient_scale, learned_step, levels, straight
+from compress.numerics.quant.fake import learned_step, levels, straight
 from compress.numerics.quant.rounding import GridOptions
 from compress.numerics.quant.scales import positive
 from compress.train.linear import SMALLEST_FACTOR
@@ -34,7 +35,19 @@ class FakeQuantized(Parametrization):
         how = self.rounding
         with torch.no_grad():
             options = how.grid, how.group_size, how.symmetric, how.search, self.mask, how.dtype
-            return quantize(weight, *options, signed=how.signed)
+            found = quantize(weight, *options, signed=how.signed)
+            if not how.grid.centered:
+                return found
+            scale = spread(found.scale, weight.shape[1], how.group_size)
+            return replace(found, codes=store(how.grid.encode(self.centered(weight), scale, None), how.grid))
+
+    def centered(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """The weight whose nearest values are its codes, with the gradient of the weight.
+
+        Sign(W - mean(W)) for a binary grid (Wang 2023, arXiv 2310.11453, equations 1 to 3), so that both codes
+        stay in use while the mean moves; the scale is that of W.
+        """
+        return weight - weight.detach().mean() if self.rounding.grid.centered else weight
 
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         kept = weight if self.mask is None else weight * self.mask
@@ -71,7 +84,6 @@ class LearnedSteps(FakeQuantized):
         self.register_buffer("zero", start.zero)
         self.factor = nn.Parameter(torch.ones_like(start.scale))
         self.shift = None if start.zero is None else nn.Parameter(torch.zeros_like(start.zero))
-        self.gradient_factor = gradient_scale(rounding.grid, grouped(weight, rounding.group_size).shape[-1])
 
     def steps(self) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"] | None]:
         """The scales in their stored precision and the integer zero points, with gradients."""
@@ -86,9 +98,9 @@ class LearnedSteps(FakeQuantized):
     def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         kept = weight if self.mask is None else weight * self.mask
         scale, zero = self.steps()
-        parts = grouped(kept, self.rounding.group_size)
+        parts = grouped(self.centered(kept), self.rounding.group_size)
         zero = None if zero is None else zero[..., None]
-        found = learned_step(parts, scale[..., None], zero, self.rounding.grid, self.gradient_factor)
+        found = learned_step(parts, scale[..., None], zero, self.rounding.grid)
         return found.reshape(weight.shape[0], -1)[:, : weight.shape[1]]
 
     @torch.no_grad()
@@ -103,6 +115,6 @@ class LearnedSteps(FakeQuantized):
     def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
         how, width = self.rounding, weight.shape[1]
         scale, zero = self.steps()
-        kept = weight if self.mask is None else weight * self.mask
+        kept = self.centered(weight if self.mask is None else weight * self.mask)
         every = spread(scale, width, how.group_size), None if zero is None else spread(zero, width, how.group_size)
         return Codes(store(how.grid.encode(kept, *every), how.grid), scale, zero, how.grid, how.group_size), None

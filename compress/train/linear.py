@@ -122,6 +122,14 @@ class TrainedLinear(nn.Module):
                 how.adjust(self.weight)
 
     @torch.no_grad()
+    def decay(self, rate: float) -> None:
+        """Let the parametrization shrink the weight, before the optimizer's step with this learning rate."""
+        how = self.parametrization
+        if how is not None and self.weight is not None and type(how).decay is not Parametrization.decay:
+            with full_parameters(self):
+                how.decay(self.weight, rate)
+
+    @torch.no_grad()
     def update(self, done: int, of: int) -> Shares:
         """Project trained tensors after `done` of `of` steps: scales stay above 0, pruned weights at 0."""
         if self.factor is not None:

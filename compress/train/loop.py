@@ -218,6 +218,7 @@ class _Trainer:
         found, norm = float(mean), float(full(clipped))
         if not (math.isfinite(found) and math.isfinite(norm)):
             self._fail(step + 1, found, norm)
+        self.student.decay(self.settings.rate_of("weights") * self.rates[step])
         self.stepper.step()
         self.stepper.zero_grad()
         shares = self.student.update(step + 1, len(self.order))

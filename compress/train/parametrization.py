@@ -25,8 +25,8 @@ class Parametrization(nn.Module):
     """How one linear's weight W [out, in] is trained; a pass that trains gives each linear its own instance.
 
     In every step, `forward` computes the weight of the matrix product, with its own rule for the gradient. After the
-    gradients of all parts of the step are summed, `adjust` may change the gradient of W. After the optimizer's step,
-    `update` applies scheduled changes. At the end, `finalize` returns the layer's final weight.
+    gradients of all parts of the step are summed, `adjust` may change the gradient of W, and `decay` W itself. After
+    the optimizer's step, `update` applies scheduled changes. At the end, `finalize` returns the layer's final weight.
 
     Its parameters are trained in addition to W, with the rate of the kind `own`. Its buffers hold all other state that
     the next step depends on, such as masks, and are changed only in place. Checkpoints contain both, and both are
@@ -42,6 +42,13 @@ class Parametrization(nn.Module):
 
     def adjust(self, weight: nn.Parameter) -> None:
         """Change `weight.grad`, the gradient of the whole step, before it is clipped and the optimizer steps."""
+
+    def decay(self, weight: nn.Parameter, rate: float) -> None:
+        """Shrink weights before the optimizer's step. rate: the learning rate of weights in this step.
+
+        Decoupled from the gradient as the decay of AdamW (Loshchilov & Hutter 2019): a penalty in the gradient would be
+        divided by its moving average, so that the size of the penalty would hardly matter.
+        """
 
     def update(self, weight: nn.Parameter, done: int, of: int) -> Shares:
         """Apply changes after step number `done` of `of`, and before the first step with done = 0.

@@ -90,6 +90,11 @@ class Student:
             for layer in self.layers.values():
                 layer.adjust()
 
+    def decay(self, rate: float) -> None:
+        """Let parametrizations shrink their weights. rate: the learning rate of weights in this step."""
+        for layer in self.layers.values():
+            layer.decay(rate)
+
     def update(self, done: int, of: int) -> dict[str, float]:
         """Apply all updates after a step, and before the first (done = 0): positive scales, zeros at pruned weights.
 

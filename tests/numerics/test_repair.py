@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from draws import correlated, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compress.numerics.repair import repaired
+from compress.errors import NumericError
+from compress.numerics.repair import repaired, repaired_in_mask
 
 
 @settings(deadline=None, max_examples=30)
@@ -40,3 +42,73 @@ def test_where_nothing_came_by_the_weight_stays():
     weight = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     found, used = repaired(weight, torch.zeros(3, 3), torch.tensor([2, 0]), 0.01)
     assert torch.equal(found, weight[:, [2, 0]]) and used == pytest.approx(0.01)
+
+
+def error(found, weight, rows):
+    return float(((found - weight) @ rows.T).norm())
+
+
+def exact(weight, mask, gram, damping):
+    """Each row on its own: G_MM v = (G w)_M, solved densely in float64."""
+    damped = gram.double() + damping * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    found = torch.zeros_like(weight, dtype=torch.float64)
+    for i, (row, kept) in enumerate(zip(weight.double(), mask, strict=True)):
+        found[i, kept] = torch.linalg.solve(damped[kept][:, kept], (damped @ row)[kept])
+    return found
+
+
+@settings(deadline=None, max_examples=20)
+@given(width=st.integers(2, 24), share=st.floats(0.1, 0.9), seed=st.integers(0, 99))
+def test_as_many_steps_as_columns_give_the_optimum_of_the_mask(width, share, seed):
+    draw = torch.Generator().manual_seed(seed)
+    rows, weight = torch.randn(60, width, generator=draw), torch.randn(5, width, generator=draw)
+    mask = torch.rand(5, width, generator=draw) < share
+    gram = rows.T @ rows
+    found = repaired_in_mask(weight, weight * mask, mask, gram, 0.01, 2 * width)
+    assert bool((found[~mask] == 0).all())
+    torch.testing.assert_close(found.double(), exact(weight, mask, gram, 0.01), atol=2e-3, rtol=2e-3)
+
+
+def test_every_step_lowers_the_error_from_any_start():
+    rows, weight = correlated(width=40), random(16, 40, seed=1)
+    mask, gram = random(16, 40, seed=2) > 0, rows.T @ rows
+    start = (weight + random(16, 40, seed=3)) * mask
+    errors = [error(repaired_in_mask(weight, start, mask, gram, 1e-6, n), weight, rows) for n in range(0, 10, 2)]
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.5 * errors[0]
+    best = error(exact(weight, mask, gram, 1e-6).float(), weight, rows)
+    assert 0.999 * best <= errors[-1] < 1.1 * best
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_rows_that_have_converged_stay(scale):
+    """Also where others still move, and for weights and inputs of any size."""
+    rows, weight = correlated(width=12), random(4, 12, seed=1)
+    weight[1] *= 1e-6
+    mask, gram = random(4, 12, seed=2) > 0, rows.T @ rows
+    mask[3] = False
+    mask[3, :2] = True
+    found = [repaired_in_mask(weight, weight * mask, mask, gram * scale, 1e-4, n) for n in (100, 400, 1000)]
+    assert all(torch.isfinite(each).all() for each in found)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(found[2], found[1])
+
+
+def test_columns_without_inputs_and_rows_without_weights_stay():
+    rows, weight = correlated(width=12), random(4, 12, seed=1)
+    rows[:, [2, 7]] = 0
+    mask = random(4, 12, seed=2) > 0
+    mask[1], mask[2] = False, True
+    found = repaired_in_mask(weight, weight * mask, mask, rows.T @ rows, 0.01, 24)
+    assert torch.isfinite(found).all() and (found[1] == 0).all()
+    assert torch.equal(found[:, [2, 7]], (weight * mask)[:, [2, 7]])  # nothing is known of them
+    torch.testing.assert_close(found[2], weight[2])  # nothing was removed
+    without = repaired_in_mask(weight, weight * mask, mask, torch.zeros(12, 12), 0.01, 24)
+    assert torch.equal(without, weight * mask)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_hessian_that_is_not_finite_is_an_error(value):
+    gram = torch.eye(4)
+    gram[1, 1] = value
+    with pytest.raises(NumericError, match="holds NaN or infinity"):
+        repaired_in_mask(torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4, dtype=torch.bool), gram, 0.01, 2)

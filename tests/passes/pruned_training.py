@@ -31,10 +31,11 @@ def in_training(step, weight=WEIGHT, mask=None):
 
 
 def stepped(linear, weight, gradient, rate, done, of):
-    """One plain step of gradient descent, as the loop goes about it: gradient, adjust, step, update; what it told."""
+    """One plain step of gradient descent, as the loop goes about it: gradient, adjust, decay, step, update; what it told."""
     weight.grad = None
     (linear.parametrization(weight) * gradient).sum().backward()
     linear.adjust()
+    linear.decay(rate)
     with torch.no_grad():
         weight -= rate * weight.grad
     return linear.update(done, of)

@@ -81,6 +81,38 @@ def test_calibrated_columns_are_those_that_enough_tokens_reach(layer_of, notes):
     assert [figures["columns"] for _, _, figures in notes] == [2, 1, 0]
 
 
+def test_weights_of_the_columns_with_most_outliers_stay_in_16_bits(layer_of):
+    """Column 5 in half of the tokens, column 2 in one of ten; a third has none, so it is the first of the rest."""
+    rows, weight = random(10, 8).clamp(-3, 3), random(4, 8)
+    rows[0, 2], rows[:5, 5] = -6.0, 7.0
+    weight[:, 5] *= 100  # no scale needs to cover it
+    layer = replace(layer_of(), inputs=seen_of(rows))
+    solution = solve(LLMInt8(outliers="calibrated", float_columns=3), weight, layer)
+    codes, outliers = solution.weight
+    assert outliers.columns.tolist() == [0, 2, 5] and outliers.dtype == torch.float16
+    assert torch.equal(outliers.values, weight[:, [0, 2, 5]].half())
+    rest = [1, 3, 4, 6, 7]
+    wanted = quantize(weight.index_fill(1, torch.tensor([0, 2, 5]), 0), INT8).dense()
+    assert torch.equal(codes.dense(torch.float32), wanted) and not wanted[:, [0, 2, 5]].any()
+    assert float((wanted - weight)[:, rest].abs().max()) < 0.02
+    assert solution.transforms[0].columns.nonzero().flatten().tolist() == [0, 2, 5]
+    again = solve(LLMInt8(outliers="calibrated", float_columns=1), weight, layer)
+    assert again.transforms[0].columns.nonzero().flatten().tolist() == [2, 5], "column 2 multiplies dequantized codes"
+
+
+def test_it_is_better_than_dequantized_outliers_and_is_read_back(recipe, tmp_path):
+    step = LLMInt8(outliers="calibrated", float_columns=2)
+    calibration, found = torch.arange(256).reshape(4, 64), []
+    for each in (LLMInt8(outliers="calibrated"), step):
+        found.append(divergence(compress.apply(planted(), [each], calibration), planted()))
+    assert found[1] < found[0]
+    asked = recipe(step, save={"format": "native"})
+    planned, report = compress.plan(asked), compress.run(asked, tmp_path).report
+    assert report["verified"]["own"] <= LOGITS and report["size"]["tensor_bytes"] == planned.checkpoint_bytes
+    layer = compress.load(tmp_path)[0].get_submodule("model.layers.0.mlp.up_proj")
+    assert [part.kind for part in layer.parts] == ["codes", "outliers"]
+
+
 def test_without_tokens_nothing_can_be_calibrated(layer_of):
     layer = replace(layer_of(), inputs=seen_of(torch.empty(0, 8)))
     with pytest.raises(NumericError, match="no calibration token reached this layer; use outliers: runtime"):
@@ -119,6 +151,8 @@ def test_only_calibrated_outliers_need_data(pico_model):
         ({"activation_scale": "static"}, "activation_scale: static is not possible"),
         ({"token_share": 0.1}, "token_share needs outliers: calibrated"),
         ({"threshold": 0}, "greater than 0"),
+        ({"float_columns": 2}, "float_columns needs outliers: calibrated"),
+        ({"outlier_dtype": "bfloat16"}, "outlier_dtype has no effect with float_columns: 0"),
     ],
 )
 def test_a_wrong_option_says_what_is_right(options, message):

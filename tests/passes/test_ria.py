@@ -37,8 +37,8 @@ def test_no_row_or_column_is_removed_whole_where_magnitude_would(layer_of):
     weight[3] *= 0.01
     weight[:, 5] *= 0.01
     seen = seen_of([1.0] * 16)
-    ria = RIA(pattern="layer").solve(weight, seen, layer_of()).mask
-    wanda = Wanda(pattern="layer").solve(weight, seen, layer_of()).mask
+    ria = RIA(repair=0, pattern="layer").solve(weight, seen, layer_of()).mask
+    wanda = Wanda(repair=0, pattern="layer").solve(weight, seen, layer_of()).mask
     assert not wanda[3].any() and not wanda[:, 5].any()
     assert ria[3].any() and ria[:, 5].any()
 
@@ -49,7 +49,7 @@ def test_rows_and_columns_of_zeros_score_zero(layer_of, notes):
     score = RIA().score(weight, seen_of([1.0, 2, 3, 4]))
     assert torch.isfinite(score).all()
     assert (score[1] == 0).all() and (score[:, 2] == 0).all() and (score[0, [0, 1, 3]] > 0).all()
-    solution = RIA().solve(random(4, 4), seen_of([0.0] * 4), layer_of())
+    solution = RIA(repair=0).solve(random(4, 4), seen_of([0.0] * 4), layer_of())
     assert solution.mask.sum(1).tolist() == [2] * 4
     assert notes[0][:2] == ("fallback", "all scores are zero; magnitudes are used instead")
 
@@ -60,14 +60,14 @@ def test_rows_and_columns_of_zeros_score_zero(layer_of, notes):
 def test_every_pattern_keeps_the_highest_scores_of_its_units(layer_of, options, unit):
     weight, seen = random(6, 16), seen_of(random(16, seed=1).abs().tolist())
     score = RIA().score(weight, seen).reshape(-1, unit)
-    kept = RIA(**options).solve(weight, seen, layer_of()).mask.reshape(-1, unit)
+    kept = RIA(repair=0, **options).solve(weight, seen, layer_of()).mask.reshape(-1, unit)
     wanted = torch.zeros_like(kept).scatter_(1, score.topk(unit // 2).indices, True)
     assert torch.equal(kept, wanted)
 
 
 def test_blocks_of_rows_are_kept_by_their_mean(layer_of):
     weight, seen = random(8, 6), seen_of(random(6, seed=1).abs().tolist())
-    kept = RIA(pattern="4x1").solve(weight, seen, layer_of()).mask.reshape(2, 4, 6)
+    kept = RIA(repair=0, pattern="4x1").solve(weight, seen, layer_of()).mask.reshape(2, 4, 6)
     means = RIA().score(weight, seen).reshape(2, 4, 6).mean(1)
     assert torch.equal(kept.all(1), kept.any(1))
     assert means[kept.all(1)].min() > means[~kept.all(1)].max()

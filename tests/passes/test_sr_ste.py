@@ -41,7 +41,21 @@ def test_pruned_weights_shrink_by_the_decay_and_without_one_get_the_plain_gradie
     stepped(linear, weight, torch.zeros(4, 4), 0.1, 1, 5)
     assert torch.allclose(weight, WEIGHT * (1 - 0.1 * decay * ~KEPT))
     stepped(linear, weight, torch.ones(4, 4), 0.0, 2, 5)
-    assert torch.allclose(weight.grad, 1 + decay * weight.detach() * ~KEPT), "straight through to all of W"
+    assert torch.equal(weight.grad, torch.ones(4, 4)), "straight through to all of W"
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0])
+def test_the_decay_does_not_depend_on_the_size_of_the_gradient(size):
+    """Adam divides a gradient by its average; a decay inside of it would be of no size of its own."""
+    linear, weight = in_training(SRSTE(decay=2.0))
+    optimizer, before = torch.optim.AdamW([weight], lr=0.01, weight_decay=0), weight.detach().clone()
+    linear.update(0, 5)
+    (linear.parametrization(weight) * size).sum().backward()
+    linear.adjust()
+    linear.decay(0.01)
+    optimizer.step()
+    wanted = before * (1 - 0.01 * 2.0 * ~KEPT) - 0.01
+    assert torch.allclose(weight, wanted, atol=2e-4)
 
 
 def test_the_mask_is_that_of_the_largest_weights_after_every_step(pico_model, pico_ids):

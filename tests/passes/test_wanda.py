@@ -33,7 +33,7 @@ def test_the_score_by_hand():
     ],
 )
 def test_what_is_kept_by_hand(layer_of, options, kept):
-    solution = Wanda(**options).solve(WEIGHT, seen_of(INPUTS, InputNorm), layer_of())
+    solution = Wanda(repair=0, **options).solve(WEIGHT, seen_of(INPUTS, InputNorm), layer_of())
     assert solution.mask.int().tolist() == kept
     assert torch.equal(solution.weight, WEIGHT * torch.tensor(kept))
     assert solution.transforms == ()
@@ -41,7 +41,7 @@ def test_what_is_kept_by_hand(layer_of, options, kept):
 
 def test_the_norm_of_the_inputs_decides_between_equal_weights(layer_of):
     rows = random(50, 8) * torch.tensor([1.0, 5, 2, 8, 3, 7, 4, 6])
-    solution = Wanda(sparsity=0.5).solve(torch.ones(3, 8), seen_of(rows, InputNorm), layer_of())
+    solution = Wanda(repair=0, sparsity=0.5).solve(torch.ones(3, 8), seen_of(rows, InputNorm), layer_of())
     assert solution.mask.int().tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]] * 3
 
 
@@ -49,7 +49,7 @@ def test_the_norm_of_the_inputs_decides_between_equal_weights(layer_of):
 def test_pruning_again_keeps_what_was_pruned_pruned(layer_of, pattern):
     weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2), InputNorm)
     old = random(6, 16, seed=3) > -0.4  # some weights are gone, not by any pattern
-    solution = Wanda(pattern=pattern).solve(weight * old, seen, layer_of(old))
+    solution = Wanda(repair=0, pattern=pattern).solve(weight * old, seen, layer_of(old))
     assert not (solution.mask & ~old).any()
     assert (solution.weight[~solution.mask] == 0).all()
     assert torch.equal(solution.weight[solution.mask], weight[solution.mask])
@@ -59,18 +59,18 @@ def test_pruning_again_keeps_what_was_pruned_pruned(layer_of, pattern):
 
 def test_pruned_weights_count_towards_the_sparsity(layer_of):
     weight, seen = random(6, 16, seed=1), seen_of(random(20, 16, seed=2), InputNorm)
-    first = Wanda(sparsity=0.25).solve(weight, seen, layer_of())
-    second = Wanda(sparsity=0.5).solve(first.weight, seen, layer_of(first.mask))
-    at_once = Wanda(sparsity=0.5).solve(weight, seen, layer_of())
+    first = Wanda(repair=0, sparsity=0.25).solve(weight, seen, layer_of())
+    second = Wanda(repair=0, sparsity=0.5).solve(first.weight, seen, layer_of(first.mask))
+    at_once = Wanda(repair=0, sparsity=0.5).solve(weight, seen, layer_of())
     assert torch.equal(second.mask, at_once.mask)
-    less = Wanda(sparsity=0.1).solve(first.weight, seen, layer_of(first.mask))
+    less = Wanda(repair=0, sparsity=0.1).solve(first.weight, seen, layer_of(first.mask))
     assert torch.equal(less.mask, first.mask)
 
 
 def test_a_weight_that_is_zero_but_kept_ranks_above_a_pruned_one(layer_of):
     mask = torch.tensor([[False, True, True, True]])
     weight = torch.tensor([[0.0, 0.0, 5.0, 6.0]])
-    solution = Wanda(sparsity=0.25).solve(weight, seen_of(torch.ones(1, 4), InputNorm), layer_of(mask))
+    solution = Wanda(repair=0, sparsity=0.25).solve(weight, seen_of(torch.ones(1, 4), InputNorm), layer_of(mask))
     assert solution.mask.tolist() == mask.tolist()
 
 

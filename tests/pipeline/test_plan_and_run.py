@@ -81,12 +81,10 @@ def test_an_encoder_has_no_cache(recipe, tiny_folder, tmp_path):
     assert "passes[0] kv_cache: " in agree(asked, tmp_path / "out")
 
 
-def test_inputs_of_experts_cannot_be_compared(recipe, tiny_folder, tmp_path):
-    asked = recipe(GPTQ(group_size=16, error="asymmetric"), model=tiny_folder("qwen3-moe"))
-    line = agree(asked, tmp_path / "out")
-    assert line.startswith("passes[0] gptq: model.layers.0.mlp.experts.0.") and "leave experts out (ignore)" in line
-    fine = GPTQ(group_size=16, error="asymmetric", ignore="*.experts.*")
-    assert compress.plan(recipe(fine, model=tiny_folder("qwen3-moe"), save={"format": "native"})).layers
+def test_inputs_of_experts_can_be_compared(recipe, tiny_folder):
+    fine = GPTQ(group_size=16, error="asymmetric")
+    found = compress.plan(recipe(fine, model=tiny_folder("qwen3-moe"), save={"format": "native"}))
+    assert any(".experts." in layer.name for layer in found.layers)
 
 
 # ---- the output folder ----

@@ -64,7 +64,7 @@ def obvious(opened, batches, step):
             seen = {}
             for name in stage:
                 layer = block.module.get_submodule(name)
-                seen[name] = step.observes(CompressedLinear.of(layer).shape[1], torch.device("cpu"))
+                seen[name] = step.observer(CompressedLinear.of(layer).shape[1], torch.device("cpu"))
                 hook = lambda module, args, s=seen[name]: s.update(args[0].reshape(-1, args[0].shape[-1]))  # noqa: E731
                 seen[name].handle = layer.register_forward_pre_hook(hook)
             forward()

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ from compress.model.linear import CompressedLinear
 PROOF_TOLERANCE = 1e-5  # relative, float32: another summation order differs by 1e-7
 PROOF_UNIT = 8  # the verification replaces the common divisor of the real widths by this
 PROBE_TOKENS = 16  # random tokens with which links inside an expert are found and verified
+ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
+"""The indices of the tokens that the current expert computes; forward passes in lockstep each have their own."""
+
 NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
@@ -73,8 +77,9 @@ class Experts(nn.Module):
     """Opened experts, by number. The arguments are those of the original: tokens, expert numbers, expert weights.
 
     all_tokens: every expert sees all tokens, with an equal weight in addition to the router's. Probes and verifications
-    use this to run every expert and to see every change of the routing. named: transformers reads the linears under
-    these names.
+    use this to run every expert and to see every change of the routing. unrouted: every expert computes all tokens, and
+    the output is that of the routed ones, for comparisons with a model that routes tokens to other experts. named:
+    transformers reads the linears under these names.
     """
 
     def __init__(self, experts: Sequence[Expert], named: bool) -> None:
@@ -84,6 +89,7 @@ class Experts(nn.Module):
         self.count = len(experts)
         self.named = named
         self.all_tokens = False
+        self.unrouted = False
 
     def expert(self, number: int) -> Expert:
         """The expert with this number."""
@@ -102,7 +108,11 @@ class Experts(nn.Module):
                 output += (found * weight).to(output.dtype)
                 continue
             token, place = torch.where(chosen == number)
-            if len(token):
+            if self.unrouted:
+                every = self.expert(number)(x.clone())
+                output.index_add_(0, token, (every[token] * weights[token, place, None]).to(output.dtype))
+            elif len(token):
+                ROUTED.set(token)
                 found = self.expert(number)(x[token]) * weights[token, place, None]
                 output.index_add_(0, token, found.to(output.dtype))
         return output
@@ -135,6 +145,13 @@ def exercised(module: nn.Module) -> Iterator[None]:
     finally:
         for child in found:
             child.all_tokens = False
+
+
+def unroute(block: nn.Module) -> None:
+    """Let every expert below a module compute all tokens; the output stays that of the routed ones."""
+    for child in block.modules():
+        if isinstance(child, Experts):
+            child.unrouted = True
 
 
 def in_experts(block: nn.Module) -> dict[str, Expert]:

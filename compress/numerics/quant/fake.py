@@ -12,7 +12,6 @@ Bhalgat 2020, arXiv 2004.09576, equation 6):
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -29,23 +28,16 @@ def levels(grid: Grid) -> tuple[float, float]:
     return low, high
 
 
-def gradient_scale(grid: Grid, count: int) -> float:
-    """1 / sqrt(n Q): the gradient scale of the step size of n weights; Q is the highest level (LSQ, section 2.2)."""
-    return 1 / math.sqrt(count * levels(grid)[1])
-
-
 class _LearnedStep(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid, gradient_factor: float
-    ) -> Tensor:
+    def forward(ctx: Any, values: Tensor, scale: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
         found = grid.decode(grid.encode(values, scale, zero), scale, zero)
         ctx.save_for_backward(values, scale, zero, found)
-        ctx.levels, ctx.gradient_factor = levels(grid), gradient_factor
+        ctx.levels = levels(grid)
         return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         (gradient,) = gradients
         values, scale, zero, found = ctx.saved_tensors
         low, high = ctx.levels
@@ -54,8 +46,7 @@ class _LearnedStep(torch.autograd.Function):
         inside = (whole > low) & (whole < high)
         to_scale = (gradient * (found / scale - at * inside)).sum(-1, keepdim=True)
         to_zero = None if zero is None else -(gradient * ~inside * scale).sum(-1, keepdim=True)
-        to_zero = None if to_zero is None else to_zero * ctx.gradient_factor
-        return gradient * inside, to_scale * ctx.gradient_factor, to_zero, None, None
+        return gradient * inside, to_scale, to_zero, None
 
 
 def learned_step(
@@ -63,10 +54,13 @@ def learned_step(
     scale: Float[Tensor, "rows groups 1"],
     zero: Float[Tensor, "rows groups 1"] | None,
     grid: Grid,
-    gradient_factor: float = 1.0,
 ) -> Float[Tensor, "rows groups size"]:
-    """Values rounded to the grid, with LSQ's gradients; gradient_factor scales those of scales and zero points."""
-    return _LearnedStep.apply(values, scale, zero, grid, gradient_factor)  # type: ignore[return-value]
+    """Values rounded to the grid, with LSQ's gradients.
+
+    LSQ multiplies the gradient of a scale by 1 / sqrt(n Q) (section 2.2), so that plain gradient descent moves it, as
+    a share of itself, as far as weights. AdamW and Lion divide gradients by their size, so the factor is left out.
+    """
+    return _LearnedStep.apply(values, scale, zero, grid)  # type: ignore[return-value]
 
 
 def straight(values: Float[Tensor, "*any"], rounded: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

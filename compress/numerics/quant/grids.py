@@ -35,7 +35,8 @@ class Grid(ABC):
 
     name: its key in a recipe. bits: storage per value. scaling: which scales are representable and how they are stored.
     group_size: the only group size that the grid allows, if it fixes one. averaged: by default a scale is the mean
-    magnitude of its weights; a scale search can override this.
+    magnitude of its weights; a scale search can override this. centered: training chooses the codes from the weight
+    minus the mean of its matrix.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Grid(ABC):
     scaling: Scaling = field(default=FloatScale(), kw_only=True)
     group_size: int | None = field(default=None, kw_only=True)
     averaged: bool = field(default=False, kw_only=True)
+    centered: bool = field(default=False, kw_only=True)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle a grid by its name: a copy of a layer has the same grid, not an equal one."""
@@ -330,7 +332,7 @@ _GRIDS = (
     Float4Grid("nvfp4", 4, scaling=Float8Scale(), group_size=16),
     LevelGrid("nf4", 4, NF4_LEVELS),
     LevelGrid("ternary", 2, (-1.0, 0.0, 1.0), averaged=True),  # Ma 2024, arXiv 2402.17764, equations 1 to 3
-    LevelGrid("binary", 1, (-1.0, 1.0), averaged=True),  # Wang 2023, arXiv 2310.11453: the sign, -1 for 0
+    LevelGrid("binary", 1, (-1.0, 1.0), averaged=True, centered=True),  # Wang 2023, arXiv 2310.11453
     LevelGrid("nf4_dq", 4, NF4_LEVELS, scaling=DoubleScale()),
     IntGrid("int4_signed", 4, scaling=FloatScale(either_sign=True)),  # a scale of either sign, as Q4_0 of llama.cpp
     IntGrid("int5_signed", 5, scaling=FloatScale(either_sign=True)),

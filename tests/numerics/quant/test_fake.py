@@ -1,20 +1,18 @@
 """Fake quantization: LSQ's gradients by hand and by differences, and the gradient that passes straight through."""
 
-import math
-
 import pytest
 import torch
 
-from compress.numerics.quant.fake import gradient_scale, learned_step, levels, straight
+from compress.numerics.quant.fake import learned_step, levels, straight
 from compress.numerics.quant.grids import GRIDS
 
 
-def one_group(values, scale, grid, zero=None, share=1.0):
+def one_group(values, scale, grid, zero=None):
     """(rounded, gradients of values, scale and zero) for an upstream gradient of 1, 2, 3, ..."""
     values = torch.tensor([[values]], requires_grad=True)
     scale = torch.tensor([[[scale]]], requires_grad=True)
     zero = None if zero is None else torch.tensor([[[float(zero)]]], requires_grad=True)
-    found = learned_step(values, scale, zero, GRIDS[grid], share)
+    found = learned_step(values, scale, zero, GRIDS[grid])
     found.backward(torch.arange(1, values.shape[-1] + 1).float()[None, None])
     shift = None if zero is None else zero.grad.item()
     return found.flatten().tolist(), values.grad.flatten().tolist(), scale.grad.item(), shift
@@ -46,13 +44,6 @@ def test_where_it_is_smooth_the_gradient_of_the_step_is_that_of_differences(name
     up, down = (one_group(values, scale + e, name)[0] for e in (0.01, -0.01))
     by_differences = sum(weight * (a - b) / 0.02 for weight, a, b in zip((1, 2), up, down, strict=True))
     assert to_scale == pytest.approx(by_differences, rel=1e-3) and to_values == [0, 0]
-
-
-def test_the_share_of_the_gradient_is_that_of_the_paper():
-    """g = 1 / sqrt(n Q), Q = 3 for 3 bits; it leaves the gradient of the values alone."""
-    assert gradient_scale(GRIDS["int3"], 64) == pytest.approx(1 / math.sqrt(64 * 3))
-    whole, part = (one_group([0.3, 9.0], 0.5, "int3", 0, share) for share in (1.0, 0.25))
-    assert part[1] == whole[1] and part[2] == whole[2] / 4 and part[3] == whole[3] / 4
 
 
 @pytest.mark.parametrize(

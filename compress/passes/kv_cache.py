@@ -48,6 +48,12 @@ class KVCache(BlockPass):
     cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
+    use_for: ClassVar[str] = (
+        "Long contexts and many requests at once: keys and values in 8 bits cost nearly nothing, values bear 4 bits."
+    )
+    not_for: ClassVar[str] = (
+        "Keys in 4 bits without zero points, and short contexts, where weights are most of the memory."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})

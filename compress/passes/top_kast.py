@@ -25,6 +25,10 @@ class TopKAST(SparseTrainingPass):
     that earlier passes removed stay zero.
     """
 
+    use_for: ClassVar[str] = (
+        "Long training at a constant sparsity, where the optimizer's memory for all weights is too much."
+    )
+    not_for: ClassVar[str] = "Compressing a trained model in minutes: sparsegpt."
     paper: ClassVar[str] = "https://arxiv.org/abs/2106.03517"
 
     backward_sparsity: float | None = Field(

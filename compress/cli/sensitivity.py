@@ -12,7 +12,7 @@ from compress.cli.group import without_collection
 from compress.cli.show import print_json, print_table
 
 if TYPE_CHECKING:
-    from compress.pipeline.sensitivity import Sensitivities, Sensitivity
+    from compress.recipe.sensitivities import Sensitivities, Sensitivity
 
 SHOWN = 12  # rows of the most sensitive layers
 
@@ -61,7 +61,7 @@ def sensitivity(
         from compress.formats.containers.files import write_text
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
-        from compress.pipeline.sensitivity_page import html
+        from compress.report.sensitivity import html
     found = measure(
         model, choices, level=level, text=text, windows=windows, length=length, dtype=dtype, device=device, work=work,
         progress=True,

@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
-from compress.pipeline.sensitivity import Sensitivities
-from compress.pipeline.sensitivity_page import html as sensitivities
+from compress.recipe.sensitivities import Sensitivities
 from compress.report.depth import by_kind, heat_map, kind_and_depth
-from compress.report.html import html, short_name
+from compress.report.html import html
+from compress.report.names import short_name
 from compress.report.page.blocks import Block, Code
 from compress.report.page.charts import MOST_POINTS, Heat, HistogramChart, Interval, Intervals, Line, LineChart, thinned
 from compress.report.pareto import Variant
@@ -19,6 +19,7 @@ from compress.report.schema import Report
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section
 from compress.report.sections.time_and_memory import pipeline
+from compress.report.sensitivity import html as sensitivities
 from compress.report.verdict import headline
 
 VOID = {"meta", "link", "wbr"}

@@ -69,7 +69,9 @@ def sensitivity(
     allocated = None if bits is None else allocate(found, bits)
     if out is not None:
         write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")
-    spelled = None if allocated is None else spelled_pass(allocated)
+    spelled = None
+    if allocated is not None:
+        spelled = {type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}
     if as_json:
         print_json(found.model_dump(mode="json") | ({} if spelled is None else {"passes": [spelled]}))
         return

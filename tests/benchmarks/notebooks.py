@@ -46,9 +46,9 @@ def run_cell(text: str, title: str, names: dict[str, Any], number: int) -> list[
     last = ast.Expression(tree.body.pop().value) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed, value = io.StringIO(), None
     with redirect_stdout(printed):
-        exec(compile(tree, title, "exec"), names)
+        exec(compile(tree, title, "exec", dont_inherit=True), names)
         if last is not None:
-            value = eval(compile(last, title, "eval"), names)
+            value = eval(compile(last, title, "eval", dont_inherit=True), names)
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         outputs.append({"name": "stdout", "output_type": "stream", "text": lines(printed.getvalue())})

@@ -23,11 +23,13 @@ def test_the_section_has_a_map_for_each_choice_and_the_most_sensitive_layers():
     report = Report.from_json(sample())
     assert report.sensitivity == FOUND
     text = html(report)
-    assert text.count('<figure class="heat">') == len(FOUND.choices) == 2 and 'id="sensitivity"' in text
+    assert 'id="sensitivity"' in text
     markdown = SECTIONS["sensitivity"]().render(report)
     worst = max(FOUND.found, key=lambda one: one.kl)
     assert markdown.splitlines()[4].startswith(f"| {worst.name} | {worst.choice} |")
     without = Report.from_json(sample() | {"sensitivity": None})
+    heat = '<figure class="heat">'
+    assert text.count(heat) - html(without).count(heat) == len(FOUND.choices) == 2
     assert 'id="sensitivity"' not in html(without) and SECTIONS["sensitivity"]().render(without) is None
 
 

@@ -213,7 +213,8 @@ def test_the_readme_lists_every_pass_and_every_format():
 
 
 def test_the_readme_has_the_paper_and_the_page_of_every_pass():
-    rows = dict(re.findall(r"^\| `(\w+)` (.*)$", FRONT.read_text(encoding="utf-8"), re.MULTILINE))
+    listed = FRONT.read_text(encoding="utf-8").partition("\n## Passes")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` (.*)$", listed, re.MULTILINE))
     missing = {key: step.paper for key, step in compress.PASSES.items() if f"]({step.paper})" not in rows[key]}
     assert missing == {} and all(f"(docs/passes/{key}.md)" in rows[key] for key in compress.PASSES)
 

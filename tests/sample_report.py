@@ -36,7 +36,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
                 "model": name,
                 "passes": [
                     {"sparsegpt": {"targets": ["*.mlp.*"], "pattern": "2:4", "damping": 0.01}},
-                    {"gptq": {"targets": ["*"], "weights": "int4", "group_size": 64}},
+                    {"gptq": {"targets": ["*"], "weights": "int4", "group_size": 64, "symmetric": False}},
                     {"distill": {"steps": 40}},
                 ],
                 "save": {"format": "native"},

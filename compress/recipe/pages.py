@@ -55,16 +55,18 @@ class PassPage:
     def of(cls, key: str, step: type[Pass]) -> PassPage:
         """The page of a class under its key in recipes."""
         return cls(
-            key,
-            summary_of(step),
-            inspect.cleandoc(step.__doc__ or "").partition("\n")[2].strip(),
-            step.use_for,
-            step.not_for,
-            step.paper,
-            *(tuple(sorted(facts)) for facts in (step.after, step.never_after, step.makes)),
-            tuple(options_of(step)),
-            tuple(name for name, preset in presets().items() if any(key in item for item in preset.passes)),
-            tuple((table, tuple(rows)) for table, rows in rows_of(key)),
+            name=key,
+            summary=summary_of(step),
+            text=inspect.cleandoc(step.__doc__ or "").partition("\n")[2].strip(),
+            use_for=step.use_for,
+            not_for=step.not_for,
+            paper=step.paper,
+            needs=tuple(sorted(step.after)),
+            refuses=tuple(sorted(step.never_after)),
+            makes=tuple(sorted(step.makes)),
+            options=tuple(options_of(step)),
+            schemes=tuple(name for name, preset in presets().items() if any(key in item for item in preset.passes)),
+            measured=tuple((table, tuple(rows)) for table, rows in rows_of(key)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +128,8 @@ def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]
         yield ", ".join(str(value) for value in schema.get("enum", [schema.get("const")]))
     elif "type" in schema:
         items = "".join(_words(schema.get("items", {}), known)) if "enum" in schema.get("items", {}) else ""
-        yield _TYPES.get(schema["type"], schema["type"]) + (f" of {items}" if items else "") + _range(schema)
+        kind: str = schema["type"]
+        yield _TYPES.get(kind, kind) + (f" of {items}" if items else "") + _range(schema)
 
 
 _TYPES = {

@@ -142,6 +142,10 @@ def test_the_title_is_short():
     assert "small, compressed" in read.text and "~/models/small: sparsegpt → gptq → distill → native" in read.text
 
 
+def test_the_options_of_passes_are_spelled_as_in_yaml():
+    assert "symmetric false" in page(sample()) and "symmetric False" not in page(sample())
+
+
 def test_sections_without_data_are_left_out():
     values = sample() | dict.fromkeys(("perplexity", "tasks", "generation", "speed", "kv_cache", "sparsity"))
     values |= {"training": {}, "layers": [], "sensitivity": None, "journal": {"counts": {}, "entries": []}}

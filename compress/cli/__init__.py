@@ -3,12 +3,17 @@
 from compress.cli.bench import bench
 from compress.cli.commands import main as main
 from compress.cli.compare import compare
+from compress.cli.completion import completion
 from compress.cli.eval import evaluate
 from compress.cli.export import export
+from compress.cli.init import init
 from compress.cli.inspect import inspect
+from compress.cli.passes import passes, schemes
 from compress.cli.report import report
 from compress.cli.roofline import roofline
 from compress.cli.sensitivity import sensitivity
 
-for command in (bench, compare, evaluate, export, inspect, report, roofline, sensitivity):
+for command in (
+    bench, compare, completion, evaluate, export, init, inspect, passes, report, roofline, schemes, sensitivity,
+):  # fmt: skip
     main.add_command(command)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.cli.complete import complete_pass, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
 from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
-from compress.cli.show import print_json, print_pass, print_plan, print_report, summary_of
-from compress.errors import RecipeError, did_you_mean
+from compress.cli.show import print_json, print_plan, print_report
 from compress.version import __version__
 
 if TYPE_CHECKING:
@@ -40,13 +40,9 @@ class SchemesCommand(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the name and the summary of every scheme."""
         with formatter.section("Schemes"):
-            formatter.write_dl(_schemes())
+            from compress.recipe.presets import presets
 
-
-def _schemes() -> list[tuple[str, str]]:
-    from compress.recipe.presets import presets
-
-    return [(preset.name, preset.summary) for preset in presets().values()]
+            formatter.write_dl([(preset.name, preset.summary) for preset in presets().values()])
 
 
 @main.command()
@@ -55,44 +51,57 @@ def _schemes() -> list[tuple[str, str]]:
 @recipe_options
 @output_options
 def run(
-    recipe: Path, model: str | None, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+    recipe: Path,
+    model: str | None,
+    out: Path | None,
+    overwrite: bool,
+    push_to_hub: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run."""
-    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub)
+    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub, as_json)
 
 
 @main.command(cls=SchemesCommand)
 @click.argument("model")
-@click.option("--scheme", required=True, help="Numbers of the weights and inputs, such as W4A16; listed below.")
+@click.option(
+    "--scheme",
+    required=True,
+    shell_complete=complete_scheme,
+    help="Numbers of the weights and inputs, such as W4A16; listed below.",
+)
 @recipe_options
 @output_options
 def quantize(
-    model: str, scheme: str, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+    model: str, scheme: str, out: Path | None, overwrite: bool, push_to_hub: str | None, as_json: bool, **options: Any
 ) -> None:  # fmt: skip
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
     data = starts.quantize_data(model, scheme)
-    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub)
+    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub, as_json)
 
 
 @main.command()
 @click.argument("model")
 @click.option("--pattern", help="Pattern of the zeros: row, layer, N:M such as 2:4, or blocks such as 4x1.")
 @click.option("--sparsity", type=float, help="Fraction of weights to remove; an N:M pattern fixes it.  [default: 0.5]")
-@click.option("--method", default="sparsegpt", show_default=True, help="The pass that prunes.")
+@click.option(
+    "--method", default="sparsegpt", show_default=True, shell_complete=complete_pass, help="The pass that prunes."
+)
 @recipe_options
 @output_options
 def prune(
     model: str, pattern: str | None, sparsity: float | None, method: str, out: Path | None, overwrite: bool,
-    push_to_hub: str | None, **options: Any,
+    push_to_hub: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Prune MODEL and store it as plain weights with zeros."""
     from compress.recipe import starts
 
     data = starts.prune_data(model, method, pattern, sparsity)
     folder = out or starts.folder_of(model, method, pattern, sparsity)
-    _run(_build(data, options), folder, overwrite, push_to_hub)
+    _run(_build(data, options), folder, overwrite, push_to_hub, as_json)
 
 
 @main.command()
@@ -101,13 +110,14 @@ def prune(
 @recipe_options
 @output_options
 def distill(
-    student: str, teacher: str, out: Path | None, overwrite: bool, push_to_hub: str | None, **options: Any
+    student: str, teacher: str, out: Path | None, overwrite: bool, push_to_hub: str | None, as_json: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Train all weights of STUDENT on the outputs of a larger model."""
     from compress.recipe import starts
 
     data = starts.distill_data(student, teacher)
-    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub)
+    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub, as_json)
 
 
 @main.command()
@@ -142,31 +152,6 @@ def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str) -> N
     click.echo(generate_text(model, prompt, tokens, plain, dtype))
 
 
-@main.command()
-@click.argument("name", required=False)
-@click.option("--plugin", multiple=True, help="Python file with a pass, which is executed; repeatable.")
-def passes(name: str | None, plugin: tuple[str, ...]) -> None:
-    """List the passes, or show the options of the pass NAME."""
-    from compress.recipe.plugins import available
-
-    known = available(plugin)
-    if name is None:
-        width = max(map(len, known))
-        for key, step in known.items():
-            click.echo(f"{key:{width}}  {summary_of(step)}")
-    elif name in known:
-        print_pass(name, known[name])
-    else:
-        raise RecipeError(f"pass {name!r} is not known{did_you_mean(name, known)}")
-
-
-@main.command()
-def schemes() -> None:
-    """List the schemes of `compress quantize`."""
-    for name, summary in _schemes():
-        click.echo(f"{name:12}  {summary}")
-
-
 def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:
     """Read a recipe with the settings of `recipe_options`."""
     settings = settings_of(**options, model=model)
@@ -185,8 +170,8 @@ def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
     return Recipe.from_data(data, settings)
 
 
-def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None) -> None:
-    """Run a recipe, print its evidence, and upload the checkpoint if a repository is given."""
+def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, as_json: bool) -> None:
+    """Run a recipe, print its evidence (or report.json), and upload the checkpoint if a repository is given."""
     from compress.api.journal import Journal
     from compress.pipeline import publish
     from compress.pipeline.run import run as run_recipe
@@ -198,6 +183,9 @@ def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None) 
         journal.listeners.append(interrupt)
         result = run_recipe(recipe, folder, overwrite, journal)
     if result.report:
-        print_report(result.report, folder)
+        if as_json:
+            print_json(result.report)
+        else:
+            print_report(result.report, folder)
         if repository is not None:
-            click.echo(f"uploaded: {publish.push_to_hub(folder, repository)}")
+            click.echo(f"uploaded: {publish.push_to_hub(folder, repository)}", err=as_json)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from compress.cli.complete import complete_compute
 from compress.cli.eval import settings_of, settings_options
 from compress.cli.show import print_json, print_table
 
@@ -17,7 +18,12 @@ from compress.cli.show import print_json, print_table
 @click.option("--base", help="Uncompressed model to measure against; implies --measure.")
 @settings_options
 @click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--device",
+    default="auto",
+    shell_complete=complete_compute,
+    help="Device of computation: auto, cpu, cuda, or cuda:N.",
+)
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results."
 )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from compress.cli.complete import complete_compute, complete_suite
 from compress.cli.show import print_table
 from compress.errors import Failure
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
     from compress.report.evaluation import Evaluation
 
 SETTINGS = (
-    click.option("--suite", help="What is measured: quick, standard, full, or a YAML file; options replace values."),
+    click.option(
+        "--suite", shell_complete=complete_suite,
+        help="What is measured: quick, standard, full, or a YAML file; options replace values.",
+    ),
     click.option(
         "--text", multiple=True, help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; none for no text."
     ),
@@ -47,7 +51,12 @@ def settings_options(command: Any) -> Any:
 @settings_options
 @click.option("--base", help="Model that the others are compared with.  [default: the first of several]")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--device",
+    default="auto",
+    shell_complete=complete_compute,
+    help="Device of computation: auto, cpu, cuda, or cuda:N.",
+)
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), show_default=True,
     help="Folder of kept results: a killed evaluation continues, and a base model is measured once.",

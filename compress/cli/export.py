@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from compress.cli.group import without_collection
-from compress.cli.show import print_table
+from compress.cli.show import print_json, print_table
 
 
 @click.command()
@@ -16,7 +17,8 @@ from compress.cli.show import print_table
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="Output folder, new or empty.")
 @click.option("--requantize", is_flag=True, help="Round weights again where the format cannot store their codes.")
 @click.option("--dtype", default="auto", help="Dtype of dense tensors; auto: that of the checkpoint.")
-def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str, as_json: bool) -> None:
     """Write the compressed checkpoint in FOLDER in another format, without calibration.
 
     Codes stay as they are, bit for bit; a format that cannot store them is refused unless --requantize is given.
@@ -27,6 +29,9 @@ def export(folder: Path, form: str, out: Path, requantize: bool, dtype: str) -> 
         )  # torch takes seconds to import; --help does not need it
 
     found = convert(folder, out, form, requantize, dtype)
+    if as_json:
+        print_json({"folder": str(out), "format": form, "layers": [asdict(kind) for kind in found]})
+        return
     rows = [
         (kind.name, str(kind.count), kind.before, kind.after, f"{kind.error:.3e}" if kind.error else "0 (lossless)")
         for kind in found

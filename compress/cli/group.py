@@ -15,11 +15,24 @@ import click
 from compress.errors import CompressError
 
 INTERRUPTED = 130
+EXIT_CODES = {
+    0: "done",
+    1: "the run failed: NaN, a full disk, a checkpoint that does not read back, a failed task, or a bug",
+    2: "a mistake in the input: an option, a recipe, a model, a text, or an output folder",
+    INTERRUPTED: "interrupted; run the same command again to resume",
+}
+"""Exit codes of all commands."""
+
 AGAIN = "interrupted; run the same command again to resume"
 
 
 class ErrorGroup(click.Group):
     """Print errors as one line and exit with their code; --debug at any position shows the traceback."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the exit codes."""
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), text) for code, text in EXIT_CODES.items()])
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:
         """Run the command that the arguments name, and exit."""

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import click
 
+from compress.cli.complete import complete_compute, complete_recipe
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path), shell_complete=complete_recipe)
 MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
 
 OF_A_TEXT = (
@@ -25,7 +27,9 @@ SETTINGS = (
         "--set", "sets", multiple=True, metavar="KEY=VALUE",
         help="Set an option of the recipe, such as passes.0.gptq.group_size=128 or seed=1; repeatable.",
     ),
-    click.option("--device", help="Device of computation: auto, cpu, cuda, or cuda:N."),
+    click.option(
+        "--device", shell_complete=complete_compute, help="Device of computation: auto, cpu, cuda, or cuda:N."
+    ),
     click.option("--dtype", help="Dtype of computation: auto, float32, bfloat16 or float16."),
     click.option("--calibration", metavar="SOURCE", help="Calibration text: a name, or a .txt, .jsonl or .npy file."),
     click.option(
@@ -38,6 +42,7 @@ OUTPUT = (
         "--overwrite", is_flag=True, help="Replace another run in the output folder; other files are never removed."
     ),
     click.option("--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this repository of the hub."),
+    click.option("--json", "as_json", is_flag=True, help="Print report.json."),
 )
 
 

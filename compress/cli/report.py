@@ -17,7 +17,8 @@ from compress.cli.show import print_json, print_report
     "--open/--no-open", "shown", default=None, help="Open report.html in the browser.  [default: on a terminal]"
 )
 @click.option("--schema", is_flag=True, help="Print the JSON schema of report.json.")
-def report(folder: Path | None, shown: bool | None, schema: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print report.json.")
+def report(folder: Path | None, shown: bool | None, schema: bool, as_json: bool) -> None:
     """Write report.md and report.html of a run's FOLDER again from its report.json, and print the evidence."""
     from compress.report.html import FILE
     from compress.report.schema import json_schema
@@ -30,7 +31,7 @@ def report(folder: Path | None, shown: bool | None, schema: bool) -> None:
         raise click.UsageError("write the FOLDER of a run, or --schema")
     found = read_report(folder)
     write_report(found, folder)
-    print_report(found.to_json(), folder)
+    print_json(found.to_json()) if as_json else print_report(found.to_json(), folder)
     page = (folder / FILE).resolve()
     if (sys.stdout.isatty() if shown is None else shown) and not webbrowser.open(page.as_uri()):
-        click.echo(f"note: no browser was found; open {page}")
+        click.echo(f"note: no browser was found; open {page}", err=as_json)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from compress.cli.complete import complete_device, complete_recipe
 from compress.cli.group import without_collection
 from compress.cli.show import print_json, print_table
 
@@ -19,24 +21,28 @@ HEAD = ("products", "count", "operations", "bytes", "op/byte", "bound by", "us o
 
 
 @click.command()
-@click.argument("subject", metavar="MODEL|FOLDER|RECIPE")
+@click.argument("subject", required=False, metavar="MODEL|FOLDER|RECIPE", shell_complete=complete_recipe)
 @click.option(
-    "--on", default="A100-80GB", show_default=True, metavar="DEVICE",
+    "--on", default="A100-80GB", show_default=True, metavar="DEVICE", shell_complete=complete_device,
     help="A known device, '{tflops: ..., gbps: ..., memory_gb: ...}', or here: this machine, measured.",
 )  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences computed together.")
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of each prompt.")
 @click.option(
-    "--devices", is_flag=True, is_eager=True, expose_value=False, help="List the known devices.",
-    callback=lambda context, _, value: _list(context) if value else None,
+    "--devices", "listed", is_flag=True, help="List the known devices, and estimate nothing.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def roofline(subject: str, on: str, batch: int, context: int, as_json: bool) -> None:
+def roofline(subject: str | None, on: str, batch: int, context: int, listed: bool, as_json: bool) -> None:
     """Estimate the latency of a model, a compressed checkpoint, or the model of a recipe before and after its run.
 
     Each product takes the time of its operations or of the bytes that it moves, whichever is longer (roofline model).
     No weights are read. A real program is slower; ratios say more than seconds.
     """
+    if listed:
+        _list(as_json)
+        return
+    if subject is None:
+        raise click.UsageError("write a MODEL, FOLDER or RECIPE, or --devices")
     with without_collection():
         from compress.pipeline.rooflines import roofline as estimate
         from compress.recipe.schema import Recipe
@@ -53,13 +59,15 @@ def roofline(subject: str, on: str, batch: int, context: int, as_json: bool) -> 
         click.echo(line)
 
 
-def _list(context: click.Context) -> None:
+def _list(as_json: bool) -> None:
     from compress.roofline.devices import devices
 
+    if as_json:
+        print_json([asdict(device) for device in devices().values()])
+        return
     for name, device in devices().items():
         rates = ", ".join(f"{kind} {rate / 1e12:g}" for kind, rate in device.rates.items())
         click.echo(f"{name}: 10^12 operations/s {rates}; {device.bandwidth / 1e9:g} GB/s; {device.memory / 1e9:g} GB")
-    context.exit()
 
 
 def _rows(before: Pass, after: Pass | None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

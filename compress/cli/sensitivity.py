@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from compress.cli.complete import complete_compute
 from compress.cli.group import without_collection
-from compress.cli.show import print_table
+from compress.cli.show import print_json, print_table
 
 if TYPE_CHECKING:
-    from compress.pipeline.sensitivity import Sensitivities, Sensitivity
+    from compress.recipe.sensitivities import Sensitivities, Sensitivity
 
 SHOWN = 12  # rows of the most sensitive layers
 
@@ -30,7 +31,12 @@ SHOWN = 12  # rows of the most sensitive layers
 @click.option("--length", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens per window.")
 @click.option("--bits", type=float, help="Also print the pass that spends this many bits per weight best.")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option("--device", default="auto", help="Device of computation: auto, cpu, cuda, or cuda:N.")
+@click.option(
+    "--device",
+    default="auto",
+    shell_complete=complete_compute,
+    help="Device of computation: auto, cpu, cuda, or cuda:N.",
+)
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("out/sensitivity"), show_default=True,
     help="Folder of kept results: a killed measurement continues.",
@@ -55,7 +61,7 @@ def sensitivity(
         from compress.formats.containers.files import write_text
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
-        from compress.pipeline.sensitivity_page import html
+        from compress.report.sensitivity import html
     found = measure(
         model, choices, level=level, text=text, windows=windows, length=length, dtype=dtype, device=device, work=work,
         progress=True,
@@ -63,15 +69,17 @@ def sensitivity(
     allocated = None if bits is None else allocate(found, bits)
     if out is not None:
         write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")
-    if as_json:
-        click.echo(found.model_dump_json(indent=1))
-    else:
-        _print(found, every)
+    spelled = None
     if allocated is not None:
+        spelled = {type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}
+    if as_json:
+        print_json(found.model_dump(mode="json") | ({} if spelled is None else {"passes": [spelled]}))
+        return
+    _print(found, every)
+    if spelled is not None:
         import yaml
 
-        spelled = [{type(allocated).key(): allocated.model_dump(mode="json", exclude_defaults=True)}]
-        click.echo(yaml.safe_dump({"passes": spelled}, sort_keys=False, width=120), nl=False)
+        click.echo(yaml.safe_dump({"passes": [spelled]}, sort_keys=False, width=120), nl=False)
 
 
 def _print(found: Sensitivities, every: bool) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from compress.api.passes import Pass
     from compress.pipeline.plan import Plan
+    from compress.recipe.pages import PassPage
 
 
 def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -65,30 +65,29 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def summary_of(step: type[Pass]) -> str:
-    """The first line of the documentation of a pass."""
-    return (step.__doc__ or "").strip().partition("\n")[0]
+def print_pass(page: PassPage) -> None:
+    """Print the page of a pass: documentation, order, paper, options with defaults and ranges, and measured rows."""
+    from compress.recipe.measured import figure, measured, spelled
 
-
-def print_pass(key: str, step: type[Pass]) -> None:
-    """Print the page of a pass: documentation, paper, options with defaults, and where it is shown."""
-    import inspect
-
-    from compress.recipe.presets import presets
-
-    used = [name for name, preset in presets().items() if any(key in item for item in preset.passes)]
-    click.echo(f"{key}\n\n{inspect.cleandoc(step.__doc__ or '')}\n\npaper: {step.paper}")
-    click.echo(f"recipe: recipes/{key}.yaml" + (f"; schemes: {', '.join(used)}" if used else ""))
+    click.echo(f"{page.name}\n\n{page.summary}")
+    for title, text in page.sections():
+        if text:
+            click.echo(f"\n{title.lower()}: {text}" if title else f"\n{text}")
+    click.echo(f"recipe: recipes/{page.name}.yaml" + (f"; schemes: {', '.join(page.schemes)}" if page.schemes else ""))
     click.echo("\noptions:")
-    for name, option in step.model_fields.items():
-        default = "required" if option.is_required() else f"{_plain(option.get_default(call_default_factory=True))}"
-        click.echo(click.wrap_text(
-            f"{option.alias or name} = {default}: {option.description}", 100, "  ", "      ", preserve_paragraphs=False
-        ))  # fmt: skip
+    for option in page.options:
+        default = "required" if option.default is None else option.default
+        values = f" ({option.values})" if option.values else ""
+        _wrapped(f"{option.name} = {default}{values}: {option.description}")
+    for table, rows in page.measured:
+        click.echo(f"\nmeasured perplexity; {table.text}:")
+        for row in rows:
+            chain = ", ".join(map(spelled, row.passes))
+            bits = f", {row.bits:g} bits" if row.bits else ""
+            _wrapped(f"{figure(row.perplexity):<7} {chain}{bits}{f' ({row.note})' if row.note else ''}")
+    if page.measured:
+        click.echo(f"\n{measured().protocol}; uncompressed: {measured().uncompressed}")
 
 
-def _plain(value: Any) -> str:
-    """A default as YAML spells it."""
-    from pydantic_core import to_jsonable_python
-
-    return json.dumps(to_jsonable_python(value))
+def _wrapped(text: str) -> None:
+    click.echo(click.wrap_text(text, 100, "  ", "      ", preserve_paragraphs=False))

@@ -47,6 +47,12 @@ class AWQ(WeightGrid, BlockPass):
     queries and keys, which it finds by their names; here all linears are clipped.
     """
 
+    use_for: ClassVar[str] = (
+        "4 bits and fewer with zero points, in front of rtn (fast) or gptq (better), and checkpoints of the format awq."
+    )
+    not_for: ClassVar[str] = (
+        "8 bits, where nothing is left to win, and grids other than those of the pass that follows."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.00978"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
     prepares: ClassVar[Fact | None] = "quantized"

@@ -37,6 +37,11 @@ class ChannelPermutation(BlockPass):
     float32, and undone if it changes the block's output. Linears that read the same tensor share one permutation.
     """
 
+    use_for: ClassVar[str] = (
+        "N:M pruning, in front of wanda, magnitude or sparsegpt: it finds an order of channels that keeps larger "
+        "scores, at no cost where the block lets channels be reordered."
+    )
+    not_for: ClassVar[str] = "Unstructured pruning, where the order of channels does not matter."
     paper: ClassVar[str] = (
         "https://proceedings.neurips.cc/paper/2021/hash/6e8404c3b93a9527c8db241a1846599a-Abstract.html"
     )

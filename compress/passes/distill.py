@@ -22,6 +22,13 @@ class Distill(TrainingPass):
     weighted 5 : 2 : 1 as in the authors' code.
     """
 
+    use_for: ClassVar[str] = (
+        "Winning back quality after rounding or pruning, by an hour of training or less: scales and norms after gptq, "
+        "weights after sparsegpt."
+    )
+    not_for: ClassVar[str] = (
+        "Models whose training does not fit into memory (the teacher is there too); lkd trains one block at a time."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/1503.02531"
 
     ce_weight: float = Field(default=0.0, ge=0, le=1, description="weight of the cross-entropy on the text in the loss")

@@ -35,6 +35,14 @@ class DropBlocks(ReshapingPass):
     targets and ignore exclude any of its linears.
     """
 
+    use_for: ClassVar[str] = (
+        "Fewer blocks: a stock model that is faster on every device and with every program; train it by distill "
+        "afterwards."
+    )
+    not_for: ClassVar[str] = (
+        "Models from which no block can go without a loss that training must repair; narrow the feed-forward channels "
+        "first."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
 
     count: int | None = Field(default=None, ge=1, description="number of blocks to remove")

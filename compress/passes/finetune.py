@@ -25,6 +25,12 @@ class Finetune(TrainingPass):
     update is added to the weight at the end, so the checkpoint contains only W', and the mask still holds.
     """
 
+    use_for: ClassVar[str] = (
+        "Training the kept weights of a pruned model on text, directly or by LoRA, when no teacher fits into memory."
+    )
+    not_for: ClassVar[str] = (
+        "Quantized models: distill on the uncompressed model's outputs needs less text and loses less."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/1506.02626"
 
     lora_rank: int | None = Field(

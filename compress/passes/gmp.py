@@ -22,6 +22,10 @@ class GMP(SparseTrainingPass):
     included in the sparsity.
     """
 
+    use_for: ClassVar[str] = "Sparsity from training: much text and many steps, at 50% and more."
+    not_for: ClassVar[str] = (
+        "Little text or no hours: sparsegpt, then distill with the mask fixed, is far better after few steps."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/1710.01878"
 
     initial: float = Field(default=0.0, ge=0, lt=1, description="sparsity at the start of the schedule")

@@ -28,6 +28,11 @@ class HQQ(QuantizingPass):
     so that the scale fits the stored zero point.
     """
 
+    use_for: ClassVar[str] = (
+        "4 bits without calibration text, better than rounding to nearest where zero points may be floats (format "
+        "native)."
+    )
+    not_for: ClassVar[str] = "Models for which calibration text is at hand: gptq loses less at the same bits."
     paper: ClassVar[str] = "https://mobiusml.github.io/hqq_blog/"
 
     symmetric: bool = Field(default=False, description="no zero point; false adds one per scale (integer grids)")

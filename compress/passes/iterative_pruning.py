@@ -29,6 +29,11 @@ class IterativePruning(SparseTrainingPass):
     part after `rewind_to`. With an N:M pattern, rounds increase the number of groups of M that keep only N weights.
     """
 
+    use_for: ClassVar[str] = (
+        "Finding sparse networks (lottery tickets) and the least loss at a given sparsity, when training time is no "
+        "matter."
+    )
+    not_for: ClassVar[str] = "A deadline: sparsegpt prunes in one sweep."
     paper: ClassVar[str] = "https://arxiv.org/abs/2003.02389"
 
     rounds: int = Field(default=3, ge=1, description="number of rounds of pruning and training")

@@ -53,6 +53,10 @@ class KVCache(BlockPass):
     cache_implementation="quantized" (integers of 2 or 4 bits).
     """
 
+    use_for: ClassVar[str] = (
+        "Long contexts and many requests at once: 8 bits cost nearly nothing, and with keys per channel 4 bits cost little."
+    )
+    not_for: ClassVar[str] = "Short contexts, where weights are most of the memory."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.02750"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"cache_quantized"})

@@ -31,6 +31,10 @@ class LKD(TrainingOptions, BlockPass):
     batches (on all batches if none are held out).
     """
 
+    use_for: ClassVar[str] = (
+        "3 and 2 bits when only one block fits into memory: each block learns after it was rounded."
+    )
+    not_for: ClassVar[str] = "Models that fit into memory as a whole: distill, end to end, loses less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2206.01861"
 
     error: ErrorName = Field(

@@ -36,6 +36,11 @@ class LLMInt8(QuantizingPass):
     calibration tokens reach the threshold: their weights are not rounded, and no scale needs to cover them.
     """
 
+    use_for: ClassVar[str] = (
+        "8-bit weights and inputs without calibration text, for models whose inputs have outlier columns (6 billion "
+        "weights and more), and bitsandbytes."
+    )
+    not_for: ClassVar[str] = "Speed: the columns in 16 bits cost time; smoothquant and gptq make a plain W8A8."
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.07339"
 
     weights: GridName = Field(default="int8", description="number grid of the weights")

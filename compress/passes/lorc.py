@@ -40,6 +40,13 @@ class LoRC(LayerPass):
     sweep.
     """
 
+    use_for: ClassVar[str] = (
+        "3 and 2 bits with half a bit to spare: a low-rank product repairs the rounding error better than smaller "
+        "groups do."
+    )
+    not_for: ClassVar[str] = (
+        "4 bits and more, where the product costs more than it repairs, and formats other than native."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2303.08302"
     after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
     never_after: ClassVar[frozenset[Fact]] = frozenset({"masked"})

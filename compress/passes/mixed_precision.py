@@ -32,6 +32,10 @@ class MixedPrecision(BlockPass):
     helps to choose a threshold.
     """
 
+    use_for: ClassVar[str] = (
+        "W8A8 that loses too much: the layers whose rounded inputs hurt most keep theirs in 16 bits."
+    )
+    not_for: ClassVar[str] = "Weights alone (W4A16): it changes inputs only."
     paper: ClassVar[str] = "https://arxiv.org/abs/2109.12948"
     after: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
 

@@ -35,6 +35,10 @@ class OBQ(QuantizingPass):
     has about the error of GPTQ.
     """
 
+    use_for: ClassVar[str] = "Small layers and studies: the exact method that gptq approximates."
+    not_for: ClassVar[str] = (
+        "Whole language models: a minute and more for each layer, and no gain over gptq with act_order: static."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.11580"
     observes: ClassVar[type[Observer]] = Gram
 

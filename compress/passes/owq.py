@@ -34,6 +34,10 @@ class OWQ(QuantizingPass):
     needs to cover them (sections 3.2 and 3.3 of the paper). Their codes decode to zero.
     """
 
+    use_for: ClassVar[str] = (
+        "3 bits with some tenths of a bit to spare: the input columns that rounding harms most stay in 16 bits."
+    )
+    not_for: ClassVar[str] = "Formats other than native."
     paper: ClassVar[str] = "https://arxiv.org/abs/2306.02272"
     observes: ClassVar[type[Observer]] = Gram
 

@@ -34,6 +34,12 @@ class QAT(Quantizing, TrainingPass):
     (Ma 2024, arXiv 2402.17764, trains them from scratch).
     """
 
+    use_for: ClassVar[str] = (
+        "2 and 3 bits, ternary weights, and rounded inputs or caches, when there is text and time to train all weights."
+    )
+    not_for: ClassVar[str] = (
+        "Starting from the nearest values at 2 bits with few steps: gptq and distill are far better."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2305.17888"
     of_the_whole: ClassVar[frozenset[str]] = OF_THE_WHOLE | frozenset(TrainingPass.model_fields)
 

@@ -20,6 +20,8 @@ class RIA(PruningPass):
     The relative importance prevents the removal of whole channels with small weights.
     """
 
+    use_for: ClassVar[str] = "Half of the weights zero on models where wanda removes whole channels."
+    not_for: ClassVar[str] = "Small models: wanda was better at 50% and 2:4."
     paper: ClassVar[str] = "https://openreview.net/forum?id=Tr0lPx9woF"
     observes: ClassVar[type[Observer]] = InputNorm
 

@@ -40,6 +40,10 @@ class SignRound(Quantizing, BlockPass):
     iterates, the one with the least error over all batches is kept; the start, if no error is less.
     """
 
+    use_for: ClassVar[str] = (
+        "4 bits and fewer with more time than gptq takes: rounding itself is learned, block by block."
+    )
+    not_for: ClassVar[str] = "Little calibration text, on which it overfits."
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"
 
     iterations: int = Field(default=50, ge=1, description="steps per block, each on one calibration batch")

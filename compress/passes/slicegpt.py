@@ -43,6 +43,10 @@ class SliceGPT(ReshapingPass):
     reads a norm; this adds the bytes of the embeddings. Models with LayerNorm are refused.
     """
 
+    use_for: ClassVar[str] = "A smaller hidden width of models with RMSNorm; the result is a stock model."
+    not_for: ClassVar[str] = (
+        "Models with LayerNorm, which it refuses, and more than a tenth without training afterwards."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2401.15024"
 
     sparsity: float = Field(default=0.2, gt=0, lt=1, description="fraction of the hidden channels to cut")

@@ -41,6 +41,8 @@ class SmoothQuant(BlockPass):
     of the readers' outputs with weights in int8 per row and inputs in int8 per token, on a few hundred tokens.
     """
 
+    use_for: ClassVar[str] = "Inputs in 8 bits (W8A8), in front of gptq or rtn."
+    not_for: ClassVar[str] = "Weights alone: it makes them harder to round."
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
     prepares: ClassVar[Fact | None] = "quantized"

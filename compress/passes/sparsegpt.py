@@ -42,6 +42,13 @@ class SparseGPT(PruningPass):
     groups of the scales are those of the original order.
     """
 
+    use_for: ClassVar[str] = (
+        "Half of the weights zero, and 2:4: the best pruning without training; with weights it rounds in the same "
+        "sweep."
+    )
+    not_for: ClassVar[str] = (
+        "Speed on programs without sparse kernels: zeros are stored and multiplied there like other weights."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2301.00774"
     observes: ClassVar[type[Observer]] = Gram
 

@@ -29,6 +29,8 @@ class SRSTE(SparseTrainingPass):
     is the plain straight-through estimator.
     """
 
+    use_for: ClassVar[str] = "2:4 by training from the dense model, or after sparsegpt with regrow."
+    not_for: ClassVar[str] = "Few steps: the mask of sparsegpt, kept fixed by distill, gives the same for less."
     paper: ClassVar[str] = "https://arxiv.org/abs/2102.04010"
 
     pattern: Pattern = Field(default=Pattern("2:4"), description="N:M, such as '2:4': keep N of each M weights")

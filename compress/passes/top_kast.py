@@ -27,6 +27,10 @@ class TopKAST(SparseTrainingPass):
     With an N:M pattern B keeps more weights of each M than A. Weights that earlier passes removed stay zero.
     """
 
+    use_for: ClassVar[str] = (
+        "Long training at a constant sparsity, where the optimizer's memory for all weights is too much."
+    )
+    not_for: ClassVar[str] = "Compressing a trained model in minutes: sparsegpt."
     paper: ClassVar[str] = "https://arxiv.org/abs/2106.03517"
 
     backward_sparsity: float | None = Field(

@@ -58,7 +58,7 @@ from compress.recipe.starts import folder_of
 from compress.report.build import build_report, reproduction, sizes
 from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
-from compress.report.write import write_report
+from compress.report.write import sensitivity_of, write_report
 from compress.stream.capture import ModelShell
 from compress.stream.install import adapt, take_in
 from compress.stream.rounded_ends import round_ends
@@ -208,6 +208,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
     for log in opened.notes:
         journal.add("note", "model", log)
+    sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
     storage = storage_dtype(recipe, opened)
     format_ = recipe.save.target().stored_in(storage)
     context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import yaml
@@ -25,16 +24,14 @@ from compress.api.journal import Journal
 from compress.api.passes import Pass
 from compress.data.ids import model_sample
 from compress.errors import RecipeError, TargetError, did_you_mean
-from compress.evaluate.base import Record
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
-from compress.model.linear import CompressedLinear, kind_of, linears
+from compress.model.linear import CompressedLinear, linears
 from compress.model.open.load import load
 from compress.model.open.opening import fingerprint_of
 from compress.model.open.stored import weight_files
 from compress.model.structure.blocks import Block
-from compress.numerics.budget import within_budget
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
@@ -42,60 +39,12 @@ from compress.pipeline.evaluation import model_folder
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.run import apply, in_memory
 from compress.recipe.schema import read_passes
+from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation
 from compress.stream.capture import Call, ModelShell
 from compress.version import __version__
 
-Level = Literal["layer", "block"]
-
 TOP_K = 128  # tokens kept of the original's distributions
 CALIBRATION = 32, 256  # sequences and their length, for choices that need data
-
-
-class Sensitivity(Record):
-    """What one choice costs in one layer or block.
-
-    name: of the linear or of the block. weights: their number. bits: stored per weight, without embeddings and norms.
-    kl: divergence from the original model in nats per token, with its standard error over the windows. loss: increase
-    of the loss in nats per token, with its standard error.
-    """
-
-    name: str
-    choice: str
-    weights: int
-    bits: float
-    kl: float
-    kl_stderr: float | None
-    loss: float
-    loss_stderr: float | None
-
-
-class Sensitivities(Record):
-    """The sensitivities of a model. choices: name -> pass as a recipe spells it. level: what was changed at a time."""
-
-    compress: str
-    model: str
-    fingerprint: str
-    text: str
-    windows: int
-    length: int
-    level: Level
-    choices: dict[str, Any]
-    found: list[Sensitivity]
-
-    def by_name(self) -> dict[str, dict[str, Sensitivity]]:
-        """name -> choice -> sensitivity, in the order of the model."""
-        table: dict[str, dict[str, Sensitivity]] = {}
-        for one in self.found:
-            table.setdefault(one.name, {})[one.choice] = one
-        return table
-
-    def by_kind(self) -> dict[str, dict[str, float]]:
-        """Kind of name, in which numbers are '*' -> choice -> mean KL divergence."""
-        found: dict[str, dict[str, list[float]]] = {}
-        for one in self.found:
-            kind = kind_of(one.name)
-            found.setdefault(kind, {}).setdefault(one.choice, []).append(one.kl)
-        return {kind: {choice: mean(kl).value for choice, kl in row.items()} for kind, row in found.items()}
 
 
 def read_choice(text: str) -> tuple[str, Pass]:
@@ -314,33 +263,6 @@ def _measure(
 def allocate(measured: Sensitivities, bits: float) -> Pass:
     """The pass that gives each layer one of the measured choices, with `bits` stored per weight on average at most.
 
-    The sum of the measured divergences is made small; they are assumed to add up. All choices must be of one pass.
-
-    Raises RecipeError.
+    Raises RecipeError, as `compress.recipe.sensitivities.allocation` does.
     """
-    kinds = {next(iter(spelled)) for spelled in measured.choices.values()}
-    if measured.level != "layer" or len(kinds) != 1 or len(measured.choices) < 2:
-        raise RecipeError(
-            "--bits: needs choices of one pass that differ in size, measured by layer, such as --choice int3 and "
-            "--choice int4"
-        )
-    table = measured.by_name()
-    items = {
-        name: {choice: (one.bits * one.weights, one.kl) for choice, one in row.items()} for name, row in table.items()
-    }
-    weights = sum(next(iter(row.values())).weights for row in table.values())
-    sizes = [[size for size, _ in options.values()] for options in items.values()]
-    least, most = sum(map(min, sizes)) / weights, sum(map(max, sizes)) / weights
-    if not least <= bits <= most:
-        raise RecipeError(f"--bits {bits:g}: the choices reach {least:.4g} to {most:.4g} bits per weight")
-    chosen = within_budget(items, bits * weights)
-    options = {choice: spelled[next(iter(kinds))] for choice, spelled in measured.choices.items()}
-    common = max(options, key=lambda choice: list(chosen.values()).count(choice))
-    every = PASSES[next(iter(kinds))].model_fields
-    overrides = []
-    for choice, own in options.items():
-        names = [name for name, one in chosen.items() if one == choice]
-        if choice != common and names:
-            keys = {*own, *options[common]}
-            overrides.append({"targets": names} | {key: own.get(key, every[key].default) for key in sorted(keys)})
-    return read_passes([{next(iter(kinds)): {**options[common], "overrides": overrides}}])[0]
+    return read_passes([allocation(measured, bits)])[0]

@@ -34,6 +34,7 @@ from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order, label, recipe_error
 from compress.recipe.plugins import find, load_files, spelled
 from compress.recipe.presets import expand
+from compress.recipe.sensitivities import expand_sensitivities
 from compress.recipe.settings import Setting, apply_settings, blamed, involved
 from compress.recipe.yaml import compose, nearest, read_file
 
@@ -187,7 +188,7 @@ class Recipe(BaseModel):
             data["plugins"] = [str(folder.resolve() / p) if isinstance(p, str) else p for p in data["plugins"]]
         origins: list[int] = []
         try:
-            data, origins = _expanded(data)
+            data, origins = _expanded(data, folder)
             return cls.model_validate(apply_settings(data, settings))
         except RecipeError as error:
             if (found := blamed(settings, error)) is not None:
@@ -205,11 +206,14 @@ class Recipe(BaseModel):
             raise error if found is None else found from None
 
 
-def _expanded(data: Any) -> tuple[Any, list[int]]:
-    """The data of a recipe with the passes of its presets, and the index of the item that each pass comes from."""
+def _expanded(data: Any, folder: Path | None = None) -> tuple[Any, list[int]]:
+    """The data of a recipe with the passes of its presets, and the index of the item that each pass comes from.
+
+    folder: that of the recipe, to which files of sensitivities are relative.
+    """
     if not isinstance(data, Mapping) or "passes" not in data:
         return data, []
-    items, origins = expand(data["passes"])
+    items, origins = expand(expand_sensitivities(data["passes"], folder))
     return {**data, "passes": items}, origins
 
 
@@ -224,7 +228,7 @@ def read_passes(items: Any, plugins: Mapping[str, type[Pass]] = MappingProxyType
 
     plugins: passes of the recipe's own files, by name. Raises RecipeError.
     """
-    items, _ = expand(items)
+    items, _ = expand(expand_sensitivities(items))
     if not isinstance(items, Sequence) or isinstance(items, str):
         raise recipe_error(("passes",), "must be a list, such as '- gptq: {weights: int4}'")
     return tuple(_pass(i, item, plugins) for i, item in enumerate(items))

@@ -18,6 +18,7 @@ from compress.formats.containers.files import file_sha256, tensor_file_bytes
 from compress.model.open.opening import OpenModel
 from compress.numerics.dtypes import dtype_name
 from compress.recipe.schema import Recipe
+from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.report.schema import Predicted, Report, Reproduction, Sizes, Verification
 from compress.version import __version__
 
@@ -31,7 +32,7 @@ PACKAGES = (
     "compressed-tensors",
     "gguf",
 )
-DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml", "README.md")
+DESCRIPTIONS = ("report.json", "report.md", "report.html", "training.svg", "recipe.yaml", "README.md", SENSITIVITY)
 """Files of an output folder that are not part of the checkpoint."""
 
 

@@ -16,6 +16,7 @@ from compress.api.passes import Step
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.recipe.yaml import plain_values
+from compress.report.names import HUB_ID
 from compress.report.schema import Report
 from compress.report.sections import size_and_quality
 from compress.report.sections.base import table
@@ -25,7 +26,6 @@ FILE = "README.md"
 PROJECT = "compress-llm"
 INHERITED = ("license", "license_name", "license_link", "language")
 """Metadata of the base model's card that holds for the compressed model too."""
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from compress.report.card import HUB_ID
+from compress.report.names import short_name
 from compress.report.page.render import Part, page
 from compress.report.schema import Report
 from compress.report.sections import SECTIONS
@@ -20,11 +18,6 @@ def html(report: Report) -> str:
     first, *others = parts
     title = f"{short_name(report.model.source)}, compressed"
     return page(title, _subtitle(report), [Part(first.key, "", first.blocks), *others])
-
-
-def short_name(source: str) -> str:
-    """The last part of a path; a hub id as it is."""
-    return source if HUB_ID.fullmatch(source) else Path(source).name or source
 
 
 def _subtitle(report: Report) -> str:

@@ -16,6 +16,7 @@ from compress.data.ids import TextUse
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import Record
 from compress.numerics.histogram import LayerHistograms
+from compress.recipe.sensitivities import Sensitivities
 
 
 class ModelIdentity(Record):
@@ -148,6 +149,7 @@ class Report(BaseModel):
 
     compress: version of this package. training: by the label of the pass. costs: by phase. files: sha256 of each file
     of the checkpoint. checkpoint_sha256: one digest of all of them. masked: linears with pruned weights, by full name.
+    sensitivity: of the base model, if its folder holds a file of `compress sensitivity`.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -165,6 +167,7 @@ class Report(BaseModel):
     files: dict[str, str]
     checkpoint_sha256: str
     masked: list[str] = []
+    sensitivity: Sensitivities | None = None
 
     @model_validator(mode="after")
     def _typed(self) -> Self:

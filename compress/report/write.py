@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from compress.errors import UserError
 from compress.formats.containers.files import write_json, write_text
+from compress.recipe.sensitivities import FILE as SENSITIVITY
+from compress.recipe.sensitivities import Sensitivities, read_sensitivities
 from compress.report.curves import FILE as CURVES
 from compress.report.curves import picture
 from compress.report.html import FILE as PAGE
@@ -33,8 +35,27 @@ def read_report(folder: Path) -> Report:
         raise ReportError(f"{path}: no readable report ({reason}); name the output folder of compress run") from error
 
 
+def sensitivity_of(folder: Path, fingerprint: str) -> Sensitivities | None:
+    """The sensitivities of the base model in a run's folder, if there are any.
+
+    fingerprint: of the base model. Raises ReportError for a file of another model, RecipeError for one that is none.
+    """
+    path = folder / SENSITIVITY
+    if not path.exists():
+        return None
+    found = read_sensitivities(path)
+    if found.fingerprint != fingerprint:
+        raise ReportError(f"{path}: measured on {found.model}, which is another model; measure this one, or remove it")
+    return found
+
+
 def write_report(report: Report, folder: Path) -> None:
-    """Write report.json, report.md, report.html and training.svg atomically."""
+    """Write report.json, report.md, report.html and training.svg atomically.
+
+    The sensitivities in the folder, if any, become part of the report. Raises as `sensitivity_of` does.
+    """
+    if (measured := sensitivity_of(folder, report.model.fingerprint)) is not None:
+        report = report.model_copy(update={"sensitivity": measured})
     write_json(folder / FILE, report.to_json())
     if report.training:
         write_text(folder / CURVES, picture({label: record.curve for label, record in report.training.items()}))

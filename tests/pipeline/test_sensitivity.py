@@ -82,9 +82,9 @@ def test_bad_choices_and_budgets(measured, pico):
         read_choice("int44")
     with pytest.raises(RecipeError, match="--choice: write at least one"):
         sensitivity(pico, [])
-    with pytest.raises(RecipeError, match=r"--bits 9: the choices reach 2\.\d+ to 4\.\d+ bits per weight"):
+    with pytest.raises(RecipeError, match=r"bits 9: the choices reach 2\.\d+ to 4\.\d+ bits per weight"):
         allocate(measured, 9)
-    with pytest.raises(RecipeError, match="--bits: needs choices of one pass"):
+    with pytest.raises(RecipeError, match="bits: needs choices of one pass"):
         allocate(sensitivity(pico, ["int4"], level="block", **SHAPE), 4.25)
 
 
@@ -105,6 +105,11 @@ def test_the_command_prints_tables_and_a_pass(pico, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "s.json").read_text())["choices"]["int3"] == {"rtn": {"weights": "int3"}}
     spelled = yaml.safe_load(run.stdout[run.stdout.index("passes:") :])
     assert compress.Recipe.from_data({"model": pico, **spelled}).passes[0].overrides
+    whole = CliRunner().invoke(cli.main, [*words, "--bits", "4", "--work", str(tmp_path / "w"), "--json"])
+    data = json.loads(whole.stdout)  # one document, with the pass in it
+    assert data.pop("passes") == spelled["passes"] and data == json.loads((tmp_path / "s.json").read_text())
+    recipe = {"model": pico, "passes": [{"sensitivity": {"file": str(tmp_path / "s.json"), "bits": 4}}]}
+    assert compress.Recipe.from_data(recipe) == compress.Recipe.from_data({"model": pico, **spelled})
     page = tmp_path / "s.html"
     every = CliRunner().invoke(cli.main, [*words, "--all", "--work", str(tmp_path / "w"), "-o", str(page)])
     assert page.read_text().count('<figure class="heat">') == 2

@@ -7,10 +7,10 @@ from html.parser import HTMLParser
 import pytest
 from sample_report import BLOCKS, HOSTILE, KINDS, sample
 
-from compress.pipeline.sensitivity import Sensitivities
-from compress.pipeline.sensitivity_page import html as sensitivities
+from compress.recipe.sensitivities import Sensitivities
 from compress.report.depth import by_kind, heat_map, kind_and_depth
-from compress.report.html import html, short_name
+from compress.report.html import html
+from compress.report.names import short_name
 from compress.report.page.blocks import Block, Code
 from compress.report.page.charts import MOST_POINTS, Heat, HistogramChart, Interval, Intervals, Line, LineChart, thinned
 from compress.report.pareto import Variant
@@ -19,6 +19,7 @@ from compress.report.schema import Report
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section
 from compress.report.sections.time_and_memory import pipeline
+from compress.report.sensitivity import html as sensitivities
 from compress.report.verdict import headline
 
 VOID = {"meta", "link", "wbr"}
@@ -141,9 +142,13 @@ def test_the_title_is_short():
     assert "small, compressed" in read.text and "~/models/small: sparsegpt → gptq → distill → native" in read.text
 
 
+def test_the_options_of_passes_are_spelled_as_in_yaml():
+    assert "symmetric false" in page(sample()) and "symmetric False" not in page(sample())
+
+
 def test_sections_without_data_are_left_out():
     values = sample() | dict.fromkeys(("perplexity", "tasks", "generation", "speed", "kv_cache", "sparsity"))
-    values |= {"training": {}, "layers": [], "journal": {"counts": {}, "entries": []}}
+    values |= {"training": {}, "layers": [], "sensitivity": None, "journal": {"counts": {}, "entries": []}}
     ids = [known["id"] for known in Reader(page(values)).found("section")]
     assert ids == ["verdict", "size_and_quality", "time_and_memory", "checks", "journal", "reproduction"]
     assert "No fallbacks and no notes." in page(values)

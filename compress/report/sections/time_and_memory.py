@@ -57,7 +57,9 @@ def _chosen(key: str, name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> str:
-    """A value of a recipe as text."""
+    """A value of a recipe as text; booleans as YAML spells them."""
+    if isinstance(value, bool):
+        return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

@@ -1,0 +1,61 @@
+"""`compress init`: a commented recipe to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from compress.cli.complete import complete_target
+from compress.cli.group import without_collection
+from compress.cli.show import print_json
+
+
+class InitCommand(click.Command):
+    """A command whose help ends with the words of targets."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the values of every kind."""
+        from compress.recipe.targets import describe
+
+        with formatter.section("Words of a target, one or several of them"):
+            formatter.write_dl(describe())
+
+
+@click.command(cls=InitCommand)
+@click.argument("model")
+@click.option(
+    "--target", default="4 bits", show_default=True, shell_complete=complete_target,
+    help="What the model is to become, such as '4 bits, CPU' or 'half the size, no visible loss'.",
+)  # fmt: skip
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), default=Path("recipe.yaml"), show_default=True,
+    help="The file to write.",
+)  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
+@click.option("--no-check", "check", is_flag=True, default=True, flag_value=False,
+              help="Do not open the model to see whether the recipe fits.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def init(model: str, target: str, out: Path, overwrite: bool, check: bool, as_json: bool) -> None:
+    """Write a commented recipe for MODEL to start from, and see that it can be planned."""
+    with without_collection():
+        from compress.pipeline.starting import start_recipe
+    made = start_recipe(model, target, out, overwrite, check)
+    sizes = None
+    if made.planned is not None:
+        sizes = {name: getattr(made.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}
+    if as_json:
+        print_json({
+            "recipe": str(out), "start": made.start.name, "summary": made.start.summary, "changed": made.changed,
+            "planned": sizes,
+        })  # fmt: skip
+        return
+    click.echo(f"{out}: {made.start.summary}")
+    for line in made.changed:
+        click.echo(f"note: {line}")
+    if made.planned is not None and sizes is not None:
+        for line in made.planned.notes:
+            click.echo(f"note: {line}")
+        dense, small, memory = (size / 1e6 for size in sizes.values())
+        click.echo(f"plan: {dense:.1f} MB become {small:.1f} MB, with about {memory:.0f} MB of tensors in memory")
+    click.echo(f"next: compress run {out} -o out/{out.stem}")

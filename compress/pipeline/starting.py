@@ -1,0 +1,76 @@
+"""A recipe to start from, fitted to a model: what `compress init` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from compress.errors import CalibrationError, OutputError, TargetError
+from compress.formats.containers.files import write_text
+from compress.pipeline.plan import Plan, plan
+from compress.recipe.schema import Recipe
+from compress.recipe.targets import LENGTH, Start, choose, group_sizes, read_target, recipe_text
+
+SMALLER_GROUPS, SHORTER = (64, 32, 16), (256, 128, 64)
+"""Group sizes and lengths that are tried for models whose widths and contexts need them."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A written recipe. changed: options that differ from the start, and why. planned: None if it was not planned."""
+
+    path: Path
+    start: Start
+    text: str
+    changed: tuple[str, ...] = ()
+    planned: Plan | None = None
+
+
+def start_recipe(model: str, target: str, path: Path, overwrite: bool = False, check: bool = True) -> Started:
+    """Write the recipe of a target for a model, after a plan of it has succeeded.
+
+    A group size that the model's widths do not allow, and sequences longer than its context, are made smaller.
+    check: False: write it without a look at the model.
+
+    Raises RecipeError for a target, OutputError for a file that is there, and the errors of `plan`.
+    """
+    if path.is_dir():
+        raise OutputError(f"{path}: is a folder; write the name of a file, such as -o {path / 'recipe.yaml'}")
+    if path.exists() and not overwrite:
+        raise OutputError(f"{path}: is there already; write another name after -o, or --overwrite to replace it")
+    start = choose(read_target(target))
+    made = _fitted(start, model, target, path) if check else Started(path, start, _spelled(start, model, target, path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, made.text)
+    return made
+
+
+def _spelled(start: Start, model: str, target: str, path: Path, group: int | None = None, length: int = LENGTH) -> str:
+    return recipe_text(start, model, target, path.as_posix(), group, length)
+
+
+def _fitted(start: Start, model: str, target: str, path: Path) -> Started:
+    """The first variant that can be planned. Raises the error of the last one where there is none."""
+    first = last = None
+    for group, length, changed in _variants(start):
+        text = _spelled(start, model, target, path, group, length)
+        try:
+            planned = plan(Recipe.from_text(text, str(path)))
+        except (TargetError, CalibrationError) as error:
+            first, last = first or error, error
+            continue
+        reason = "" if first is None else f"; otherwise: {first}"
+        return Started(path, start, text, tuple(f"{option}{reason}" for option in changed), planned)
+    assert last is not None
+    raise last
+
+
+def _variants(start: Start) -> Iterator[tuple[int | None, int, tuple[str, ...]]]:
+    """(group size or None, length, what was changed), the unchanged start first."""
+    most = max(group_sizes(start), default=0)
+    groups = [None, *(size for size in SMALLER_GROUPS if size < most)]
+    for group, length in product(groups, (LENGTH, *SHORTER)):
+        sizes = () if group is None else (f"group_size is {group}",)
+        yield group, length, (*sizes, *(() if length == LENGTH else (f"length is {length}",)))

@@ -1,0 +1,170 @@
+"""Sensitivities as data: what `compress sensitivity -o FILE.json` stores, and passes that a recipe makes of it.
+
+    - sensitivity: {file: sensitivity.json, bits: 3.5}
+    - sensitivity: {file: sensitivity.json, bits: 3.5, with: {gptq: {act_order: static, scale: mse}}}
+
+stands among the passes of a recipe and is expanded before they are read: to one pass whose `overrides` give each layer
+one of the measured choices. A resolved recipe lists that pass, so the file is not needed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from compress.errors import RecipeError, did_you_mean
+from compress.model.linear import kind_of
+from compress.numerics.budget import within_budget
+from compress.numerics.statistics import mean
+from compress.passes import PASSES
+
+KEY = "sensitivity"
+"""The key of such an item among the passes of a recipe."""
+OPTIONS = "file", "bits", "with"
+FILE = "sensitivity.json"
+"""The file in a run's folder whose heat maps the report shows."""
+
+Level = Literal["layer", "block"]
+
+
+class Sensitivity(BaseModel):
+    """What one choice costs in one layer or block.
+
+    name: of the linear or of the block. weights: their number. bits: stored per weight, without embeddings and norms.
+    kl: divergence from the original model in nats per token, with its standard error over the windows. loss: increase
+    of the loss in nats per token, with its standard error.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    choice: str
+    weights: int
+    bits: float
+    kl: float
+    kl_stderr: float | None
+    loss: float
+    loss_stderr: float | None
+
+
+class Sensitivities(BaseModel):
+    """The sensitivities of a model. choices: name -> pass as a recipe spells it. level: what was changed at a time."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    compress: str
+    model: str
+    fingerprint: str
+    text: str
+    windows: int
+    length: int
+    level: Level
+    choices: dict[str, Any]
+    found: list[Sensitivity]
+
+    def by_name(self) -> dict[str, dict[str, Sensitivity]]:
+        """name -> choice -> sensitivity, in the order of the model."""
+        table: dict[str, dict[str, Sensitivity]] = {}
+        for one in self.found:
+            table.setdefault(one.name, {})[one.choice] = one
+        return table
+
+    def by_kind(self) -> dict[str, dict[str, float]]:
+        """Kind of name, in which numbers are '*' -> choice -> mean KL divergence."""
+        found: dict[str, dict[str, list[float]]] = {}
+        for one in self.found:
+            kind = kind_of(one.name)
+            found.setdefault(kind, {}).setdefault(one.choice, []).append(one.kl)
+        return {kind: {choice: mean(kl).value for choice, kl in row.items()} for kind, row in found.items()}
+
+
+def read_sensitivities(path: Path) -> Sensitivities:
+    """The sensitivities in a file. Raises RecipeError."""
+    try:
+        return Sensitivities.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, ValidationError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise RecipeError(
+            f"{path}: no readable sensitivities ({reason}); write them by compress sensitivity MODEL --choice ... -o "
+            f"{path.name}"
+        ) from error
+
+
+def allocation(measured: Sensitivities, bits: float, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The pass, as a recipe spells it, that gives each layer one of the measured choices within a budget.
+
+    bits: stored per weight on average at most. The sum of the measured divergences is made small; they are assumed to
+    add up. base: {pass: options} to use in place of the measured pass; the options of the choices replace its own.
+
+    Raises RecipeError for choices of several passes, and for a budget that they do not reach.
+    """
+    kinds = {next(iter(spelled)) for spelled in measured.choices.values()}
+    if measured.level != "layer" or len(kinds) != 1 or len(measured.choices) < 2:
+        raise RecipeError(
+            "bits: needs choices of one pass that differ in size, measured by layer, such as --choice int3 and "
+            "--choice int4 of compress sensitivity"
+        )
+    table = measured.by_name()
+    items = {
+        name: {choice: (one.bits * one.weights, one.kl) for choice, one in row.items()} for name, row in table.items()
+    }
+    weights = sum(next(iter(row.values())).weights for row in table.values())
+    sizes = [[size for size, _ in options.values()] for options in items.values()]
+    least, most = sum(map(min, sizes)) / weights, sum(map(max, sizes)) / weights
+    if not least <= bits <= most:
+        raise RecipeError(f"bits {bits:g}: the choices reach {least:.4g} to {most:.4g} bits per weight")
+    [kind] = kinds
+    [(key, common)] = (base or {kind: {}}).items()
+    options = {choice: {**(common or {}), **spelled[kind]} for choice, spelled in measured.choices.items()}
+    return {key: _overridden(key, options, within_budget(items, bits * weights))}
+
+
+def _overridden(key: str, options: Mapping[str, dict[str, Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """The options of the most frequent choice, with overrides for the layers of the others."""
+    common = max(options, key=lambda choice: list(chosen.values()).count(choice))
+    every = PASSES[key].model_fields
+    overrides = []
+    for choice, own in options.items():
+        names = [name for name, one in chosen.items() if one == choice]
+        if choice != common and names:
+            differ = sorted(name for name in {*own, *options[common]} if own.get(name) != options[common].get(name))
+            overrides.append({"targets": names} | {name: own.get(name, every[name].default) for name in differ})
+    return {**options[common], "overrides": overrides}
+
+
+def expand_sensitivities(items: Any, folder: Path | None = None) -> Any:
+    """Replace the items of this kind among the passes of a recipe, as plain values.
+
+    folder: paths are relative to it. Items of other kinds are left to the recipe. Raises RecipeError.
+    """
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        return items
+    return [
+        _expanded(item[KEY], ("passes", index, KEY), folder)
+        if isinstance(item, Mapping) and set(item) == {KEY}
+        else item
+        for index, item in enumerate(items)
+    ]
+
+
+def _expanded(given: Any, place: tuple[str | int, ...], folder: Path | None) -> dict[str, Any]:
+    example = "write sensitivity: {file: sensitivity.json, bits: 3.5}"
+    if not isinstance(given, Mapping) or not isinstance(given.get("file"), str):
+        raise RecipeError(f"sensitivity: needs file and bits; {example}", place)
+    for name in given:
+        if name not in OPTIONS:
+            raise RecipeError(f"sensitivity {name}: unknown option{did_you_mean(str(name), OPTIONS)}", (*place, name))
+    bits, base = given.get("bits"), given.get("with")
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)):
+        raise RecipeError(f"sensitivity bits: {bits!r} is not a number of bits per weight; {example}", place)
+    if base is not None and not (isinstance(base, Mapping) and len(base) == 1 and next(iter(base)) in PASSES):
+        raise RecipeError(
+            "sensitivity with: must be one pass with its options, such as {gptq: {act_order: static}}", (*place, "with")
+        )
+    try:
+        return allocation(read_sensitivities((folder or Path()) / given["file"]), bits, base)
+    except RecipeError as error:
+        raise RecipeError(f"sensitivity {error}", place) from error

@@ -1,0 +1,189 @@
+"""Recipes to start from, by words: `compress init MODEL --target "4 bits, CPU"`. Imports nothing slow.
+
+`targets/` holds them as data: `_words.yaml` the words, and each other file a start, which is what it answers to and the
+commented lines of the recipe. The first start, by file name, that answers to all words of a target is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from compress.errors import RecipeError, did_you_mean
+
+WORDS = "_words.yaml"
+SEQUENCES, LENGTH = 64, 512
+"""Of calibration: minutes for a small model on a CPU."""
+
+CALIBRATION = """\
+calibration:                  # text that shows the model's usual inputs; errors on it are kept small
+  source: embedded            # comes with Python; better: wikitext, c4, ultrachat, or a .txt or .jsonl file of yours
+  sequences: {sequences:<16} # more lose a little less and take longer
+  length: {length:<19} # tokens of a sequence
+"""
+EVALUATION = """\
+eval:                         # of the written checkpoint and of the model as it was; null: none
+  perplexity: [embedded]      # or wikitext, or a file
+  windows: 16                 # pieces of the text; more: smaller errors
+  length: {length:<19} # tokens of a window
+  # tasks: [arc_easy, piqa]   # zero-shot tasks, after pip install lm-eval
+  # generation: true          # compares answers to fixed prompts
+"""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A recipe to start from.
+
+    answers: kind -> values of `words` that it is good for. body: the lines of passes and save. next: changes to try.
+    sequences: of calibration; None for a chain that needs no text.
+    """
+
+    name: str
+    summary: str
+    answers: Mapping[str, Sequence[str]]
+    body: str
+    next: Sequence[str]
+    sequences: int | None = SEQUENCES
+
+    def answers_to(self, wanted: Sequence[tuple[str, str]]) -> bool:
+        """Whether the start is good for all (kind, value)."""
+        return all(value in self.answers.get(kind, ()) for kind, value in wanted)
+
+
+@cache
+def words() -> dict[str, dict[str, list[str]]]:
+    """Kind -> value -> the phrases that users write for it, normalized."""
+    kinds = yaml.safe_load(_text(WORDS))["kinds"]
+    return {
+        kind: {value: [_plain(phrase) for phrase in (value, *others)] for value, others in values.items()}
+        for kind, values in kinds.items()
+    }
+
+
+@cache
+def starts() -> dict[str, Start]:
+    """All starts by name, in the order in which they are preferred."""
+    found = {}
+    for file in sorted(file.name for file in files("compress.recipe").joinpath("targets").iterdir()):
+        if file.endswith(".yaml") and file != WORDS:
+            head, _, body = _text(file).partition("---\n")
+            values = yaml.safe_load(head)
+            data = values.pop("calibration", {})
+            sequences = None if data is False else data.get("sequences", SEQUENCES)
+            name = file.removesuffix(".yaml").partition("-")[2]
+            found[name] = Start(name, body=body, sequences=sequences, **values)
+    return found
+
+
+def read_target(target: str) -> list[tuple[str, str]]:
+    """The (kind, value) of each known phrase of a target, such as '4 bits on a CPU'.
+
+    Raises RecipeError for words that are not known.
+    """
+    phrases = {tuple(p.split()): (kind, value) for kind, value, p in _phrases()}
+    longest = max(map(len, phrases))
+    skipped = set(yaml.safe_load(_text(WORDS))["skipped"])
+    found: list[tuple[str, str]] = []
+    for piece in re.split(r"[,;+&]", target):
+        tokens = _plain(piece).split()
+        while tokens:
+            size = next((n for n in range(min(longest, len(tokens)), 0, -1) if tuple(tokens[:n]) in phrases), None)
+            if size is None and tokens[0] not in skipped:
+                raise RecipeError(f"--target {piece.strip()!r}: {tokens[0]!r} is not known{_hint(_plain(piece))}")
+            found += [] if size is None else [phrases[tuple(tokens[:size])]]
+            tokens = tokens[size or 1 :]
+    if not found:
+        raise RecipeError(f"--target {target!r}: says nothing; known: {listed()}")
+    return list(dict.fromkeys(found))
+
+
+def choose(wanted: Sequence[tuple[str, str]]) -> Start:
+    """The first start that is good for all (kind, value). Raises RecipeError where there is none."""
+    found = next((start for start in starts().values() if start.answers_to(wanted)), None)
+    if found is not None:
+        return found
+    hints = []
+    for left_out in wanted:
+        rest = [one for one in wanted if one != left_out]
+        others = [value for value in words()[left_out[0]] if _answered([*rest, (left_out[0], value)])]
+        if others:
+            hints.append(f"with {' and '.join(value for _, value in rest)}: {', '.join(others)}")
+    spelled = ", ".join(value for _, value in wanted)
+    raise RecipeError(f"--target {spelled!r}: there is no recipe to start from; {'; '.join(hints) or listed()}")
+
+
+def listed() -> str:
+    """All values by kind in one line."""
+    return "; ".join(f"{kind}: {', '.join(values)}" for kind, values in words().items())
+
+
+def recipe_text(
+    start: Start, model: str, target: str, path: str, group_size: int | None = None, length: int = LENGTH
+) -> str:
+    """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence."""
+    name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
+    head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
+    head += ["", f"compress plan {path}", "    shows what becomes of each module, the bytes and the memory"]
+    head += [f"compress run {path} -o out/{name}", "    compresses, verifies and measures; a killed run continues"]
+    head += ["", "To change next (`compress passes NAME` lists the options of a pass):"]
+    head += [f"- {line}" for line in start.next]
+    lines = [f"# {line}".rstrip() for line in head] + [f"model: {_scalar(model)}  # hub id, local folder or .gguf file"]
+    body = start.body
+    if group_size is not None:
+        body = re.sub(r"(group_size: )\d+ *", lambda found: f"{found[1]}{group_size}".ljust(len(found[0])), body)
+    if start.sequences is not None:
+        lines.append(CALIBRATION.format(sequences=start.sequences, length=length).rstrip())
+    return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length)])
+
+
+def group_sizes(start: Start) -> list[int]:
+    """The group sizes of a start that are numbers."""
+    return [int(size) for size in re.findall(r"group_size: (\d+)", start.body)]
+
+
+def _answered(wanted: Sequence[tuple[str, str]]) -> bool:
+    return any(start.answers_to(wanted) for start in starts().values())
+
+
+def _phrases() -> Iterator[tuple[str, str, str]]:
+    for kind, values in words().items():
+        for value, phrases in values.items():
+            for phrase in phrases:
+                yield kind, value, phrase
+
+
+def _hint(piece: str) -> str:
+    """A similar phrase, if there is one, and all values."""
+    near = did_you_mean(piece, {phrase for _, _, phrase in _phrases()})
+    return f"{near if near.startswith('; did') else ''}; known: {listed()}"
+
+
+def _plain(phrase: str) -> str:
+    return " ".join(re.sub(r"[-\s]+", " ", phrase.lower()).split()).strip(".")
+
+
+def _line(text: str) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def _scalar(text: str) -> str:
+    """A text as YAML: plain if it is one of ordinary characters, or quoted."""
+    ordinary = re.fullmatch(r"[\w./~+-]+", text) and yaml.safe_load(text) == text
+    return text if ordinary else json.dumps(text)
+
+
+def _text(file: str) -> str:
+    return files("compress.recipe").joinpath("targets", file).read_text(encoding="utf-8")
+
+
+def describe() -> list[tuple[str, Any]]:
+    """(kind, values) for the help of the command."""
+    return [(kind, ", ".join(values)) for kind, values in words().items()]

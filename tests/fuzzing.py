@@ -2,7 +2,8 @@
 
 Every input is drawn from its seed alone: a checkpoint of some format, and one to three changes of its files. A failure
 is anything but a model that its digests accept or reject, or one of our errors that names a file: another exception, a
-hang, memory of more than twice the files, a file outside of the folder, pickle.
+hang, memory of more than twice the files, a file outside of the folder, pickle. Format `native` is also read by
+transformers alone, whose own errors, memory and files are not judged: there a failure is another exception of our code.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 import transformers
 from fuzz_changes import CHANGES, Draw
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import compress
 from compress.errors import CompressError
@@ -152,6 +154,8 @@ class Fuzzer:
         for path in self.made.values():
             for reader in READERS:
                 reader(path)  # imports and caches, and all readers read what is not damaged
+            if path.name.startswith("native-"):
+                read_by_transformers(path)
 
     def outcome(self, seed: int) -> Outcome:
         """Make the input of a seed, and read it."""
@@ -163,32 +167,36 @@ class Fuzzer:
         for change in changes:
             change(Draw(self.folder, self.outside, chance))
         self.watch.seen.clear()
-        before = reset_peak()
+        before, reader = reset_peak(), reader_of(seed, name)
         with quiet():
-            found = self._read(READERS[seed % len(READERS)], name)
+            found = self._read(reader, name)
+        found.changes, found.checkpoint = tuple(change.__name__ for change in changes), name
+        if reader is read_by_transformers:
+            return found
         grown, size = peak() - before, sum(p.stat().st_size for p in self.folder.rglob("*") if p.is_file())
         if grown > 2 * size + CONSTANT:
             found.failure = f"{grown >> 20} MiB of memory for files of {size >> 10} KiB"
         if self.watch.seen:
             found.failure = "; ".join(self.watch.seen)
-        found.changes, found.checkpoint = tuple(change.__name__ for change in changes), name
         return found
 
     def _read(self, reader: Callable[[Path], Any], name: str) -> Outcome:
         try:
             self.watch.on = True
-            with within(SECONDS):
+            with nullcontext() if reader is read_by_transformers else within(SECONDS):
                 found = reader(self.folder)
                 self.watch.mapped()
         except CompressError as error:
             named = names_a_file(str(error), self.folder)
             return Outcome("error", str(error), None if named else "the message names no file")
-        except TooLong:
-            return Outcome("hang", "", f"more than {SECONDS} seconds")
         except BaseException as error:
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            return Outcome("exception", traceback.format_exc(), f"{type(error).__name__}: {error}"[:300])
+            if reader is read_by_transformers and not of_compress(error):
+                return Outcome("error of transformers", str(error), None)
+            if not isinstance(error, TooLong):
+                return Outcome("exception", traceback.format_exc(), f"{type(error).__name__}: {error}"[:300])
+            return Outcome("hang", "", f"more than {SECONDS} seconds")
         finally:
             self.watch.on = False
         del found
@@ -216,7 +224,28 @@ def read_input(folder: Path) -> Any:
     return opened
 
 
+def read_by_transformers(folder: Path) -> Any:
+    """Load a checkpoint of format `native` as transformers does after `import compress`.
+
+    transformers builds models of any size, so its time and memory are limited.
+    """
+    with at_most(2 << 30), within(10.0):
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 READERS: tuple[Callable[[Path], Any], ...] = (compress.load, read_input, compress.load, inspect)
+
+
+def reader_of(seed: int, name: str) -> Callable[[Path], Any]:
+    """The reader of an input."""
+    turn = seed % len(READERS)
+    return read_by_transformers if turn == 2 and name.startswith("native-") else READERS[turn]
+
+
+def of_compress(error: BaseException) -> bool:
+    """Whether code of compress ran when an exception was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(str(frame.f_globals.get("__name__")).startswith("compress.") for frame, _ in frames)
 
 
 def names_a_file(text: str, folder: Path) -> bool:
@@ -251,6 +280,20 @@ def within(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def at_most(more_bytes: int) -> Iterator[None]:
+    """Limit the virtual memory to so many bytes more than now, where the system tells how many these are."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmSize:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if found is not None:
+        resource.setrlimit(resource.RLIMIT_AS, ((int(found[1]) << 10) + more_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def peak() -> int:

@@ -228,11 +228,11 @@ def _tensors(
         read = partial(_read, path, full, heads, shift)
         if full == plain:
             kind = DENSE[tensor.dtype]
-            yield Stored(found, Entry(full, kind, heads, shift), kind, tuple(tensor.shape), read)
+            yield Stored(found, Entry(full, heads, shift), kind, tuple(tensor.shape), read)
             continue
         block = blocks[full]
         assert block is not None, "refuses was not asked"
-        entry = Entry(full if plain in layers else plain, block.name, heads)
+        entry = Entry(full if plain in layers else plain, heads)
         width = tensor.shape[1] // block.size_bytes * block.size
         yield Stored(found, entry, block.name, (tensor.shape[0], width), read)
     if (factors := rope_factors(ends.config)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class MixedPrecision(BlockPass):
     dB, on calibration inputs of the compressed model. The weights keep their codes. The paper ranks all activations of
     the model, which needs the whole model at once. Here each block is decided alone: layers below `threshold` keep
     unrounded inputs, or with `fraction` the worst layers of the block. The journal contains every layer's ratio, which
-    helps to choose a threshold.
+    helps to choose a threshold. Servers that compute layers with the same input as one (q, k, v) need `by: input`.
     """
 
     use_for: ClassVar[str] = (
@@ -49,6 +49,10 @@ class MixedPrecision(BlockPass):
         le=1,
         description="instead of threshold: fraction of each block's layers with unrounded inputs, worst first",
     )
+    by: Literal["layer", "input"] = Field(
+        default="layer",
+        description="what is decided at once: a layer, or all layers that read the same input, by the worst of them",
+    )
 
     def model_post_init(self, context: Any) -> None:
         if self.threshold is not None and self.fraction is not None:
@@ -58,21 +62,23 @@ class MixedPrecision(BlockPass):
         return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        layers, ratios = {}, {}
+        layers, ratios, together = {}, {}, {}
         for group, seen in inputs.observe(Rows).items():
             for name in group.linears:
                 layer = block.get_submodule(name)
                 if name in inputs.names and isinstance(layer, CompressedLinear) and layer.rounding is not None:
                     layers[name], ratios[name] = layer, signal_to_noise(layer, seen.rows, name)
-        for name in self.worst(ratios):
-            layers[name].round_inputs(None)
+                    together.setdefault(name if self.by == "layer" else group.linears[0], []).append(name)
+        for first in self.worst({first: min(ratios[name] for name in names) for first, names in together.items()}):
+            for name in together[first]:
+                layers[name].round_inputs(None)
         for name, ratio in ratios.items():
             kept = layers[name].rounding is None
             message = f"{name}: inputs stay in 16 bits" if kept else f"{name}: inputs are rounded"
             log("note", message, signal_to_noise_db=round(ratio, 2))
 
     def worst(self, ratios: dict[str, float]) -> list[str]:
-        """The layers with unrounded inputs. ratios: signal-to-noise ratio in dB by layer."""
+        """The layers with unrounded inputs. ratios: signal-to-noise ratio in dB by layer, or by the first of a set."""
         if self.fraction is not None:
             ranked = sorted(ratios, key=lambda name: ratios[name])
             return ranked[: math.ceil(self.fraction * len(ranked))]

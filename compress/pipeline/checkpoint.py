@@ -26,7 +26,7 @@ from compress.formats.containers.digests import SUMS
 from compress.formats.containers.files import write_json, write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear, linears, scheme_of
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.stored import INDEX
 from compress.model.save import (
@@ -172,7 +172,8 @@ class Shards:
     probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
     recipe, by name. first: whether this process is rank 0, which writes; other processes compute the same. together:
     whether there may be other processes; all processes wait for each other at the end of a segment. loads_in: the dtype
-    of computation that the checkpoint states.
+    of computation that the checkpoint states. accept: raises an error for final schemes of a block's linears, by full
+    name, that must not be written.
     """
 
     opened: OpenModel
@@ -184,6 +185,7 @@ class Shards:
     first: bool = True
     together: bool = False
     loads_in: torch.dtype = torch.float32
+    accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
     _began: int = field(init=False)
     _noted: int = field(init=False)
     _begun: Snapshot = field(init=False)
@@ -302,6 +304,8 @@ class Shards:
         run = self.run
         if run.format.sparse:
             store_as_planned(block.name, block.module, run.storage, run.sparse)
+        if self.accept is not None:
+            self.accept({f"{block.name}.{name}": scheme_of(layer) for name, layer in linears(block.module).items()})
         tensors = block_tensors(block.name, block.module, run.format, run.storage)
         entry = write_entry(self.manifest.folder / self._file(block), tensors)
         for name, layer in linears(block.module).items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,6 +47,7 @@ from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
+from compress.pipeline.servers import settled_check
 from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
@@ -186,7 +187,8 @@ class Job:
     """The inputs of a run, resolved before it starts.
 
     ids: calibration token ids. texts: evaluation token ids by name; they are read first, so that an error comes early.
-    stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation.
+    stated: the files that state the recipe, by name. uses: what was read for calibration and evaluation. accept: see
+    `Shards`.
     """
 
     recipe: Recipe
@@ -199,6 +201,7 @@ class Job:
     manifest: Manifest
     stated: dict[str, str]
     uses: tuple[TextUse, ...] = ()
+    accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
 
 
 def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
@@ -216,7 +219,8 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
-    steps, _ = resolve(recipe.passes, opened, format_)
+    steps, form = resolve(recipe.passes, opened, format_)
+    accept = settled_check(recipe, form)
     round_ends(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
     if recipe.eval is not None:
@@ -244,7 +248,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     context.open_original = partial(open_original, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
     uses += [use for _, use in evaluated]
-    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses))
+    return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
 
 
 def compress(job: Job, first: bool = True, together: bool = False) -> None:
@@ -256,7 +260,8 @@ def compress(job: Job, first: bool = True, together: bool = False) -> None:
     if not any(step.requires.data for _, step, _ in job.steps):
         batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, first, together, loads_in)
+    about = first, together, loads_in, job.accept
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, *about)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:

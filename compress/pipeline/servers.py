@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,6 +76,31 @@ def check_servers(
     if parts is not None and parts > 1:
         _check_split(parts, form, format_, coded)
     return [] if reason is None else [f"save: {reason}; save: {{tensor_parallel: 1}} makes this an error"]
+
+
+def settled_check(recipe: Recipe, form: OpenModel) -> Callable[[Mapping[str, LayerScheme]], None] | None:
+    """A check of the schemes that linears of a block have at the end of a run; None without `save.tensor_parallel`.
+
+    Passes may choose schemes from calibration inputs, which no plan knows. The check raises TargetError as
+    `check_servers` does. form: the model in its final shape.
+    """
+    parts, format_ = recipe.save.tensor_parallel, recipe.save.target()
+    if parts is None:
+        return None
+    sets = fused_sets(form) if format_.fused else []
+
+    def check(schemes: Mapping[str, LayerScheme]) -> None:
+        reason = _unlike(sets, schemes)
+        if reason is not None:
+            raise TargetError(
+                f"save: tensor_parallel: {parts}: {reason}; a pass decided this during the run: change its options so "
+                "that it treats linears with the same input alike, or leave tensor_parallel out"
+            )
+        coded = {name: scheme for name, scheme in schemes.items() if not scheme.plain}
+        if parts > 1 and coded:
+            _check_split(parts, form, format_, coded)
+
+    return check
 
 
 def _stated(scheme: LayerScheme) -> tuple[object, ...]:

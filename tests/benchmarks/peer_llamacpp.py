@@ -1,11 +1,11 @@
 """llama.cpp's side of versus_llamacpp.py, through llama-cpp-python; it may run in a virtual environment of its own.
 
     python tests/benchmarks/peer_llamacpp.py quantize SOURCE.gguf OUT.gguf TYPE [IMPORTANCE.npz]
-    python tests/benchmarks/peer_llamacpp.py perplexity MODEL.gguf IDS.npy
+    python tests/benchmarks/peer_llamacpp.py losses MODEL.gguf IDS.npy OUT.npy
 
 `quantize` calls llama_model_quantize; IMPORTANCE holds the mean squared inputs of each matrix by its name in the file,
-which is what llama.cpp's own imatrix tool collects. `perplexity` prints the exponential of the mean next-token loss over
-the windows of IDS, computed by llama.cpp's own forward pass.
+which is what llama.cpp's own imatrix tool collects. `losses` writes the mean next-token loss of each window of IDS,
+computed by llama.cpp's own forward pass.
 """
 
 from __future__ import annotations
@@ -39,30 +39,29 @@ def quantize(source: str, out: str, kind: str, importance: str | None = None) ->
         sys.exit(f"llama.cpp could not quantize {source} ({code})")
 
 
-def perplexity(path: str, ids_path: str) -> float:
-    """The perplexity of a file on windows of token ids [windows, length]."""
+def losses(path: str, ids_path: str, out: str) -> None:
+    """Write the mean next-token loss of a file on each window of token ids [windows, length]."""
     ids = np.load(ids_path)
     length = ids.shape[1]
     model = llama_cpp.Llama(
         path, n_ctx=length, n_batch=length, n_ubatch=min(length, 512), logits_all=True, verbose=False, n_threads=1,
         n_threads_batch=1,
     )  # fmt: skip
-    losses = []
+    found = []
     for window in ids:
         model.reset()
         model.eval([int(token) for token in window])
+        total = 0.0
         for start in range(0, length - 1, 128):
             stop = min(start + 128, length - 1)
             logits = model.scores[start:stop].astype(np.float64)
             top = logits.max(1, keepdims=True)
-            total = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
-            losses.extend(total - logits[np.arange(stop - start), window[start + 1 : stop + 1]])
-    return float(np.exp(np.mean(losses)))
+            norm = np.log(np.exp(logits - top).sum(1)) + top[:, 0]
+            total += (norm - logits[np.arange(stop - start), window[start + 1 : stop + 1]]).sum()
+        found.append(total / (length - 1))
+    np.save(out, np.array(found))
 
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    if command == "quantize":
-        quantize(*arguments)
-    else:
-        print(perplexity(*arguments))
+    {"quantize": quantize, "losses": losses}[command](*arguments)

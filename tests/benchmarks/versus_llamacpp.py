@@ -1,12 +1,13 @@
 """Perplexity through llama.cpp: its own quantizer against the presets of the same types, with the same bytes.
 
     python tests/benchmarks/versus_llamacpp.py MODEL CALIBRATION.npy EVALUATION.npy [--types Q4_0 Q4_K_M ...]
-        [--llama-python PATH] [--work FOLDER] [--overwrite]
+        [--recipe recipes/best-gguf.yaml ...] [--llama-python PATH] [--work FOLDER] [--overwrite]
 
 MODEL is a folder or a .gguf file; the two .npy files hold token ids [sequences, length] of its tokenizer. llama.cpp
 gets the model in float32, and an importance matrix from the calibration ids (the mean squares of the inputs of every
-matrix); each type is also quantized without one. --llama-python: a Python with llama-cpp-python, if it is not this one. Started again, it goes on with the files in --work;
---overwrite computes those of compress again.
+matrix); each type is also quantized without one. Differences of the loss have the standard error over the windows of
+EVALUATION. --llama-python: a Python with llama-cpp-python, if it is not this one. Started again, it goes on with the
+files in --work; --overwrite computes those of compress again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
+import yaml
 
 import compress
 from compress import Recipe
+from compress.formats.containers.gguf import INDEX
 from compress.model.open.opening import open_model
 from compress.recipe.starts import quantize_data
 
@@ -47,8 +51,8 @@ def importance(model: torch.nn.Module, ids: np.ndarray, path: Path) -> None:
 
     def watch(name: str):
         def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            x = args[0].reshape(-1, args[0].shape[-1]).double()
-            sums[name] = sums.get(name, 0) + x.square().sum(0)
+            x = args[0].reshape(-1, args[0].shape[-1])
+            sums[name] = sums.get(name, 0) + x.square().sum(0).double()
             counts[name] = counts.get(name, 0) + len(x)
 
         return hook
@@ -63,6 +67,59 @@ def importance(model: torch.nn.Module, ids: np.ndarray, path: Path) -> None:
     np.savez(path, **{name: (total / counts[name]).float().numpy() for name, total in sums.items()})
 
 
+def losses(python: str, file: Path, evaluation: str) -> np.ndarray:
+    """The loss of each window, computed by llama.cpp; kept next to the file, until the file or the ids change."""
+    kept = file.with_suffix(".losses.npy")
+    newest = max(file.stat().st_mtime, Path(evaluation).stat().st_mtime)
+    if not kept.exists() or kept.stat().st_mtime < newest:
+        peer(python, "losses", str(file), evaluation, str(kept))
+    return np.load(kept)
+
+
+def dense_file(given: argparse.Namespace) -> Path:
+    """The model in float32 as one file, without the names that only compress reads, and the importance matrix."""
+    dense, plain = given.work / "dense" / "model.gguf", given.work / "float32.gguf"
+    if not (given.work / "importance.npz").exists():
+        opened = open_model(given.model)
+        with opened.streaming() as model:
+            for block in opened.blocks:
+                opened.weights.bring(block)
+            compress.save(model, dense.parent, "gguf", opened.tokenizer, "float32", embedding="dense", head="dense")
+            importance(model, np.load(given.calibration), given.work / "importance.npz")
+    if not plain.exists():
+        without = ["--remove-metadata", INDEX, "--force", str(dense), str(plain)]
+        subprocess.run(
+            [sys.executable, "-m", "gguf.scripts.gguf_new_metadata", *without], check=True, capture_output=True
+        )
+    return plain
+
+
+def theirs(given: argparse.Namespace, kind: str, dense: Path) -> dict[str, Path]:
+    """The files of one type that llama.cpp writes: without and with the matrix."""
+    found = {}
+    matrix = str(given.work / "importance.npz")
+    for label, extra in {"llama.cpp": (), "llama.cpp, imatrix": (matrix,)}.items():
+        found[label] = given.work / f"{kind}{'-imatrix' if extra else ''}.gguf"
+        if not found[label].exists():
+            peer(given.llama_python, "quantize", str(dense), str(found[label]), kind, *extra)
+    return found
+
+
+def ours(given: argparse.Namespace, name: str, data: dict[str, Any]) -> Path:
+    """The file of a recipe, with the model and the calibration of this comparison."""
+    data |= {"model": given.model, "eval": None}
+    data["calibration"] = {"source": given.calibration, "sequences": None, "length": None}
+    data["save"]["verify"] = "own"
+    compress.run(Recipe.from_data(data), given.work / name, overwrite=given.overwrite, progress=False)
+    return given.work / name / "model.gguf"
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """The mean difference of the windows' losses, with its standard error; negative: ours is lower."""
+    gap = ours - theirs
+    return f"{gap.mean():+.4f} ± {gap.std(ddof=1) / len(gap) ** 0.5:.4f}"
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
@@ -72,44 +129,33 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=TYPES)
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--work", type=Path, default=Path("out/versus_llamacpp"))
-    parser.add_argument("--importance-only", action="store_true", help="leave out llama.cpp without a matrix")
+    parser.add_argument("--recipe", type=Path, nargs="+", default=(), help="recipes whose first pass is a scheme")
+    parser.add_argument("--peer-only", action="store_true", help="only the files of llama.cpp")
     parser.add_argument("--overwrite", action="store_true", help="compute the files of compress again")
     given = parser.parse_args()
-    work = given.work
-    work.mkdir(parents=True, exist_ok=True)
-    dense = work / "dense" / "model.gguf"
-    if not dense.exists():
-        opened = open_model(given.model)
-        with opened.streaming() as model:
-            for block in opened.blocks:
-                opened.weights.bring(block)
-            compress.save(model, dense.parent, "gguf", opened.tokenizer, "float32", embedding="dense", head="dense")
-            importance(model, np.load(given.calibration), work / "importance.npz")
-        print(
-            "float32",
-            dense.stat().st_size,
-            peer(given.llama_python, "perplexity", str(dense), given.evaluation),
-            flush=True,
-        )
-    rows = []
+    given.work.mkdir(parents=True, exist_ok=True)
+    dense = dense_file(given)
+
+    def row(kind: str, label: str, file: Path) -> np.ndarray:
+        found = losses(given.llama_python, file, given.evaluation)
+        print(f"{kind:7} {label:18} {file.stat().st_size:11,} bytes {np.exp(found.mean()):9.4f}", flush=True)
+        return found
+
+    row("float32", "", dense)
+    found = {}
     for kind in given.types:
-        files = {}
-        own = [("llama.cpp", ()), ("llama.cpp, imatrix", (str(work / "importance.npz"),))]
-        for label, extra in own[given.importance_only :]:
-            files[label] = work / f"{kind}{'-imatrix' if extra else ''}.gguf"
-            if not files[label].exists():
-                peer(given.llama_python, "quantize", str(dense), str(files[label]), kind, *extra)
-        data = quantize_data(given.model, kind)
-        data |= {"calibration": {"source": given.calibration, "sequences": None, "length": None}, "eval": None}
-        data["save"]["verify"] = "own"
-        recipe = Recipe.from_data(data)
-        folder = work / kind
-        compress.run(recipe, folder, overwrite=given.overwrite, progress=False)
-        files["compress"] = folder / "model.gguf"
-        for label, file in files.items():
-            found = float(peer(given.llama_python, "perplexity", str(file), given.evaluation))
-            rows.append((kind, label, file.stat().st_size / 1e6, found))
-            print(f"{kind:7} {label:19} {rows[-1][2]:8.2f} MB {found:9.4f}", flush=True)
+        for label, file in theirs(given, kind, dense).items():
+            found[kind, label] = row(kind, label, file)
+        if not given.peer_only:
+            found[kind, "compress"] = row(kind, "compress", ours(given, kind, quantize_data(given.model, kind)))
+    for path in given.recipe:
+        data = yaml.safe_load(path.read_text())
+        kind = data["passes"][0]["scheme"]
+        found[kind, path.stem] = row(kind, path.stem, ours(given, path.stem, data))
+    for (kind, label), own in found.items():
+        for (other, peer_label), loss in found.items() if not label.startswith("llama.cpp") else ():
+            if peer_label.startswith("llama.cpp") and (other == kind or (kind, other) == ("Q4_0", "Q4_K_M")):
+                print(f"{kind} of {label}: loss minus that of {other} of {peer_label}: {difference(own, loss)}")
 
 
 if __name__ == "__main__":

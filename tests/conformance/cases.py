@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, Owner
+from owners import AUTOAWQ, BITSANDBYTES, COMPRESSED_TENSORS, GPTQMODEL, LLAMACPP, Owner
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-4}
 """Of logits, relative to the largest: kernels add up products of 16 bits in another order."""
-OF_BFLOAT16 = 5e-2  # 4-bit floats: readers dequantize, or multiply, in bfloat16; 2e-2 were seen in 30 layers
-OF_INPUTS = 5e-2  # int8 inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign
+OF_BFLOAT16 = 2e-2  # 4-bit floats of compressed-tensors: it dequantizes in bfloat16
+OF_INPUTS = 5e-2  # int8 inputs: a sum in another order moves a value to the next step; bitsandbytes has 127 per sign.
+# llama.cpp rounds inputs to 8 bits in blocks of 32 or 256, and compress does not.
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ def cases() -> Iterator[Case]:
     yield from _gptq_and_awq()
     yield from _floats()
     yield from _bitsandbytes()
+    yield from _gguf()
     yield from _of_others()
 
 
@@ -112,8 +114,17 @@ def _bitsandbytes() -> Iterator[Case]:
     for grid in ("nf4", "nf4_bnb_dq", "fp4_bnb", "fp4_bnb_dq"):
         options = {"weights": grid, "group_size": 32}
         wide = grid in ("nf4", "nf4_bnb_dq")
-        yield Case("bitsandbytes", f"{grid} 32", BITSANDBYTES, ({"rtn": options},), OF_BFLOAT16, everywhere=wide)
+        yield Case("bitsandbytes", f"{grid} 32", BITSANDBYTES, ({"rtn": options},), everywhere=wide)
     yield Case("bitsandbytes", "int8 channel", BITSANDBYTES, ({"llm_int8": {}},), OF_INPUTS, everywhere=True)
+
+
+def _gguf() -> Iterator[Case]:
+    """Every block type; super-blocks where they divide the inputs (none of the small model)."""
+    for grid in ("int4_signed", "uint4", "int5_signed", "uint5", "int8"):
+        options = {"weights": grid, "group_size": 32}
+        yield Case("gguf", f"{grid} 32", LLAMACPP, ({"rtn": options},), OF_INPUTS, everywhere=grid == "int4_signed")
+    for scheme in ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K"):
+        yield Case("gguf", scheme, LLAMACPP, ({"scheme": scheme},), OF_INPUTS, everywhere=True)
 
 
 def _of_others() -> Iterator[Case]:
@@ -133,7 +144,7 @@ def _of_others() -> Iterator[Case]:
     yield Case("awq", "int4-32-asym-awq", GPTQMODEL, (), None, "autoround")
     yield Case("compressed-tensors", "int4-32-sym-llmcompressor", COMPRESSED_TENSORS, (), None, "autoround")
     for kind in ("nf4", "fp4", "nf4-dq", "fp4-dq"):
-        yield Case("bitsandbytes", kind, BITSANDBYTES, (), OF_BFLOAT16, "bitsandbytes", kind == "nf4-dq")
+        yield Case("bitsandbytes", kind, BITSANDBYTES, (), None, "bitsandbytes", kind == "nf4-dq")
     yield Case("bitsandbytes", "int8", BITSANDBYTES, (), OF_INPUTS, "bitsandbytes")
 
 

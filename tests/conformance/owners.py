@@ -82,11 +82,13 @@ AUTOAWQ = Owner(
 )  # fmt: skip
 BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
 LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)
+LLAMACPP = Owner("llamacpp", ("diskcache", "llama-cpp-python"), "llamacpp")
 AUTOROUND = Owner("autoround", ("py-cpuinfo", "auto-round"), writer=True)
 OWNERS = {
-    owner.name: owner for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES)
+    owner.name: owner
+    for owner in (COMPRESSED_TENSORS, LLMCOMPRESSOR, GPTQMODEL, AUTOAWQ, AUTOROUND, BITSANDBYTES, LLAMACPP)
 }
-"""Another owner, such as one of GGUF, is one more entry here and a script in `readers/` or `writers/`."""
+"""Another owner is one more entry here and a script in `readers/` or `writers/`."""
 
 
 def answered(out: str) -> dict[str, torch.Tensor]:

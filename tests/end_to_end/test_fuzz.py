@@ -9,6 +9,7 @@ import pytest
 import torch
 from fuzzing import Fuzzer
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import compress
 from compress.errors import ModelError
@@ -28,7 +29,7 @@ def test_damaged_checkpoints(fuzzer):
     failed = {seed: vars(outcome) for seed, outcome in found.items() if outcome.failure}
     assert not failed, f"{len(failed)} inputs failed: {json.dumps(failed, indent=1)}"
     ends = {outcome.end for outcome in found.values()}
-    assert {"error", "model that its digests reject"} <= ends  # both kinds of inputs were drawn
+    assert {"error", "model that its digests reject", "error of transformers"} <= ends  # all kinds of inputs were drawn
 
 
 @pytest.fixture
@@ -238,6 +239,13 @@ def test_a_recipe_whose_model_is_a_pipe(tmp_path):
     recipe = compress.Recipe.from_yaml(tmp_path / "recipe.yaml")  # looks whether the model is compressed
     with pytest.raises(ModelError, match=r"config\.json is not a regular file; put the file itself in its place"):
         compress.load(recipe.model)
+
+
+def test_transformers_alone_says_which_folder_names_a_file_of_another_kind(folder):
+    weight_map("/dev/zero")(folder)
+    message = f"model: {folder} is in format native, .* loaded from /dev/zero; name its folder"
+    with pytest.raises(ModelError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_a_link_out_of_the_folder(folder, fuzzer):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress import GPTQ, RTN, KVCache
 from compress.errors import ModelError, RecipeError, SaveError, TargetError
-from compress.formats.containers.gguf import FILE, arranged, open_gguf, rearranged
+from compress.formats.containers.gguf import FILE, Entry, arranged, entry_of, open_gguf, packed_index, rearranged
 from compress.model.linear import CompressedLinear
 from compress.model.open.limits import stored_bytes
 
@@ -92,10 +92,22 @@ def test_the_header_says_what_llama_cpp_needs(recipe, pico, tmp_path):
     assert found["llama.attention.head_count_kv"] == 2 and found["llama.rope.dimension_count"] == 32
     assert found["llama.vocab_size"] == len(found["tokenizer.ggml.tokens"]) == 1024
     assert found["tokenizer.ggml.pre"] == "gpt-2" and found["tokenizer.ggml.add_bos_token"] is False
-    assert json.loads(found["compress.tensors"])["blk.0.attn_k.weight"]["heads"] == 2
+    assert json.loads(found["compress.tensors"])["blk.*.attn_k.weight"]["heads"] == 2
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=FILE)
     text = "Once upon a time, 12 foxes"
     assert tokenizer(text).input_ids == AutoTokenizer.from_pretrained(pico)(text).input_ids
+
+
+def test_the_index_has_one_entry_for_all_blocks_that_are_alike():
+    entries = {f"blk.{i}.attn_k.weight": Entry(f"model.layers.{i}.k_proj.weight_blocks", 2) for i in range(12)}
+    entries |= {f"blk.{i}.attn_norm.weight": Entry(f"model.layers.{i}.norm.weight", shift=1) for i in range(12)}
+    entries["blk.7.attn_k.weight"] = Entry("model.layers.7.k_proj.weight", 2)  # not quantized
+    entries["blk.3.ffn_gate.weight"] = Entry("model.layers.4.mlp.experts.3.weight")  # another number
+    entries["output_norm.weight"] = Entry("model.norm.weight")
+    index = json.loads(packed_index(entries))
+    assert len(index) == 5 and index["output_norm.weight"] == {"name": "model.norm.weight"}
+    assert {name: entry_of(index, name) for name in entries} == entries
+    assert entry_of(index, "rope_freqs.weight") is None and entry_of(index, "blk.5.ffn_up.weight") is None
 
 
 def test_a_run_that_was_killed_ends_with_the_same_file(recipe, stop, tmp_path):

@@ -1,5 +1,6 @@
 """Mixed precision: which layers keep unrounded inputs, by hand and on a model; and the checkpoint that follows."""
 
+import copy
 import math
 
 import pytest
@@ -92,6 +93,22 @@ def test_only_its_targets_are_spared(pico_model):
     model = compress.apply(pico_model, passes, torch.arange(256).reshape(4, 64))
     names = {name for name, module in model.named_modules() if isinstance(module, CompressedLinear)}
     assert names - rounded(model) == {f"model.layers.{i}.self_attn.q_proj" for i in range(3)}
+
+
+def test_layers_that_read_the_same_input_are_decided_together(pico_model):
+    spared = {}
+    for by in ("layer", "input"):
+        passes = [compress.RTN(**W8A8), MixedPrecision(targets="*.self_attn.*", fraction=0.25, by=by)]
+        model = compress.apply(copy.deepcopy(pico_model), passes, torch.arange(256).reshape(4, 64))
+        names = {name for name, module in model.named_modules() if isinstance(module, CompressedLinear)}
+        spared[by] = names - rounded(model)
+    assert len(spared["layer"]) == 3  # the worst of four in each of three blocks
+    sets = [{n for n in spared["input"] if f".{block}." in n} for block in range(3)]
+    for block, found in enumerate(sets):
+        assert len(found) in (1, 3) and spared["layer"] & found
+        if len(found) == 3:
+            assert found == {f"model.layers.{block}.self_attn.{name}_proj" for name in "qkv"}
+    assert any(len(found) == 3 for found in sets)
 
 
 def test_two_ways_to_choose_are_one_too_many():

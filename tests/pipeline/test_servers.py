@@ -11,7 +11,7 @@ from compress.formats import FORMATS
 from compress.model.open.opening import open_model
 from compress.numerics.quant.grids import GRIDS
 from compress.pipeline.plan import plan
-from compress.pipeline.servers import fused_sets
+from compress.pipeline.servers import fused_sets, settled_check
 from compress.weights.codes import CodesScheme
 from compress.weights.layer import LayerScheme
 
@@ -126,3 +126,33 @@ def test_the_number_of_devices_is_positive(number):
 def test_groups_and_packed_words_are_not_cut(format_, grid, size, symmetric, units):
     scheme = LayerScheme((64, 64), (CodesScheme(GRIDS[grid], size, symmetric),))
     assert FORMATS[format_].units(scheme) == units
+
+
+def mixed(by):
+    w8a8 = compress.RTN(weights="int8", group_size="channel", activations="int8")
+    spared = compress.MixedPrecision(targets="*.self_attn.[qkv]_proj", fraction=0.3, by=by)
+    return Recipe(
+        model=str(PICO), calibration=compress.Calibration(source="embedded", sequences=2, length=32),
+        passes=[w8a8, spared], save={"tensor_parallel": 1, "verify": "own"}, eval=None,
+    )  # fmt: skip
+
+
+def test_a_mixture_that_calibration_decides_is_checked_before_a_shard_is_written(tmp_path):
+    message = (
+        r"save: tensor_parallel: 1: model.layers.0.* is stored otherwise than .*; a pass decided this during the run"
+    )
+    with pytest.raises(TargetError, match=message):
+        compress.run(mixed("layer"), tmp_path / "one", progress=False)
+    assert not list((tmp_path / "one").glob("*.safetensors"))
+    compress.run(mixed("input"), tmp_path / "sets", progress=False)
+    assert list((tmp_path / "sets").glob("*.safetensors"))
+
+
+def test_groups_that_calibration_decides_are_checked(wide):
+    found = open_model(str(wide))
+    check = settled_check(recipe({"tensor_parallel": 8}, wide), found)
+    name = "model.layers.0.mlp.down_proj"
+    check({name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 64),))})
+    with pytest.raises(TargetError, match=r"512 inputs do not split into 8 equal parts .* 128"):
+        check({name: LayerScheme((256, 512), (CodesScheme(GRIDS["int4"], 128),))})
+    assert settled_check(recipe({}, wide), found) is None

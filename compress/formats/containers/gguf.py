@@ -2,13 +2,15 @@
 
 The `gguf` package of the format's owners writes and parses the file. Tensors have the names of llama.cpp. The key
 `compress.tensors` lists, for each tensor that belongs to the model, its name in transformers and the change of its
-values, so that the file also replaces the safetensors of a checkpoint (`GGUFTensors`).
+values, so that the file also replaces the safetensors of a checkpoint (`GGUFTensors`). Blocks that are alike share an
+entry, with * for their number.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,14 +35,39 @@ DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class Entry:
     """A tensor of the file that belongs to the model.
 
-    name: in transformers; with `BLOCKS` at its end if it is read as bytes. type: of its values. heads: see `arranged`.
-    shift: added to the values in the file.
+    name: in transformers; with `BLOCKS` at its end if it is read as bytes. heads: see `arranged`. shift: added to the
+    values in the file.
     """
 
     name: str
-    type: str
     heads: int | None = None
     shift: float = 0
+
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a block in the name of a tensor."""
+
+
+def packed_index(entries: Mapping[str, Entry]) -> str:
+    """The index as text: the entries by the name in the file, one for all blocks that are alike, without defaults."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in entries.items():
+        values = {key: value for key, value in asdict(entry).items() if key == "name" or value}
+        shared = values | {"name": NUMBER.sub("*", entry.name, count=1)}
+        alike = NUMBER.findall(name)[:1] == NUMBER.findall(entry.name)[:1] != []
+        if not alike or found.setdefault(NUMBER.sub("*", name, count=1), shared) != shared:
+            found[name] = values
+    return json.dumps(found, separators=(",", ":"))
+
+
+def entry_of(index: Mapping[str, Any], name: str) -> Entry | None:
+    """The entry of a tensor of the file in an index; None for a tensor that does not belong to the model."""
+    if name in index:
+        return Entry(**index[name])
+    numbers, shared = NUMBER.findall(name), index.get(NUMBER.sub("*", name, count=1))
+    if not numbers or shared is None:
+        return None
+    return Entry(**shared | {"name": shared["name"].replace("*", numbers[0], 1)})
 
 
 @dataclass(frozen=True)
@@ -84,8 +111,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(part, architecture)
         for key, value in metadata:
             _add(writer, key, value)
-        index = {each.name: asdict(each.entry) for each in tensors if each.entry is not None}
-        writer.add_string(INDEX, json.dumps(index))
+        writer.add_string(INDEX, packed_index({each.name: each.entry for each in tensors if each.entry is not None}))
         for each in tensors:
             kind = gguf.GGMLQuantizationType[each.type]
             block = BLOCK_TYPES.get(each.type)
@@ -134,9 +160,9 @@ class GGUFTensors:
         field = reader.get_field(INDEX)
         if field is None:
             raise ValueError("it was not written by compress; give the file itself as the model")
-        index = {name: Entry(**values) for name, values in json.loads(field.contents()).items()}
-        there = {tensor.name: tensor for tensor in reader.tensors}
-        self._tensors = {entry.name: (entry, there[name]) for name, entry in index.items()}
+        index = json.loads(field.contents())
+        found = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
+        self._tensors = {entry.name: (entry, tensor) for entry, tensor in found if entry is not None}
 
     def keys(self) -> list[str]:
         """The names of all tensors."""
@@ -145,12 +171,13 @@ class GGUFTensors:
     def get_tensor(self, name: str) -> Tensor:
         """A tensor in the order of the model."""
         entry, stored = self._tensors[name]
-        if entry.type in BLOCK_TYPES:
+        kind = stored.tensor_type.name
+        if kind in BLOCK_TYPES:
             found = torch.from_numpy(np.array(stored.data)).flatten(0, -2)
             if not name.endswith(BLOCKS):
-                return BLOCK_TYPES[entry.type].decode(found, int(stored.shape[0])).dense(torch.float32)
+                return BLOCK_TYPES[kind].decode(found, int(stored.shape[0])).dense(torch.float32)
         else:
-            dtype = next(dtype for dtype, kind in DENSE.items() if kind == entry.type)
+            dtype = next(dtype for dtype, stated in DENSE.items() if stated == kind)
             values = torch.from_numpy(np.array(stored.data))
             found = values.view(dtype).reshape(tuple(reversed([int(n) for n in stored.shape])))
         found = rearranged(found, entry.heads)
@@ -158,11 +185,11 @@ class GGUFTensors:
 
     def get_slice(self, name: str) -> Any:
         """The shape and dtype of a tensor, by the methods of `safetensors.safe_open`."""
-        entry, stored = self._tensors[name]
-        shape = tuple(reversed([int(n) for n in stored.shape]))
+        _, stored = self._tensors[name]
+        shape, kind = tuple(reversed([int(n) for n in stored.shape])), stored.tensor_type.name
         if name.endswith(BLOCKS):
-            return _Slice([shape[0], BLOCK_TYPES[entry.type].row_bytes(shape[1])], "U8")
-        return _Slice(list(shape), "F32" if entry.type in BLOCK_TYPES else entry.type)
+            return _Slice([shape[0], BLOCK_TYPES[kind].row_bytes(shape[1])], "U8")
+        return _Slice(list(shape), "F32" if kind in BLOCK_TYPES else kind)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,13 @@ class Filling:
         cls, model: PreTrainedModel, config: Mapping[str, Any], files: Sequence[Path], dtype: torch.dtype | None
     ) -> Filling:
         """Prepare a model on the meta device. Raises ModelError for a config or files that do not fit the model."""
-        if not files or any(path.suffix != ".safetensors" for path in files):
-            raise ModelError("model: format native is loaded from safetensors files; name a folder or a hub id")
+        other = next((path for path in files if path.suffix != ".safetensors"), None)
+        if not files or other is not None:
+            source = model.config.name_or_path or "this model"
+            raise ModelError(
+                f"model: {source} is in format native, whose weights are safetensors files, but they are to be loaded "
+                f"from {other or 'none'}; name its folder or its hub id, and if the name is right, fetch it again"
+            )
         with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
             open_experts(model)
         tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight

@@ -69,29 +69,22 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     with quiet():
         theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=arguments.batch_size)
-    sides, ours, totals = {"lm_eval": theirs}, {}, {"lm_eval": [0.0, 0.0], "ours": [0.0, 0.0]}
+    ours, totals = {}, {"lm_eval": [0.0, 0.0], "ours": [0.0, 0.0]}
+    turns = [turn(i, files, settings, theirs, (model, tokenizer, tokens)) for i in range(arguments.rounds)]
     for file in files:
-        seconds: dict[str, list[tuple[float, float]]] = {"lm_eval": [], "ours": []}
-        values: dict[str, dict[str, Any]] = {}
+        found = [one[file.stem] for one in turns]
         row: dict[str, Any] = {"task": file.stem}
-        for turn in range(arguments.rounds):
-            sides["ours"] = harness_model(model, tokenizer, Results(None), lambda *_: None, print)  # keeps nothing
-            for side in ("lm_eval", "ours") if turn % 2 == 0 else ("ours", "lm_eval"):
-                [(part, task)] = load_tasks(str(file), task_manager(settings), settings).items()
-                tokens.clear()
-                begin = process_time(), perf_counter()
-                values[side] = run_task(part, task, sides[side], settings)["metrics"]
-                seconds[side].append((process_time() - begin[0], perf_counter() - begin[1]))
-                row[f"{side}_tokens"] = sum(tokens)
-        ours[file.stem] = values["ours"]
-        for side, found in seconds.items():
-            medians = [statistics.median(part) for part in zip(*found, strict=True)]
+        for side in totals:
+            medians = [statistics.median(part) for part in zip(*(one[side]["seconds"] for one in found), strict=True)]
             totals[side] = [total + one for total, one in zip(totals[side], medians, strict=True)]
             row[f"{side}_seconds"], row[f"{side}_wall"] = (round(one, 2) for one in medians)
+            row[f"{side}_tokens"] = found[0][side]["tokens"]
+        values, other = (found[0][side]["metrics"] for side in ("ours", "lm_eval"))
+        ours[file.stem] = values
         row["ratio"] = round(row["ours_seconds"] / row["lm_eval_seconds"], 3)
         row["wall_ratio"] = round(row["ours_wall"] / row["lm_eval_wall"], 3)
-        row["values"] = {metric: known["value"] for metric, known in values["ours"].items()}
-        row["difference"] = max(abs(values["lm_eval"][m]["value"] - values["ours"][m]["value"]) for m in values["ours"])
+        row["values"] = {metric: known["value"] for metric, known in values.items()}
+        row["difference"] = max(abs(other[metric]["value"] - values[metric]["value"]) for metric in values)
         print(json.dumps(row), flush=True)
     ratios = [round(one / other, 3) for one, other in zip(totals["ours"], totals["lm_eval"], strict=True)]
     print(json.dumps({"task": "all", "ratio": ratios[0], "wall_ratio": ratios[1]}), flush=True)
@@ -100,6 +93,23 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.command:
         for line in command(arguments, files, ours, folder):
             print(json.dumps(line), flush=True)
+
+
+def turn(number: int, files: list[Path], settings: Evaluate, theirs: HFLM, loaded: Any) -> dict[str, Any]:
+    """Both sides on every task, as one call of `compress eval` runs them; every other turn begins with ours."""
+    model, tokenizer, tokens = loaded
+    sides = {"lm_eval": theirs, "ours": harness_model(model, tokenizer, Results(None), lambda *_: None, print)}
+    rows: dict[str, Any] = {}
+    for file in files:
+        rows[file.stem] = {}
+        for side in sides if number % 2 == 0 else reversed(sides):
+            [(part, task)] = load_tasks(str(file), task_manager(settings), settings).items()
+            tokens.clear()
+            begin = process_time(), perf_counter()
+            metrics = run_task(part, task, sides[side], settings)["metrics"]
+            seconds = process_time() - begin[0], perf_counter() - begin[1]
+            rows[file.stem][side] = {"metrics": metrics, "seconds": seconds, "tokens": sum(tokens)}
+    return rows
 
 
 def task_file(name: str, data: str, folder: Path) -> Path:

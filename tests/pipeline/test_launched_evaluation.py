@@ -91,7 +91,7 @@ def test_two_processes_measure_what_one_measures(asked, alone):
         [sys.executable, *LAUNCH, "-m", *arguments("two")], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("acc_norm") == 1  # the first process alone prints
+    assert done.stdout.count("compared with") == 1  # the first process alone prints
     equal(alone, measured(out, "two"))
     files = {path.name: len(path.read_text().splitlines()) for path in (out / "two").glob("*/requests/*.jsonl")}
     assert files.keys() == {"0.jsonl", "1.jsonl"}  # each process computed a share

@@ -64,8 +64,9 @@ class Pass(Options, ABC):
     paper: the URL of the publication. use_for, not_for: sentences for the page of the pass, what it is good for, and
     where something else is better. after: facts that must be true of the model before the pass. never_after: facts
     that must be false before the pass. makes: facts that are true after the pass. prepares: the fact that a later pass
-    must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. targets, ignore:
-    globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
+    must make true of every layer of this pass, which is of no use alone; None: it prepares nothing. repeats: the name
+    of the option that sets how many equal steps the pass takes, for a prediction of its time; None: it takes none.
+    targets, ignore: globs or 're:' patterns of full module names; a pattern that matches nothing is an error.
     """
 
     paper: ClassVar[str]
@@ -75,6 +76,7 @@ class Pass(Options, ABC):
     never_after: ClassVar[frozenset[Fact]] = frozenset()
     makes: ClassVar[frozenset[Fact]] = frozenset()
     prepares: ClassVar[Fact | None] = None
+    repeats: ClassVar[str | None] = None
 
     targets: tuple[str, ...] = Field(
         default=("*",),

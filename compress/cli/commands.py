@@ -126,13 +126,16 @@ def distill(
 @recipe_options
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also check this output folder and the disk.")
 @click.option("--all", "every", is_flag=True, help="A row for every module instead of every kind of module.")
+@click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
-def plan(recipe: Path, model: str | None, out: Path | None, every: bool, as_json: bool, **options: Any) -> None:
-    """Show the effect of RECIPE on the modules, the size of the checkpoint and the peak memory."""
+def plan(
+    recipe: Path, model: str | None, out: Path | None, every: bool, time: bool, as_json: bool, **options: Any
+) -> None:
+    """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time."""
     asked = _read(recipe, model, options)
     from compress.pipeline.plan import plan as make_plan
 
-    planned = make_plan(asked, out)
+    planned = make_plan(asked, out, time)
     if as_json:
         print_json(planned.to_json())
     else:

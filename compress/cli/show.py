@@ -57,7 +57,27 @@ def print_plan(planned: Plan, every: bool) -> None:
     for note in planned.notes:
         click.echo(f"note: {note}")
     click.echo(f"checkpoint: {planned.checkpoint_bytes} bytes of tensors ({planned.dense_bytes} dense)")
-    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries")
+    each = planned.process_bytes
+    several = "" if each is None else f"; {each / 1e6:.0f} MB in each process, if a launcher starts several"
+    click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
+    click.echo(time_of(planned))
+
+
+def time_of(planned: Plan) -> str:
+    """The predicted time in words."""
+    found = planned.timing
+    if found is None:
+        return "time: not measured on this machine yet; --time runs the passes on one block and predicts it"
+    parts = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in found.phases.items())
+    total = f"about {in_words(found.seconds)} on this machine ({parts})" if parts else "unknown"
+    return f"time: {total}" + "".join(f"; without {one}" if parts else f"; {one}" for one in found.unknown)
+
+
+def in_words(seconds: float) -> str:
+    """Seconds with a unit that suits them."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def print_json(value: Any) -> None:

@@ -54,7 +54,7 @@ class KVCache(BlockPass):
     """
 
     use_for: ClassVar[str] = (
-        "Long contexts and many requests at once: 8 bits cost nearly nothing, and with keys per channel 4 bits cost little."
+        "Long contexts and many requests at once: 8 bits cost nearly nothing, 4 bits little with keys per channel."
     )
     not_for: ClassVar[str] = "Short contexts, where weights are most of the memory."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.02750"

@@ -45,6 +45,7 @@ class SignRound(Quantizing, BlockPass):
     )
     not_for: ClassVar[str] = "Little calibration text, on which it overfits."
     paper: ClassVar[str] = "https://arxiv.org/abs/2309.05516"
+    repeats: ClassVar[str | None] = "iterations"
 
     iterations: int = Field(default=50, ge=1, description="steps per block, each on one calibration batch")
     start: Literal["gptq", "rtn"] = Field(default="gptq", description="start of the learned rounding")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.api.memory import ProblemSize
 from compress.api.observers import Sample
-from compress.api.passes import LayerPass, ModelPass, Step
+from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.data.ids import extent
 from compress.data.text_source import TextSource
 from compress.model.objective import text_config
@@ -27,6 +27,7 @@ from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
+from compress.train.options import TrainingOptions
 from compress.weights.layer import LayerScheme
 
 # Tensors of a forward pass through a block of transformers. With the hidden width: the residual, the output of a norm,
@@ -52,6 +53,7 @@ class Footprint:
     shapes: dict[str, tuple[int, int]]
     before: Before
     store_bytes: int = STORE_BYTES
+    several: bool = False
     tokens: int = field(init=False)
     per_batch: int = field(init=False)
     length: int = field(init=False)
@@ -78,7 +80,7 @@ class Footprint:
         found = [self._evaluation_bytes()]
         for i, (_, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
-                found.append(kept + step.memory(self._size(i, names)))
+                found.append(kept + self._pass_bytes(step, self._size(i, names)))
                 continue
             for end in (end for end in self.ends if end.name in names):
                 size = ProblemSize.of_linear(self.shapes[end.name], self.itemsize)
@@ -153,12 +155,17 @@ class Footprint:
             if isinstance(step, LayerPass):
                 found = self._layer_pass_bytes(step, names)
             else:
-                found = step.memory(self._size(i, names, block))
+                found = self._pass_bytes(step, self._size(i, names, block))
             compressed = (
                 0 if whole else sum(self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n))
             )
             peak = max(peak, found + compressed)
         return stores + peak + (0 if whole else self.held(self._tensors(block)))
+
+    def _pass_bytes(self, step: Pass, size: ProblemSize) -> int:
+        """Bytes of a block pass, or of a pass over the whole model."""
+        shared = step.exchanged_bytes(size) if self.several and isinstance(step, TrainingOptions) else 0
+        return step.memory(size) + shared
 
     def forward_bytes(self, tokens: int, narrow: int = NARROW) -> int:
         """Bytes of a forward pass through a block for a number of tokens."""

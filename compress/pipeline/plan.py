@@ -37,6 +37,7 @@ from compress.pipeline.resolve import (
 )  # fmt: skip
 from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts
+from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
 from compress.stream.rounded_ends import ends_of
@@ -74,8 +75,10 @@ class Plan:
     """The plan of all layers.
 
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
-    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. notes: those of
-    the opened model, then what is stored otherwise than the recipe seems to say, and pruning that saves no bytes.
+    memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. process_bytes:
+    the same in each of several processes of a launcher, which all work if a pass trains; None: only the first works.
+    notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
+    saves no bytes. timing: the predicted time; None: not measured on this machine yet.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -83,6 +86,8 @@ class Plan:
     dense_bytes: int
     memory_bytes: int
     notes: tuple[str, ...] = ()
+    process_bytes: int | None = None
+    timing: Timing | None = None
 
     def groups(self) -> list[LayerGroup]:
         """The layers by kind, in the order of the model."""
@@ -102,8 +107,10 @@ class Plan:
              "stored_as": layer.scheme.text, "bytes": layer.size_bytes}
             for layer in self.layers
         ]  # fmt: skip
-        sizes = {name: getattr(self, name) for name in ("checkpoint_bytes", "dense_bytes", "memory_bytes")}
-        return {"layers": layers, **sizes, "notes": list(self.notes)}
+        names = ("checkpoint_bytes", "dense_bytes", "memory_bytes", "process_bytes")
+        sizes = {name: getattr(self, name) for name in names}
+        time = None if self.timing is None else self.timing.to_json()
+        return {"layers": layers, **sizes, "notes": list(self.notes), "time": time}
 
 
 def planned_scheme(
@@ -124,19 +131,22 @@ def planned_scheme(
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
-def plan(recipe: Recipe, out: str | Path | None = None) -> Plan:
+def plan(recipe: Recipe, out: str | Path | None = None, time: bool = False) -> Plan:
     """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
 
-    out: the output folder of the run, to check it too; nothing is written.
+    out: the output folder of the run, to check it too; nothing is written there. time: run the passes on one block, if
+    no earlier plan has, to predict the time; otherwise the plan has a time only where one is known.
     """
-    device_of(recipe.device)
+    device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))
-    remote = recipe.trust_remote_code
-    planned = plan_of(recipe, open_input(recipe.model, recipe.dtype, trust_remote_code=remote, masks=recipe.masks))
+    where = device if time else None
+    opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks)
+    planned = plan_of(recipe, opened)
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
-    return planned
+    steps, _ = resolve(recipe.passes, opened, recipe.save.target())
+    return replace(planned, timing=timing(recipe, opened, steps, time))
 
 
 def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
@@ -169,8 +179,10 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
         return planned_scheme(mine, name, starts[name], opened.dtype, "off")
 
     footprint = Footprint(recipe, opened, steps, shapes, before)
+    trains = any(step.requires.training for _, step, _ in steps)
+    each = replace(footprint, several=True).peak_bytes() if trains else None
     notes = (*planned.notes, *served)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes)
+    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes, process_bytes=each)
 
 
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:

@@ -8,20 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from compress.errors import RecipeError
+from compress.errors import ModelError, RecipeError
 from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input
+from compress.model.reshape.reconfigure import with_blocks
 from compress.pipeline.plan import plan_on
 from compress.pipeline.resolve import resolve, schemes_of
 from compress.recipe.schema import Recipe
 from compress.roofline.devices import HERE, Device, read_device
 from compress.roofline.estimate import Pass, Stored, estimate
-from compress.roofline.here import here
+from compress.roofline.here import here, with_calls
 from compress.roofline.trace import check_length, trace
+
+BLOCKS = 4  # blocks of the larger of the two models that measure this machine
+CONTEXT = 128  # most tokens of their prompts
+FILLED = 0.01
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,39 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         stored = _stored(opened)
     check_length(text_config(opened.config), context)
     dtype = opened.dtype if device is None else opened.storage  # a program here computes in the dtype of `load`
-    device = device or here(dtype)
+    device = device or calibrated(opened, dtype, batch, context)
     before = _side(opened, {}, dtype, device, batch, context)
     if not stored and form is opened:
         return Roofline(device, batch, context, before, None)
     after = _side(form, stored, dtype, device, batch, context)
     return Roofline(device, batch, context, before, after)
+
+
+def calibrated(opened: OpenModel, dtype: torch.dtype, batch: int, context: int) -> Device:
+    """This machine, with the time of a call measured on some blocks of the model, which get random weights."""
+    count = len(opened.blocks)
+    some = [list(range(min(count, number))) for number in (1, BLOCKS)]
+    if len(some[0]) == len(some[1]):
+        return here(dtype)
+    try:
+        models = [_random(opened, kept, dtype) for kept in some]
+    except ModelError:  # blocks that depend on each other
+        return here(dtype)
+    length = min(context, CONTEXT)
+    steps = [trace(_sketched(opened, model.config, dtype), batch, length)[1] for model in models]
+    traces = [step for step in steps if step is not None]
+    return with_calls(here(dtype), models, traces, batch, length) if len(traces) == len(models) else here(dtype)
+
+
+def _random(opened: OpenModel, kept: list[int], dtype: torch.dtype) -> PreTrainedModel:
+    """A model of these blocks in memory, whose weights are all the same small number."""
+    with no_init_weights():
+        config = with_blocks(_sketched(opened, opened.config, dtype), kept)
+        model = type(opened.model)._from_config(config, dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data.fill_(FILLED)
+    open_experts(model)
+    return model.eval().requires_grad_(False)
 
 
 def _stored(opened: OpenModel) -> dict[str, Stored]:
@@ -95,7 +128,7 @@ def _stored(opened: OpenModel) -> dict[str, Stored]:
 def _side(
     opened: OpenModel, stored: Mapping[str, Stored], dtype: torch.dtype, device: Device, batch: int, context: int
 ) -> Side:  # fmt: skip
-    model = _without_data(opened, dtype)
+    model = _sketched(opened, opened.config, dtype)
     prefill, decode = trace(model, batch, context)
     shapes = {name: p.numel() for name, p in model.named_parameters()}  # a tied weight stands once
     dense = sum(count for name, count in shapes.items() if name.removesuffix(".weight") not in stored)
@@ -109,10 +142,10 @@ def _side(
     )
 
 
-def _without_data(opened: OpenModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on device meta, in evaluation mode."""
+def _sketched(opened: OpenModel, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a configuration on device meta, in evaluation mode."""
     with torch.device("meta"):
-        model = type(opened.model)(opened.config)
+        model = type(opened.model)(config)
     model.tie_weights()
     open_experts(model)
     getattr(model, "to")(dtype)  # noqa: B009  its declaration lacks the dtype

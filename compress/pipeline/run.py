@@ -32,11 +32,10 @@ from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.masks import MaskPolicy
-from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input, with_masks
 from compress.model.open.supported import check_language_model
 from compress.model.saving import guard_saving
-from compress.model.structure.blocks import find_blocks
 from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
@@ -49,7 +48,7 @@ from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.servers import settled_check
 from compress.pipeline.snapshot import OUTSIDE
-from compress.pipeline.sources import open_original, open_source, open_teacher
+from compress.pipeline.sources import in_memory, open_original, open_source, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
@@ -172,14 +171,6 @@ def apply(
     context.lm_objective = lm_objective_for(steps, opened)
     engine(steps, opened, batches, ids[:1, :PROBE_TOKENS], context, Memory())
     return model
-
-
-def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:
-    """A model in memory as an open model."""
-    first = next(model.parameters())
-    return OpenModel(
-        model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
-    )
 
 
 @dataclass(frozen=True)

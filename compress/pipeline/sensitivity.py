@@ -37,7 +37,8 @@ from compress.numerics.statistics import mean
 from compress.passes import PASSES
 from compress.pipeline.evaluation import model_folder
 from compress.pipeline.progress import shown_progress
-from compress.pipeline.run import apply, in_memory
+from compress.pipeline.run import apply
+from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes
 from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation
 from compress.stream.capture import Call, ModelShell

@@ -1,4 +1,4 @@
-"""Open the models that a run compares with: its own model before the first pass, and teachers."""
+"""Open the models that a run compares with: its own model before the first pass, teachers, and models in memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from os.path import expanduser
 from pathlib import Path
 
 import yaml
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import RecipeError
-from compress.model.open.opening import OpenModel
+from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import open_input
+from compress.model.structure.blocks import find_blocks
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
 
@@ -51,3 +52,11 @@ def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
 def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
     """Open a model as it is stored; only one block's weights are in memory while it runs."""
     return open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget").streaming()
+
+
+def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:
+    """A model in memory as an open model."""
+    first = next(model.parameters())
+    return OpenModel(
+        model.eval(), find_blocks(model), InMemory(), tokenizer, type(model).__name__, "", first.device, first.dtype
+    )

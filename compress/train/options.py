@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +27,7 @@ class TrainingOptions(BaseModel):
     """The options of training; a mixin for passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    repeats: ClassVar[str | None] = "steps"
 
     train: tuple[Kind, ...] | None = Field(
         default=None,
@@ -124,12 +125,19 @@ class TrainingOptions(BaseModel):
         the masked weight takes that place), and two moments (Lion: one). Further: dense weights widened to float32,
         the activations of the backward pass, and the logits with their gradient.
         """
-        kinds = self.train or get_args(Kind)
-        trained = size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
+        trained = self._trained(size)
         widened = (4 - size.itemsize) * (size.weights + size.outside)
         tokens = self.batch * size.length
         floats = 4 if self.optimizer == "lion" else 5
         return 4 * floats * trained + widened + 4 * tokens * (size.passed + 2 * size.vocabulary)
+
+    def exchanged_bytes(self, size: ProblemSize) -> int:
+        """Bytes of the buffers in which several processes sum the gradients (DDP): a float per trained number."""
+        return 4 * self._trained(size)
+
+    def _trained(self, size: ProblemSize) -> int:
+        kinds = self.train or get_args(Kind)
+        return size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""

@@ -1,5 +1,6 @@
 """The roofline: the published table of Llama-2-7B, counts by hand, all families, devices, and what a user sees."""
 
+import dataclasses
 import json
 
 import pytest
@@ -180,3 +181,38 @@ def test_what_the_command_prints(pico, tmp_path, monkeypatch):
     assert "A100-80GB: 10^12" in CliRunner().invoke(cli.main, ["roofline", "--devices"]).output
     wrong = CliRunner().invoke(cli.main, ["roofline", pico, "--on", "A600"])
     assert wrong.exit_code == 2 and "known: V100" in wrong.output
+
+
+def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeypatch):
+    """Two models that differ by two blocks; each block of the larger one takes 5 ms more than its products."""
+    from compress.roofline import here as measured
+
+    models = [tiny("llama", num_hidden_layers=count) for count in (1, 3)]
+    traces = [trace(on_meta(model), 1, 8)[1] for model in models]
+    device = read_device("{tflops: 1, gbps: 10, memory_gb: 1}")
+    products = [estimate(one, {}, 4, device).seconds for one in traces]
+    clock, decoded = [0.0], []
+
+    def run(module, args, kwargs):
+        if kwargs.get("past_key_values") is not None:
+            decoded.append(module)
+            clock[0] += products[models.index(module)] + (0.002, 0.012)[models.index(module)]
+
+    for model in models:
+        model.register_forward_pre_hook(run, with_kwargs=True)
+    monkeypatch.setattr(measured, "perf_counter", lambda: clock[0])
+    found = measured.with_calls(device, models, traces, 1, 8)
+    calls = traces[1].calls - traces[0].calls
+    assert found.call_seconds == pytest.approx(0.010 / calls) and {id(m) for m in decoded} == {id(m) for m in models}
+    assert [c.name for c in estimate(traces[1], {}, 4, found).costs] == [
+        c.name for c in estimate(traces[1], {}, 4, device).costs
+    ]
+    slower = measured.with_calls(dataclasses.replace(device, call_seconds=1.0), models, traces, 1, 8)
+    assert slower.call_seconds == 1.0  # at least that of the shortest call
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
+def test_this_machine_is_measured_with_blocks_of_the_model(family, tiny_folder):
+    plain = here(torch.float32).call_seconds
+    found = roofline(tiny_folder(family), "here", context=LENGTH)
+    assert found.device.name == "here" and found.device.call_seconds > plain / 3

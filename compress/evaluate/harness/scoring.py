@@ -76,17 +76,19 @@ class Scorer:
     def score(self, requests: Sequence[Request]) -> Iterator[list[tuple[int, Answer]]]:
         """The answers with the indices of their requests, after each batch. Raises NumericError for NaN logits."""
         groups = self._inputs(requests)
-        if self.shares and not self.proven:
-            tried = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
-            self.proven = bool(tried)
-            self.shares = self._proven(tried)
-        shared = [group for group in groups if self.shares and common(group) >= SHORTEST]
-        alone = [one for group in groups if not (self.shares and common(group) >= SHORTEST) for one in group]
         answers: list[tuple[int, Answer]] = []
 
         def take(one: Input, logs: Logs) -> None:
             answers.extend((index, answer(requests[index], logs)) for index in one.asked)
 
+        if self.shares and not self.proven:
+            tried = sorted((g for g in groups if common(g) >= SHORTEST), key=lambda g: -len(g))[:PROBED]
+            self.proven = bool(tried)
+            self.shares = self._proven(tried, take)
+            yield answers
+            groups, answers = [group for group in groups if not any(group is one for one in tried)], []
+        shared = [group for group in groups if self.shares and common(group) >= SHORTEST]
+        alone = [one for group in groups if not (self.shares and common(group) >= SHORTEST) for one in group]
         for batch in by_tokens(sorted(alone, key=lambda one: -len(one.tokens)), self.batch_tokens):
             self._plain(batch, take)
             yield answers
@@ -167,12 +169,18 @@ class Scorer:
             raise NumericError("the model's logits are NaN; evaluate it with --dtype float32, or write it again")
         return list(logits.split([at.stop - at.start for _, at in places]))
 
-    def _proven(self, tried: Sequence[Sequence[Input]]) -> bool:
-        """Whether some items give the same logits with and without a shared prefix."""
+    def _proven(self, tried: Sequence[Sequence[Input]], take: Callable[[Input, Logs], None]) -> bool:
+        """Whether some items give the same logits with and without a shared prefix. take: gets those without."""
         plain: dict[int, Tensor] = {}
         shared: dict[int, Tensor] = {}
+
+        def keep(one: Input, logs: Logs) -> None:
+            plain[id(one)] = logs
+            take(one, logs)
+
         for group in tried:
-            self._plain(group, lambda one, logs: plain.update({id(one): logs}))
+            self._plain(group, keep)
+        for group in tried:
             try:
                 self._shared([group], lambda one, logs: shared.update({id(one): logs}))
             except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:

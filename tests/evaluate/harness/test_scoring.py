@@ -62,6 +62,18 @@ def test_shared_prefixes_are_computed_once(tiny):
     assert sum(seen) - 38 == 4 * 32
 
 
+def test_items_that_prove_the_cache_are_answered_by_that(tiny):
+    """The first item is computed both ways, and not again; the second one shares its prefix."""
+    model, seen = tiny("llama"), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    first = [Request(0, tuple(range(2, 32)), (choice, 40, 41)) for choice in (50, 51, 52, 53)]
+    scorer = Scorer(model, 64)
+    scored(scorer, first)
+    assert sum(seen) == 4 * 32 + (30 + 4 * 2) and scorer.proven and scorer.shares
+    scored(scorer, [request._replace(item=1) for request in first])
+    assert sum(seen) == 4 * 32 + 2 * (30 + 4 * 2)
+
+
 def test_a_model_whose_cache_is_wrong_does_not_share(tiny):
     model, notes = tiny("llama"), []
 

@@ -1,0 +1,152 @@
+"""Predict how long a run takes on this machine, from trials on one block that are kept for later plans."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from compress.api.context import device_of
+from compress.api.passes import ModelPass, Pass, Step
+from compress.data.ids import extent
+from compress.data.text_source import as_source
+from compress.errors import CompressError
+from compress.evaluate.store import digest_of
+from compress.formats.containers.files import write_text
+from compress.model.open.opening import OpenModel
+from compress.pipeline.resolve import layer_shapes
+from compress.pipeline.trial import STEPS, Trial, chosen_block, repeated, trial, unlike
+from compress.recipe.schema import Recipe
+from compress.version import __version__
+
+WINDOW = 512  # tokens of the forward pass that is timed if the recipe evaluates no text
+KEPT = "compress-timing"
+"""The folder of kept trials, in the user's cache of models."""
+
+ONCE = ("capture",)
+"""The phases of a run whose time does not depend on the number of blocks."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The predicted seconds of a run on this machine, by phase.
+
+    phases: the passes by label, and 'evaluate' for the texts of known length. unknown: what takes time and is not
+    predicted, in words. Reading texts, writing and reloading the checkpoint are not part of it.
+    """
+
+    phases: dict[str, float]
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of all phases."""
+        return sum(self.phases.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "unknown": list(self.unknown), "seconds": self.seconds}
+
+
+def timing(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], measure: bool) -> Timing | None:
+    """Predict the seconds of a run. measure: run the trials if no earlier plan has kept them; otherwise None.
+
+    A prediction that cannot be made has no phases, and its reason among `unknown`.
+    """
+    path = kept_file(recipe, opened, steps)
+    found = known(path)
+    if found is None and not measure:
+        return None
+    reason = unlike(opened, steps)
+    if reason is not None:
+        return Timing({}, (f"the passes: {reason}",))
+    if found is None:
+        try:
+            found = trial(recipe, opened, steps, window_of(recipe))
+        except CompressError as error:
+            return Timing({}, (f"the passes: {error}",))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(found.to_json()))
+    return predicted(recipe, opened, steps, found)
+
+
+def predicted(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], found: Trial) -> Timing:
+    """The seconds of a run from a trial of it."""
+    block, blocks = chosen_block(opened.blocks, steps), len(opened.blocks)
+    weights = {name: prod(shape) for name, shape in layer_shapes(opened).items()}
+    batches, options = batches_of(recipe, steps), {label: (step, names) for label, step, names in steps}
+    whole = found.before.seconds(blocks) / found.before.seconds(1)
+    phases: dict[str, float] = {}
+    for name, rate in found.rates.items():
+        step, names = options.get(name, (None, ()))
+        mine = sum(weights[n] for n in names if n.startswith(f"{block.name}."))
+        scale = sum(weights[n] for n in names) / mine if mine else float(blocks)
+        scale = whole if isinstance(step, ModelPass) else 1.0 if name in ONCE else scale
+        phases[name] = scale * rate.seconds(batches, count_of(step))
+    unknown: list[str] = []
+    windows = windows_of(recipe, unknown)
+    if windows:
+        phases["evaluate"] = windows * (found.before.seconds(blocks) + found.after.seconds(blocks))
+    if recipe.eval is not None and recipe.eval.tasks:
+        unknown.append("the tasks of lm-eval")
+    return Timing(phases, tuple(unknown))
+
+
+def count_of(step: Pass | None) -> int:
+    """The number of equal steps of a pass; that of the trial if it takes none."""
+    return STEPS if step is None else repeated(step) or STEPS
+
+
+def batches_of(recipe: Recipe, steps: Sequence[Step]) -> float:
+    """The number of calibration batches of a run."""
+    asked = recipe.calibration
+    sequences, _ = extent(asked, asked.sequences, asked.length)
+    return ceil(sequences / asked.batch) if any(step.requires.data for _, step, _ in steps) else 1
+
+
+def window_of(recipe: Recipe) -> int:
+    """The tokens of an evaluation window."""
+    texts = () if recipe.eval is None else recipe.eval.perplexity
+    return (extent(texts[0], None, recipe.eval.length)[1] if texts and recipe.eval else 0) or WINDOW
+
+
+def windows_of(recipe: Recipe, unknown: list[str]) -> int:
+    """The number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
+    total = 0
+    for text in () if recipe.eval is None else recipe.eval.perplexity:
+        count = extent(text, recipe.eval.windows, recipe.eval.length)[0] if recipe.eval else 0
+        if not count:
+            unknown.append(f"the evaluation on all windows of {as_source(text).label}")
+        total += count
+    return total
+
+
+def known(path: Path) -> Trial | None:
+    """A kept trial; None if there is none that can be read."""
+    try:
+        return Trial.from_json(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def kept_file(recipe: Recipe, opened: OpenModel, steps: Sequence[Step]) -> Path:
+    """The file of the trial of this machine, model shape and passes, in the user's cache of models."""
+    from huggingface_hub.constants import HF_HOME
+
+    machine = platform.node(), platform.machine(), torch.get_num_threads(), str(device_of(recipe.device))
+    versions = __version__, torch.__version__, transformers.__version__
+    shapes = [recipe.dtype, recipe.save.target().name, sorted(layer_shapes(opened).items())]
+    passes = [(label, step.model_dump(mode="json")) for label, step, _ in steps]
+    for (_, step, _), (_, options) in zip(steps, passes, strict=True):
+        if step.repeats is not None and repeated(step) is not None:
+            options.pop(step.repeats)  # a trial takes few steps, whatever the recipe asks for
+    asked = recipe.calibration
+    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(recipe)
+    return Path(HF_HOME) / KEPT / f"{digest_of(machine, versions, shapes, passes, texts)}.json"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, linear
+from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, handle_of, linear
 from compress.kernels.cpu.library import available, library
 from compress.kernels.dispatch import Part, RoundingLike
 
@@ -25,6 +25,9 @@ class SparseKernel:
         if rounding is not None or part.kind != "sparse" or x.dtype not in TYPES or not x.is_cpu:
             return False
         return available() and part.scheme.values.kind == "dense" and not (x.requires_grad and torch.is_grad_enabled())
+
+    def handle(self, prepared: PackedCodes) -> int:
+        return handle_of(prepared)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)
@@ -54,20 +57,9 @@ def pack(part: Any) -> PackedCodes:
     words = torch.empty(int(each.sum()) + LANES, dtype=dtype)
     native.compress_advise(words.data_ptr(), words.nbytes)
     torch.cat([*values, torch.zeros(LANES, dtype=dtype)], out=words)  # zeros: whole vectors are read
-    packed = PackedCodes(
-        words,
-        torch.ones(tiles, 1, LANES),
-        None,
-        None,
-        None,
-        masks,
-        each.cumsum(0) - each,
-        0.0,
-        codec,
-        rows,
-        width,
-        columns,
-    )
+    offsets, sizes = each.cumsum(0) - each, (codec, rows, width, columns)
+    scale = torch.ones(tiles, 1, LANES)
+    packed = PackedCodes(words, scale, None, None, None, masks, offsets, 0.0, *sizes, part.narrow_inputs)
     for tensor in part.values.tensors().values():
         native.compress_release(tensor.data_ptr(), tensor.nbytes)  # a mapped checkpoint is not in memory twice
     return packed

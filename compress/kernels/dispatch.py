@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from compress import kernels
@@ -31,6 +32,7 @@ class Part(Protocol):
     kind: ClassVar[str]
     scheme: Any
     shape: tuple[int, int]
+    narrow_inputs: bool
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
@@ -67,6 +69,24 @@ class Kernel(Protocol):
         ...
 
 
+class JointKernel(Kernel, Protocol):
+    """A kernel that also computes several products with the same inputs in one call."""
+
+    def products(
+        self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:  # fmt: skip
+        """`product` for each part; x is contiguous."""
+        ...
+
+
+class TracedKernel(Kernel, Protocol):
+    """A kernel whose products torch.compile calls as an operator, by a number for the weight."""
+
+    def handle(self, prepared: Any) -> int:
+        """A number that stands for the result of `prepare` in this process, as long as it is in memory."""
+        ...
+
+
 def find_kernels() -> list[Kernel]:
     """Import the kernels of this folder, in the order of their file names."""
     modules = [importlib.import_module(f"{kernels.__name__}.{f.name}") for f in pkgutil.iter_modules(kernels.__path__)
@@ -76,6 +96,10 @@ def find_kernels() -> list[Kernel]:
 
 KERNELS: list[Kernel] = find_kernels()
 """All kernels; the first that supports a call computes it."""
+
+
+MOST_TOGETHER = 8
+"""The most layers that `linears` computes in one call."""
 
 
 TORCH = "torch"
@@ -134,3 +158,28 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
         total, bias = y if total is None else total + y, None  # the first part adds the bias
     assert total is not None, "a layer has at least one part"
     return total
+
+
+def linears(
+    x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+) -> list[Tensor] | None:
+    """`linear` for some layers of one part each, at most `MOST_TOGETHER`; None if no kernel computes them together."""
+    if _plain or not x.is_contiguous():
+        return None
+    kernel: Any = kernel_for(parts[0], x, rounding)
+    if not hasattr(kernel, "products") or not all(kernel.supports(part, x, rounding) for part in parts[1:]):
+        return None
+    return kernel.products(x, parts, rounding, biases)
+
+
+def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, bool] | None:
+    """What `traced_linear` needs for a call that a kernel computes; None for other calls."""
+    kernel: Any = kernel_for(part, x, rounding)
+    if not hasattr(kernel, "handle") or (rounding is not None and not rounding.computes_like(rounding)):
+        return None
+    return kernel.handle(part.prepared(kernel)), part.shape[0], rounding is not None
+
+
+def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+    """The product for torch.compile, as an operator with few arguments to check."""
+    return torch.ops.compress.packed_linear(x, bias, handle, rows, rounded)

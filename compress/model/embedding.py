@@ -11,6 +11,9 @@ from torch.func import functional_call
 
 from compress.model.linear import CompressedLinear
 
+FEW = 64
+"""Tokens that are looked up one by one; repeated ones among more tokens are dequantized once."""
+
 
 class CompressedEmbedding(nn.Module):
     """Look up rows of the weight of a CompressedLinear; only the rows that are asked for are dequantized.
@@ -60,7 +63,10 @@ class CompressedEmbedding(nn.Module):
         return self.table.weight_as(self.dtype_of_computation.dtype)
 
     def forward(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch width"]:
-        rows, places = ids.unique(return_inverse=True)
+        if ids.numel() <= FEW:
+            rows, places = ids.flatten(), torch.arange(ids.numel(), device=ids.device).view(ids.shape)
+        else:
+            rows, places = ids.unique(return_inverse=True)
         known = self.table.rows_at(rows, self.dtype_of_computation.dtype)
         return functional_call(self.own, {"weight": known}, (places,))
 

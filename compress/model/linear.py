@@ -11,9 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import Self
 
 from compress.errors import NumericError
 from compress.kernels import dispatch
+from compress.model.shared_input import SharedInput
 from compress.numerics.quant.codes import Codes
 from compress.numerics.sparse.positions import Kept, Sparsity
 from compress.weights.base import InputTransform, WeightPart
@@ -52,6 +54,8 @@ class CompressedLinear(nn.Module):
     parts: nn.ModuleList
     transforms: nn.ModuleList
     mask_words: Tensor | None
+    shared_input: SharedInput | None = None
+    traced: tuple[int, int, bool] | None = None
 
     def __init__(self, weight: Weight, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()
@@ -85,6 +89,7 @@ class CompressedLinear(nn.Module):
         own = next((part.kept for part in parts if part.kept is not None), None)
         kept = own or (self.positions if mask is None else Kept.of(mask))
         assert kept is None or kept.shape == parts[0].shape, "mask and weight have different shapes"
+        self.traced = None
         self.mask_words = None if kept is None or own is not None else kept.words
         self.sparsity = None if kept is None else kept.sparsity
         self.parts = nn.ModuleList(parts)
@@ -284,7 +289,22 @@ class CompressedLinear(nn.Module):
             x = x if transform.in_kernel else transform(x)
         return x
 
+    @property
+    def joint_call(self) -> tuple[dispatch.Part, Any, Tensor | None] | None:
+        """Part, rounding of inputs and bias of a layer that is nothing else; None for other layers."""
+        parts, transforms = self._modules["parts"]._modules, self._modules["transforms"]._modules  # type: ignore[union-attr]
+        rounding: Any = next(iter(transforms.values()), None)
+        if len(parts) > 1 or len(transforms) > 1 or not (rounding is None or rounding.in_kernel):
+            return None
+        part: Any = parts["0"]
+        return part, rounding, self.bias
+
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
+        if torch.compiler.is_compiling():
+            if self.traced is not None:
+                return dispatch.traced_linear(x, self.bias, *self.traced)
+        elif self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:
+            return y
         rounding: Any = None
         transform: Any
         for transform in self.transforms:
@@ -294,6 +314,14 @@ class CompressedLinear(nn.Module):
                 x = transform(x)
         parts: Any = self.parts
         return dispatch.linear(x, parts, rounding, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        self.traced = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude what stands for weights in this process only."""
+        return {**self.__dict__, "traced": None}
 
     def extra_repr(self) -> str:
         rows, width = self.shape
@@ -321,6 +349,7 @@ def _check_scheme(
 def _count_kept(layer: nn.Module, keys: Any) -> None:
     """Update the number of kept weights to that of the mask that was loaded."""
     assert isinstance(layer, CompressedLinear)
+    layer.traced = None
     positions, words = layer.positions, layer.mask_words
     if words is not None and positions is not None and not words.is_meta and positions.sparsity.n_of_m is None:
         layer.sparsity = Sparsity(int(positions.mask().sum()))

@@ -25,7 +25,7 @@ from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
 from compress.model.objective import objective_of
 from compress.model.open.files import fingerprint_of
-from compress.model.open.load import load
+from compress.model.open.load import dtype_to_compare, load
 from compress.model.open.opening import InMemory, OpenModel, folder_of
 from compress.model.open.stored import weight_files
 from compress.model.open.supported import check_language_model
@@ -78,7 +78,7 @@ def evaluate_models(
         for source in order:
             digest = digest_of(fingerprint_of(folders[source], weight_files(folders[source])), dtype, __version__)
             store = Store(work, digest, found[0].digest if found else digest, processes)
-            model, tokenizer = load(folders[source], dtype, where)
+            model, tokenizer = load(folders[source], dtype_to_compare(folders[source], dtype, where), where)
             checked(model, tokenizer, source, where)
             if first is None:
                 first = texts_of(model, tokenizer, settings), tokenizer

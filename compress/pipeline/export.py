@@ -23,6 +23,7 @@ from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears
+from compress.model.open.computation import storage_of
 from compress.model.open.load import load
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.save import (
@@ -69,7 +70,7 @@ def save(
     _check(format, dtype, sparse)
     first = next(model.parameters())
     target = FORMATS[format].configured(embedding, head)
-    storage = first.dtype if dtype == "auto" else DTYPES[dtype]
+    storage = storage_of(model) if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
     _check_outside(opened)
     if reason := target.refuses_model(ends_of(opened)):

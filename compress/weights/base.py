@@ -277,6 +277,7 @@ class WeightPart(Component):
     def __init__(self, scheme: PartScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
         super().__init__(scheme, shape, tensors)
         self.lattice: tuple[int, ...] = shape
+        self.narrow_inputs = False  # kernels may round float32 inputs to bfloat16; set before the first product
         self._prepared: dict[int, Any] = {}
         self.register_load_state_dict_post_hook(WeightPart.forget_prepared)
 

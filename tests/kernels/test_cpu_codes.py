@@ -33,12 +33,18 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def near(found, wanted, dtype):
+def near(found, wanted, dtype, terms=1e-6):
+    """Equal up to rounding. terms: a size of the terms of the sums, for outputs that may all be near zero."""
     assert found.dtype == dtype and found.shape == wanted.shape
     largest = float(wanted.float().abs().max()) if wanted.numel() else 0.0
     return float((found.float() - wanted.float()).abs().max() if wanted.numel() else 0) <= NEAR[dtype] * max(
-        largest, 1e-6
+        largest, terms
     )
+
+
+def size_of_terms(part, x):
+    """The root of the sum of the squares of the terms of the largest output."""
+    return float((x.float().square() @ part.dense(torch.float32).square().T).sqrt().max()) if x.numel() else 0.0
 
 
 @pytest.fixture(params=SETS)

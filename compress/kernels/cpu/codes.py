@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,7 +31,8 @@ class PackedCodes:
 
     words: int32 [tiles, units, bits, 16]. scale, zero: float32 [tiles, groups, 16]; zero None: `zero_point` everywhere.
     table: float32 [2^codec], or None. order: int32 [32 units], or None. Kept floats alone are words [kept + 16],
-    with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes.
+    with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes. All weights in floats are words
+    [out, in]. narrow: float32 inputs may be rounded to bfloat16.
     """
 
     words: Tensor
@@ -43,6 +47,7 @@ class PackedCodes:
     rows: int
     width: int
     group: int
+    narrow: bool = False
 
     @cached_property
     def weight(self) -> Weight:
@@ -62,6 +67,8 @@ class PackedCodes:
     @property
     def units(self) -> int:
         """Runs of 32 packed columns."""
+        if self.words.dim() == 2:  # rows of floats
+            return -(-self.width // UNIT)
         return self.words.shape[1] if self.masks is None else self.masks.shape[1] // UNIT
 
     @property
@@ -70,9 +77,9 @@ class PackedCodes:
         return self.words, self.scale, self.zero, self.table, self.order, self.masks, self.offsets
 
     @property
-    def numbers(self) -> tuple[float, int, int, int, int]:
+    def numbers(self) -> tuple[float, int, int, int, int, bool]:
         """The numbers, in the order of the operator's arguments."""
-        return self.zero_point, self.codec, self.rows, self.width, self.group
+        return self.zero_point, self.codec, self.rows, self.width, self.group, self.narrow
 
     def columns(self, chosen: Tensor) -> Tensor:
         """The weights [rows, n] of some columns of x, as float32. chosen: int64 [n]."""
@@ -109,6 +116,9 @@ class CodesKernel:
         packs = available() and (part.is_prepared(self) or _packs(part))
         return packs and (rounding is None or _rounds(part, rounding))
 
+    def handle(self, prepared: PackedCodes) -> int:
+        return handle_of(prepared)
+
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)
 
@@ -119,6 +129,12 @@ class CodesKernel:
             return linear(x, prepared, bias)
         known: Any = rounding
         return linear(x, prepared, bias, True, known.scale, known.threshold, known.columns)
+
+    def products(
+        self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        biases = [b if b is None or b.dtype == x.dtype else b.to(x.dtype) for b in biases]
+        return products(x, [part.prepared(self) for part in parts], biases, rounding is not None)
 
 
 def _packs(part: Any) -> bool:
@@ -163,7 +179,8 @@ def pack(part: Any) -> PackedCodes:
     native.compress_advise(words.data_ptr(), words.numel() * 4)
     point = float(-grid.lowest) if integers else 0.0
     scale = _tiled(scale, rows, groups)
-    packed = PackedCodes(words, scale, zero, table, order, None, None, point, codec, rows, width, group)
+    sizes = codec, rows, width, group
+    packed = PackedCodes(words, scale, zero, table, order, None, None, point, *sizes, part.narrow_inputs)
     codes = _unsigned(part)
     failed = native.compress_pack(packed.address, codes.data_ptr(), words.data_ptr(), torch.get_num_threads())
     assert not failed, f"codes {rows} x {width} in groups of {group} do not fit the kernel"
@@ -249,7 +266,8 @@ def product(
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
-    mode = TO_INT8 if rounded else TO_BF16 if torch.get_float32_matmul_precision() == "medium" else 0
+    narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
+    mode = TO_INT8 if rounded else TO_BF16 if narrow else 0
     failed = native.compress_product(
         packed.address, inside.data_ptr(), y.data_ptr(), _pointer(bias), _pointer(static), x.numel() // packed.width,
         packed.width if inside is x else inside.stride(0), TYPES[x.dtype], mode, torch.get_num_threads(),
@@ -260,6 +278,24 @@ def product(
     if chosen is not None:
         y += (rows[:, chosen] @ packed.columns(chosen).to(x.dtype).T).view_as(y)
     return y
+
+
+def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], rounded: bool) -> list[Tensor]:
+    """x W^T + bias for some weights, prepared once. x: contiguous. Biases: in its dtype."""
+    native = library()
+    assert native is not None
+    found = [x.new_empty((*x.shape[:-1], weight.rows)) for weight in weights]
+    many = ctypes.c_void_p * len(weights)
+    narrow = weights[0].narrow or torch.get_float32_matmul_precision() == "medium"
+    failed = native.compress_products(
+        len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
+        many(*map(_pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
+        TO_INT8 if rounded else TO_BF16 if narrow else 0, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of packed weights do not fit together"
+    return found
 
 
 def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Tensor | None:
@@ -276,7 +312,7 @@ _LIBRARY = torch.library.Library("compress", "DEF")
 _LIBRARY.define(
     "codes_linear(Tensor x, Tensor? bias, bool rounded, Tensor? input_scale, float? threshold, Tensor? columns, "
     "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, Tensor? masks, Tensor? offsets, "
-    "float zero_point, int codec, int rows, int width, int group) -> Tensor"
+    "float zero_point, int codec, int rows, int width, int group, bool narrow) -> Tensor"
 )
 
 
@@ -288,12 +324,36 @@ def _codes_linear(
 
 
 def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
-    rows = rest[-3]
+    rows = rest[-4]
     return x.new_empty(*x.shape[:-1], rows)
 
 
 _LIBRARY.impl("codes_linear", _codes_linear, "CPU")
 torch.library.register_fake("compress::codes_linear", _shape_of_codes_linear, lib=_LIBRARY)
+
+# The same for a weight that a number stands for: torch.compile has one number to check per layer, not all its tensors.
+_LIBRARY.define("packed_linear(Tensor x, Tensor? bias, int handle, int rows, bool rounded) -> Tensor")
+_PACKED: weakref.WeakValueDictionary[int, PackedCodes] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def handle_of(packed: PackedCodes) -> int:
+    """A number that stands for a packed weight in this process as long as the weight is in memory."""
+    handle = next(_numbers)
+    _PACKED[handle] = packed
+    return handle
+
+
+def _packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+    return product(x, _PACKED[handle], bias, rounded)
+
+
+def _shape_of_packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("compress::packed_linear", _shape_of_packed_linear, lib=_LIBRARY)
 
 
 def linear(

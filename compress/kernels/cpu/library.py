@@ -42,6 +42,7 @@ def library() -> ctypes.CDLL | None:
         return None
     found = ctypes.CDLL(path)
     found.compress_product.argtypes = PRODUCT
+    found.compress_products.argtypes = [c_int64, *PRODUCT]
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]

@@ -12,6 +12,9 @@ from compress.errors import ModelError
 from compress.kernels import dispatch
 from compress.model.linear import CompressedLinear
 
+SERIAL = 16384
+"""Numbers that one thread computes in a compiled function before torch wakes another: one token has fewer than that."""
+
 
 def compile_generation(model: PreTrainedModel) -> None:
     """Let `model.generate` decode with torch.compile and a static cache. The first call compiles, which takes minutes.
@@ -24,7 +27,9 @@ def compile_generation(model: PreTrainedModel) -> None:
     if device.type == "cpu":
         check_compiler()
     prepare(model)
-    config: Any = CompileConfig(mode="default")
+    options = {"cpp.min_chunk_size": SERIAL} if device.type == "cpu" else None
+    mode: Any = None if options else "default"  # torch takes one of them
+    config: Any = CompileConfig(mode=mode, options=options)
     config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
     run: Any = model.generate  # not in its generation config, whose copies lose the flag
     vars(model)["generate"] = partial(run, cache_implementation="static", compile_config=config)
@@ -49,3 +54,5 @@ def prepare(model: PreTrainedModel) -> None:
             for part in layer.all_parts:
                 x = like.new_zeros(1, part.shape[1])
                 dispatch.prepare(part, x, layer.rounding)
+            if len(layer.all_parts) == 1 and all(transform.in_kernel for transform in layer.all_transforms):
+                layer.traced = dispatch.traced(layer.all_parts[0], x, layer.rounding)

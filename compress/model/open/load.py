@@ -20,13 +20,15 @@ from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, r
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
 from compress.model.open.compiled import compile_generation
-from compress.model.open.computation import compute_dtype
+from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage
 from compress.model.open.experts import open_experts
+from compress.model.open.inference import allow_narrow_inputs, keeps_narrow, narrow_weights, put_narrow, share_inputs
 from compress.model.open.limits import limited_modules
 from compress.model.open.stored import stored_shapes, stored_tensors
 from compress.model.open.untrusted import check_folder
 from compress.model.saving import MASKED_KEY, guard_saving
 from compress.model.structure.ends import find_ends, replace_end, tie
+from compress.numerics.dtypes import dtype_name
 from compress.weights.layer import LayerScheme
 
 MISSHAPEN = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)
@@ -46,7 +48,9 @@ def load(
     Packed weights stay packed and memory-mapped. A layer that the CPU kernels cover multiplies its codes; any other
     dequantizes its weight in every forward pass. Save such a model with `compress.save`.
     dtype: of the computation; 'auto' is the dtype of the checkpoint, but float32 for bfloat16 on a processor without
-    instructions for bfloat16 products, where bfloat16 is several times slower.
+    instructions for bfloat16 products, where bfloat16 is several times slower. Where CPU kernels compute a packed
+    bfloat16 model, 'auto' has float32 activations; weights stay as they are stored, and products may round their inputs
+    to bfloat16.
 
     compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`). verify:
     first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
@@ -59,7 +63,7 @@ def load(
     if verify:
         check_folder(folder)
         verify_digests(folder)
-    found = describe(folder, str(folder), dtype, device, trust_remote_code)
+    found = describe(folder, str(folder), dtype, device, trust_remote_code, inference=True)
     model, schemes = found.model, found.schemes
     if found.files is None:
         if schemes:
@@ -70,16 +74,27 @@ def load(
         if found.format is not None:
             tensors = mapped.read_raw(list(found.stored))
             fill(model, "", tensors, schemes, found.format, found.dtype, found.stored)
-        opening.assign(model, opening.Mapped(found.files, found.dtype, device).read(found.dense_names()))
+        _read_dense(found, device)
         tie(model)
         opening.to_device(model, device)
     scales = opening.Mapped(found.stored, found.dtype, device)
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
     model.eval().requires_grad_(False)
+    if found.widened_from is not None:
+        allow_narrow_inputs(model)
+        remember_storage(model, found.widened_from)
+    share_inputs(model)
     guard_saving(model)
     if compile:
         compile_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
+
+
+def dtype_to_compare(folder: Path, dtype: str, device: torch.device) -> str:
+    """The dtype in which models are compared: 'auto' is that in which a recipe computes the model, packed or dense."""
+    if dtype != "auto":
+        return dtype
+    return dtype_name(compute_dtype(opening.read_config(folder, str(folder), False), dtype, device)[0])
 
 
 @dataclass(frozen=True)
@@ -108,15 +123,33 @@ class Description:
         return [name for name in self.files or () if name not in packed]
 
 
+def _read_dense(found: Description, device: torch.device) -> None:
+    """Read the tensors that are stored as they are; weights of a packed model may stay in bfloat16."""
+    assert found.files is not None
+    names, mapped = found.dense_names(), opening.Mapped(found.files, found.dtype, device)
+    if found.format is not None and keeps_narrow(found.dtype, device):
+        weights = mapped.read_raw(narrow_weights(found.model, names))
+        narrow = {name: tensor for name, tensor in weights.items() if tensor.dtype is torch.bfloat16}
+        put_narrow(found.model, narrow)
+        names = [name for name in names if name not in narrow]
+    opening.assign(found.model, mapped.read(names))
+
+
 def describe(
-    folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool
-) -> Description:  # fmt: skip
-    """Read the description of a checkpoint, compressed or dense. source: its name in messages. Raises ModelError."""
+    folder: Path, source: str, dtype: str, device: torch.device, trust_remote_code: bool, inference: bool = False
+) -> Description:
+    """Read the description of a checkpoint, compressed or dense. source: its name in messages. Raises ModelError.
+
+    inference: the model is to be used as it is, so `auto` may widen the activations of a packed model.
+    """
     config = opening.read_config(folder, source, trust_remote_code)
     quantization, record = vars(config).pop("quantization_config", None), vars(config).pop(CONFIG_KEY, None)
     format_, described = _format_of(quantization, source)
     masked = masked_in(config)
     compute, widened_from = compute_dtype(config, dtype, device)
+    if inference and dtype == "auto" and format_ is not None:
+        stored_dtype, compute = compute, inference_dtype(compute, device)
+        widened_from = widened_from or (stored_dtype if compute != stored_dtype else None)
     model = opening.empty_model(folder, config, compute, trust_remote_code)
     with limited_modules(folder):
         open_experts(model)

@@ -93,6 +93,10 @@ class InputRounding(InputTransform):
         spared = outlier_columns(x, self.threshold, self.columns)
         return round_inputs(x, self.grid, self.scale, spared, self.scheme.symmetric, self.scheme.group)
 
+    def computes_like(self, other: InputRounding) -> bool:
+        """Whether both round every input to the same numbers, by the input alone."""
+        return self.scheme == other.scheme and self.scheme.scale == "token" and not self.scheme.outliers
+
     def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
         columns = None if self.columns is None else self.columns[order]
         return InputRounding(self.scheme, self.shape, {"scale": self.scale, "columns": columns})

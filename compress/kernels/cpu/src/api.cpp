@@ -16,11 +16,11 @@
 
 namespace {
 
-using Product = int (*)(const compress_call *);
+using Products = int (*)(const compress_call *, int64_t);
 
 struct Set {
     const char *name;
-    Product product;
+    Products products;
     bool available;
 };
 
@@ -44,37 +44,40 @@ bool has_avx2() {
 const Set *sets() {
     static const Set found[] = {
 #if defined(COMPRESS_AVX512)
-        {"avx512_bf16", compress_cpu::avx512_bf16::product, has_avx512() && __builtin_cpu_supports("avx512bf16")},
-        {"avx512", compress_cpu::avx512::product, has_avx512()},
+        {"avx512_bf16", compress_cpu::avx512_bf16::products, has_avx512() && __builtin_cpu_supports("avx512bf16")},
+        {"avx512", compress_cpu::avx512::products, has_avx512()},
 #endif
 #if defined(COMPRESS_AVX2)
-        {"avx2", compress_cpu::avx2::product, has_avx2()},
+        {"avx2", compress_cpu::avx2::products, has_avx2()},
 #endif
-        {"generic", compress_cpu::generic::product, true},
+        {"generic", compress_cpu::generic::products, true},
         {nullptr, nullptr, false},
     };
     return found;
 }
 
-std::atomic<Product> chosen{nullptr};
+std::atomic<Products> chosen{nullptr};
 
-Product best() {
-    Product found = chosen.load();
+Products best() {
+    Products found = chosen.load();
     if (!found) {
         const Set *set = sets();
         while (!set->available) ++set;
-        chosen.store(found = set->product);
+        chosen.store(found = set->products);
     }
     return found;
 }
 
 int bits_of(const compress_weight &w) { return w.codec > 4 ? 8 : w.codec; }
 
-bool kept_alone(const compress_weight &w) { return w.codec > COMPRESS_E5M2; }
+bool kept_alone(const compress_weight &w) { return w.codec == COMPRESS_KEPT_F32 || w.codec == COMPRESS_KEPT_BF16; }
+
+bool in_floats(const compress_weight &w) { return w.codec > COMPRESS_E5M2; }
 
 bool consistent(const compress_weight &w) {
-    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_KEPT_BF16 || (w.table && w.codec > 4)) return false;
-    if (kept_alone(w) && (!w.masks || !w.offsets || w.zero || w.order || w.zero_point != 0.0f)) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_ROWS_BF16 || (w.table && w.codec > 4)) return false;
+    if (in_floats(w) && (w.zero || w.order || w.zero_point != 0.0f)) return false;
+    if (kept_alone(w) && (!w.masks || !w.offsets)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
     if (!w.order && w.units * 32 < w.width) return false;
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
@@ -139,16 +142,26 @@ void codes_of_tile(void *data, int64_t tile) {
 
 extern "C" {
 
+int compress_products(int64_t count, const compress_weight *const *weights, const void *x, void *const *y,
+                      const void *const *bias, const float *static_scale, int64_t m, int64_t ldx, int32_t type,
+                      int32_t rounded, int32_t threads) {
+    if (count < 1 || count > COMPRESS_MOST_PRODUCTS || m < 0 || threads < 1) return -1;
+    compress_call calls[COMPRESS_MOST_PRODUCTS];
+    for (int64_t i = 0; i < count; ++i) {
+        const compress_weight &w = *weights[i];
+        if (!consistent(w) || w.width != weights[0]->width || (m > 1 && ldx < w.width)) return -1;
+        calls[i] = {weights[i], x, y[i], bias[i], static_scale, m, ldx, type, rounded, threads};
+    }
+    return best()(calls, count);
+}
+
 int compress_product(const compress_weight *weight, const void *x, void *y, const void *bias, const float *static_scale,
                      int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t threads) {
-    const compress_weight &w = *weight;
-    if (!consistent(w) || m < 0 || threads < 1 || (m > 1 && ldx < w.width)) return -1;
-    const compress_call call = {weight, x, y, bias, static_scale, m, ldx, type, rounded, threads};
-    return best()(&call);
+    return compress_products(1, &weight, x, &y, &bias, static_scale, m, ldx, type, rounded, threads);
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {
-    if (!consistent(*weight) || kept_alone(*weight) || threads < 1) return -1;
+    if (!consistent(*weight) || in_floats(*weight) || threads < 1) return -1;
     if (weight->order)
         for (int64_t k = 0; k < weight->units * 32; ++k)
             if (weight->order[k] >= weight->width) return -1;
@@ -158,7 +171,7 @@ int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t 
 }
 
 int compress_codes(const compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes, int32_t threads) {
-    if (!consistent(*weight) || kept_alone(*weight) || threads < 1 || count < 0) return -1;
+    if (!consistent(*weight) || in_floats(*weight) || threads < 1 || count < 0) return -1;
     for (int64_t i = 0; i < count; ++i)
         if (columns[i] < 0 || columns[i] >= weight->units * 32) return -1;
     Packing packing{weight, codes, nullptr, columns, count};
@@ -201,7 +214,7 @@ const char *compress_instruction_sets(void) {
 int compress_use(const char *name) {
     for (const Set *set = sets(); set->name; ++set)
         if (set->available && !std::strcmp(set->name, name)) {
-            chosen.store(set->product);
+            chosen.store(set->products);
             return 0;
         }
     return -1;

@@ -26,7 +26,11 @@ enum compress_rounding { COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INT8 = 1, COMPRES
 
 // What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
 // Or kept weights alone, in floats: `words` holds them tile by tile, column by column, row by row; `masks` tells the rows.
-enum compress_codec { COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12 };
+// Or all weights in floats: `words` holds [rows, width], as torch stores them.
+enum compress_codec {
+    COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12, COMPRESS_ROWS_F32 = 13,
+    COMPRESS_ROWS_BF16 = 14
+};
 
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
 struct compress_weight {
@@ -57,7 +61,15 @@ struct compress_call {
     int32_t threads;
 };
 
-// 0, or -1 for sizes that do not fit together, -2 when out of memory.
+// The most products of one call.
+#define COMPRESS_MOST_PRODUCTS 8
+
+// Some products with the same x and one y each. 0, or -1 for sizes that do not fit together, -2 when out of memory.
+COMPRESS_API int compress_products(int64_t count, const struct compress_weight *const *weights, const void *x, void *const *y,
+                                   const void *const *bias, const float *static_scale, int64_t m, int64_t ldx, int32_t type,
+                                   int32_t rounded, int32_t threads);
+
+// One product.
 COMPRESS_API int compress_product(const struct compress_weight *weight, const void *x, void *y, const void *bias,
                                   const float *static_scale, int64_t m, int64_t ldx, int32_t type, int32_t rounded,
                                   int32_t threads);

@@ -4,8 +4,8 @@
 #include "compress_cpu.h"
 
 namespace compress_cpu {
-namespace generic { int product(const compress_call *call); }
-namespace avx2 { int product(const compress_call *call); }
-namespace avx512_bf16 { int product(const compress_call *call); }
-namespace avx512 { int product(const compress_call *call); }
+namespace generic { int products(const compress_call *calls, int64_t count); }
+namespace avx2 { int products(const compress_call *calls, int64_t count); }
+namespace avx512_bf16 { int products(const compress_call *calls, int64_t count); }
+namespace avx512 { int products(const compress_call *calls, int64_t count); }
 }  // namespace compress_cpu

@@ -1,6 +1,7 @@
 #include "pool.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -17,6 +18,9 @@ namespace compress_cpu {
 namespace {
 
 constexpr int SPINS = 2000;  // some 30 microseconds: the layers of a block follow each other sooner than a thread wakes up
+
+// How long a thread then stays ready, but lets other threads of the machine run: a model that decodes calls again before.
+constexpr std::chrono::microseconds STAY{400};
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -72,6 +76,9 @@ class Pool {
     void serve(int index, uint64_t seen) {
         for (;;) {
             for (int spins = 0; spins < SPINS && ticket_.load(std::memory_order_acquire) == seen; ++spins) pause_briefly();
+            const auto until = std::chrono::steady_clock::now() + STAY;
+            while (ticket_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < until)
+                std::this_thread::yield();
             Job job;
             {
                 std::unique_lock<std::mutex> lock(mutex_);

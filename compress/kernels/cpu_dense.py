@@ -1,0 +1,64 @@
+"""Dense weights on the CPU, read where they are, as float32 or bfloat16 numbers.
+
+A product of few rows of inputs is limited by reading the weight, which plain torch reads in bfloat16 at a third of the
+bandwidth or less. Float32 inputs times a bfloat16 weight need no float32 copy of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, handle_of, linear
+from compress.kernels.cpu.library import available
+from compress.kernels.dispatch import Part, RoundingLike
+
+FEW = {torch.float32: 8, torch.bfloat16: 2}
+"""Rows of inputs up to which this kernel is faster than torch where weights have the dtype of the inputs, too."""
+ROWS = {torch.float32: 13, torch.bfloat16: 14}  # compress_codec of compress_cpu.h
+
+
+class DenseKernel:
+    """Dense float32 or bfloat16 weights times few inputs, and bfloat16 weights times float32 inputs."""
+
+    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+        if rounding is not None or part.kind != "dense" or x.dtype not in TYPES or not x.is_cpu:
+            return False
+        weight: Tensor = part.weight  # type: ignore[attr-defined]
+        if weight.dtype not in ROWS or not weight.is_cpu or not weight.is_contiguous() or weight.dim() != 2:
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+            return False
+        if weight.dtype is torch.bfloat16 and x.dtype is torch.float32:
+            return available()
+        return x.numel() <= FEW[x.dtype] * part.shape[1] and available()
+
+    def handle(self, prepared: PackedCodes) -> int:
+        return handle_of(prepared)
+
+    def prepare(self, part: Part) -> PackedCodes:
+        return wrapped(part)
+
+    def product(
+        self, x: Tensor, part: Any, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
+    ) -> Tensor:
+        if (
+            not torch.compiler.is_compiling() and prepared.words.data_ptr() != part.weight.data_ptr()
+        ):  # `.data` was replaced
+            part.forget_prepared()
+            prepared = part.prepared(self)
+        return linear(x, prepared, bias)
+
+
+def wrapped(part: Any) -> PackedCodes:
+    """Describe the weight of a part to the kernels; it is shared, not copied."""
+    rows, width = part.shape
+    words, scale = part.weight.detach(), torch.ones(-(-rows // LANES), 1, LANES)
+    columns = -(-width // UNIT) * UNIT
+    sizes = ROWS[words.dtype], rows, width, columns
+    return PackedCodes(words, scale, None, None, None, None, None, 0.0, *sizes, part.narrow_inputs)
+
+
+KERNEL = DenseKernel()

@@ -1,0 +1,70 @@
+"""What `load` does so that kernels compute as much as possible of a packed model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.kernels.cpu.library import available, library
+from compress.model.embedding import CompressedEmbedding, layer_of
+from compress.model.linear import LINEARS, CompressedLinear, linears, replace_linear
+from compress.model.shared_input import SharedInput
+from compress.model.structure.ends import find_ends, replace_end
+
+LARGE = 4 << 20
+"""The size in bytes from which a weight is copied to large pages."""
+
+
+def keeps_narrow(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether dense bfloat16 weights stay as they are in a model that is computed in `dtype`."""
+    return dtype is torch.float32 and device.type == "cpu" and available()
+
+
+def narrow_weights(model: PreTrainedModel, present: Collection[str]) -> list[str]:
+    """The names of the dense weights of linears and of the ends of a model, among those present."""
+    names = [f"{name}.weight" for name, module in linears(model).items() if isinstance(module, LINEARS)]
+    names += [f"{name}.weight" for end in find_ends(model) for name in end.names]
+    return [name for name in dict.fromkeys(names) if name in present]
+
+
+def put_narrow(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Replace linears and ends whose weights are bfloat16 by layers that hold these weights, without a copy."""
+    ends = find_ends(model)
+    inside = {name: end for end in ends for name in end.names}
+    for full, tensor in tensors.items():
+        name = full.removesuffix(".weight")
+        end = inside.get(name)
+        layer = replace_linear(model, name) if end is None else replace_end(model, end)
+        layer.put(_in_large_pages(tensor.T if layer.transposed else tensor))
+
+
+def _in_large_pages(tensor: Tensor) -> Tensor:
+    """A copy of a large mapped tensor that is read a quarter faster; the mapped one leaves memory."""
+    native = library()
+    if native is None or tensor.nbytes < LARGE:
+        return tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    native.compress_advise(copy.data_ptr(), copy.nbytes)
+    copy.copy_(tensor)
+    native.compress_release(tensor.data_ptr(), tensor.nbytes)
+    return copy
+
+
+def allow_narrow_inputs(model: PreTrainedModel) -> None:
+    """Let kernels round float32 inputs to bfloat16, as the model itself does in the dtype of its checkpoint."""
+    for module in model.modules():
+        if isinstance(module, CompressedLinear | CompressedEmbedding):
+            for part in layer_of(module).all_parts:
+                part.narrow_inputs = True
+
+
+def share_inputs(model: nn.Module) -> None:
+    """Let the layers of each module be computed together where they share an input."""
+    for module in model.modules():
+        layers = [child for child in module.children() if isinstance(child, CompressedLinear)]
+        shared = SharedInput() if len(layers) > 1 else None
+        for layer in layers:
+            layer.shared_input = shared

@@ -185,9 +185,9 @@ class Quantizing(WeightGrid):
         if grid is not None and before is not None:
             gone |= {"group_size"} if grid.group_size is not None else set()  # the grid fixes it
             gone |= {"scale"} if grid.averaged != before.averaged else set()
+            gone |= {"symmetric"} if grid.offset != before.offset else set()
         if changed.get("group_size") == "tensor" and base.get("scale") == "importance":
             gone |= {"scale"}
-            gone |= {"symmetric"} if grid.offset != before.offset else set()
         return {name: value for name, value in base.items() if name not in gone}
 
     def variants(self) -> list[Self]:

@@ -44,7 +44,7 @@ from compress.api.layers import BlockInputs, Layer, Solution, Surveyed, Zeros
 from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
 from compress.api.options import Options, patterns
-from compress.formats.base import CacheScheme
+from compress.formats.base import CacheScheme, Format
 from compress.model.objective import LMObjective
 from compress.model.structure.select import ModuleNames, chosen, select
 from compress.numerics.sparse.positions import Sparsity
@@ -156,6 +156,10 @@ class Pass(Options, ABC):
 
         layers: their schemes before the pass. stored: the same in the form that the format, by its name, stores.
         """
+        return None
+
+    def note(self, format_: Format) -> str | None:
+        """What the plan should say about the result of the pass in this format, or None."""
         return None
 
     def becomes(self, before: LayerScheme) -> LayerScheme:

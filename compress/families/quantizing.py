@@ -20,6 +20,7 @@ from compress.api.options import INHERITED, Override, read_overrides, resolve_ov
 from compress.api.passes import ActivationScale, LayerPass
 from compress.errors import NumericError, TargetError
 from compress.families.weight_grid import GridName, WeightGrid, known_grid
+from compress.formats.base import Format
 from compress.model.structure.select import ModuleNames
 from compress.model.structure.select import chosen as is_chosen
 from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
@@ -264,6 +265,17 @@ class Quantizing(WeightGrid):
         if not self.integers:
             return "for other weights than integers without zero points"
         return "with rounded inputs" if self.input_grid else None if self.scale in SEARCHES else "without scale: mse"
+
+    def note(self, format_: Format) -> str | None:
+        if not self.integers or not self.signed_scales or self.scale not in SEARCHES:
+            return super().note(format_)
+        if self.input_grid is not None:
+            return (
+                "scales stay positive: kernels of servers for rounded inputs may read packed scales as unsigned numbers"
+            )
+        if not format_.negative_scales:
+            return f"scales stay positive: not all readers of format {format_.name} take negative ones"
+        return super().note(format_)
 
     @property
     def tries_signs(self) -> bool:

@@ -9,7 +9,6 @@ from math import prod
 import torch
 
 from compress.api.passes import Step
-from compress.families.quantizing import SEARCHES, Quantizing
 from compress.formats.base import Format
 from compress.weights.layer import LayerScheme
 
@@ -77,22 +76,10 @@ def pruning_notes(steps: Sequence[Step], layers: Layers, format_: Format, dense:
     return notes
 
 
-def sign_notes(steps: Sequence[Step], format_: Format) -> list[str]:
-    """A note for every quantizing pass whose search could choose negative scales, but keeps them positive."""
-    notes = []
-    for where, step, _ in steps:
-        if not isinstance(step, Quantizing) or not step.integers:
-            continue
-        if not step.signed_scales or step.scale not in SEARCHES:
-            continue
-        if step.input_grid is not None:
-            reason = "kernels of servers for rounded inputs may read packed scales as unsigned numbers"
-        elif not format_.negative_scales:
-            reason = f"not all readers of format {format_.name} take negative ones"
-        else:
-            continue
-        notes.append(f"{where}: scales stay positive: {reason}")
-    return notes
+def pass_notes(steps: Sequence[Step], format_: Format) -> list[str]:
+    """What passes say about their result in this format."""
+    found = [(where, step.note(format_)) for where, step, _ in steps]
+    return [f"{where}: {note}" for where, note in found if note is not None]
 
 
 def transform_notes(sizes: Sequence[int]) -> list[str]:

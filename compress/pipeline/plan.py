@@ -23,7 +23,7 @@ from compress.model.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
-from compress.pipeline.notes import pruning_notes, sign_notes, storage_notes, transform_notes
+from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.readers import check_reader, check_together
 from compress.pipeline.resolve import (
@@ -257,7 +257,7 @@ def _notes(
         return format_.size_bytes(planned_scheme(mine, name, starts[name], storage, "off"), storage)
 
     stored = storage_notes(steps, found, format_, storage)
-    return stored + pruning_notes(steps, found, format_, with_zeros) + sign_notes(steps, format_)
+    return stored + pruning_notes(steps, found, format_, with_zeros) + pass_notes(steps, format_)
 
 
 def final_plan(

@@ -167,6 +167,7 @@ CHECKS = {
     "git": cloned,
     "cd": lambda arguments: None,
     "cat": shown,
+    "llama-cli": lambda arguments: None,  # of llama.cpp
 }
 
 

@@ -30,7 +30,7 @@ def test_every_pass_says_what_it_is_for_and_what_not():
 def test_options_have_ranges_and_defaults_in_words():
     found = {option.name: option for option in options_of(PASSES["gptq"])}
     assert found["damping"].values == "a number above 0 and at most 1" and found["damping"].default == "0.01"
-    assert found["act_order"].values == "none, static, group" and found["act_order"].default == '"none"'
+    assert found["act_order"].values == "none, static, group" and found["act_order"].default == '"static"'
     assert (
         found["group_size"].values == "an integer or channel, tensor" and found["symmetric"].values == "true or false"
     )

@@ -225,7 +225,7 @@ def test_all_that_is_available_is_listed(declared, folder, module):
     shown = CliRunner().invoke(main, ["passes", "--plugin", str(folder / "my_pass.py")]).output
     assert re.search(r"^my_pass +Multiply every weight by a factor\.$", shown, re.MULTILINE)
     page = CliRunner().invoke(main, ["passes", "my_pass", "--plugin", str(folder / "my_pass.py")]).output
-    assert "factor = 0.5: the factor" in page
+    assert "factor = 0.5 (a number above 0): the factor" in page
 
 
 # Files of passes/

@@ -49,7 +49,7 @@ def test_another_pass_takes_the_measured_choices(folder):
     assert isinstance(step, GPTQ) and (step.act_order, step.scale, step.group_size) == ("static", "mse", 32)
     assert len(step.overrides) == 1 and len(step.overrides[0].targets) == 2
     [alone] = recipe(folder, "{file: s.json, bits: 3.25, with: {gptq: null}}").passes
-    assert isinstance(alone, GPTQ) and alone.act_order == "none"
+    assert isinstance(alone, GPTQ) and alone.act_order == "static"
 
 
 def test_the_resolved_recipe_needs_no_file_and_stands_alone(folder):

@@ -70,7 +70,7 @@ def test_items_that_prove_the_cache_are_answered_by_that(tiny):
     scorer = Scorer(model, 64)
     scored(scorer, first)
     assert sum(seen) == 4 * 32 + (30 + 4 * 2) and scorer.proven and scorer.shares
-    scored(scorer, [request._replace(item=1) for request in first])
+    scored(scorer, [Request(1, *request[1:]) for request in first])
     assert sum(seen) == 4 * 32 + 2 * (30 + 4 * 2)
 
 

@@ -153,6 +153,55 @@ ROWS: dict[str, list[dict]] = {
     "lkd-int3": [{"gptq": {"weights": "int3", **GROUPS, **BEST}}, {"lkd": {"train": ["scales", "norms"]}}],
     "lkd-int2-zeros": [{"gptq": {"weights": "int2", **ZEROS, **BEST}}, {"lkd": {"train": ["scales", "norms"]}}],
 }
+
+
+EARLIER = (
+    "gptq-int8",
+    "w8a8",
+    "awq-gptq-zeros",
+    "gptq-mse-normalized",
+    "gptaq-mse",
+    "lorc-int3-rank19",
+    "lorc-int3-rank19-weight",
+    "lorc-int3-rank5",
+    "gptq-int3-g32",
+    "lkd-int3",
+    "gptq-int3-g48",
+    "qat-int3",
+    "lkd-int2-zeros",
+    "kv-int8",
+    "kv-int8-int4-zeros",
+    "ria",
+    "permuted-sparsegpt-2:4",
+    "permuted-wanda-2:4",
+    "wanda-60-owl",
+    "wanda-60",
+    "ria-2:4",
+    "sparsegpt-distill-2:4",
+    "sparsegpt-sr_ste-2:4",
+)
+
+
+def earlier(steps: list[dict]) -> list[dict]:
+    """The passes with the defaults that they had when docs/measured.md got its rows of this name."""
+    found = []
+    for step in steps:
+        ((key, given),) = step.items()
+        options = dict(given)
+        even = options.get("symmetric", True) and "activations" not in options
+        if key == "gptq":
+            options = {"act_order": "none", "scale": "absmax", "refine": 0, **options}
+        if key in ("gptq", "qat") and options.get("scale") == "mse" and even:
+            options["signed_scales"] = False
+        if key in ("wanda", "ria", "sparsegpt") and "weights" not in options:
+            options["repair"] = 0
+        if key == "kv_cache" and options.get("scale") != "static":
+            options["key_group"] = None
+        found.append({key: options})
+    return found
+
+
+ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
 BATCH_OF_ONE = ("lkd",)
 """Passes whose examples are the batches of the calibration text."""
 

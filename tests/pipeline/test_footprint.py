@@ -58,7 +58,7 @@ def test_a_pass_that_is_not_sequential_stops_no_batch(footprint):
     difference = footprint(GPTQ()).peak_bytes() - footprint(GPTQ(true_sequential=False)).peak_bytes()
     assert difference == STOPPED
     norms = sum(8 * w for w in INPUTS)
-    wanda = footprint(Wanda())
+    wanda = footprint(Wanda(repair=0))
     assert wanda.peak_bytes() == STATES + norms + SAMPLES + forward + dense(wanda.opened)
 
 

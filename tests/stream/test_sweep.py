@@ -25,7 +25,7 @@ def wanda(**options):
 
 
 def gptq(**options):
-    return compress.GPTQ(group_size=16, **options)
+    return compress.GPTQ(group_size=16, signed_scales=False, **options)
 
 
 def steps_of(opened, *passes):

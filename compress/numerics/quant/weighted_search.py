@@ -63,6 +63,8 @@ class WeightedSearch:
         """Try all ranges: each as it is, then the regression on its codes."""
         low, high = torch.aminmax(self.parts, dim=-1)
         count = 2 ** (self.grid.bits - 1) if self.symmetric else 2**self.grid.bits - 1
+        # weights whose squares are not finite keep the whole range
+        self._scale, self._zero = self.grid.fit(low, high, self.symmetric, self.dtype, self.shared)
         for cut in CUTS:
             kept = count / (count + max(cut, -count / 2))
             ends = (low, low + kept * (high - low)) if self.grid.offset else (low * kept, high * kept)

@@ -125,11 +125,11 @@ class Grid(ABC):
 
 @dataclass(frozen=True)
 class IntGrid(Grid):
-    """Signed integers of `bits` bits, with an optional integer zero point in the same range."""
+    """Signed integers of `bits` bits, with an optional integer zero point in the same range; super-blocks have none."""
 
     @property
     def symmetric_only(self) -> bool:
-        return False
+        return self.block > 1
 
     @property
     def lowest_stored(self) -> int:

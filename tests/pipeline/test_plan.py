@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from schemes import coded, encoded, rounding
@@ -31,7 +31,8 @@ def written_bytes(folder) -> int:
 # ---- bytes ----
 
 
-@settings(deadline=None, max_examples=60)
+# most formats refuse most grids
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     name=st.sampled_from(list(FORMATS)),
     grid=st.sampled_from(list(GRIDS)),

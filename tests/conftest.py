@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -38,6 +39,12 @@ from compress.data import ids as ids_of
 from compress.data.ids import token_ids
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.structure.blocks import find_blocks
+
+# Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
+_any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+settings.register_profile("same", _any_machine, derandomize=True)
+settings.register_profile("explore", _any_machine, max_examples=300, print_blob=True)
+settings.load_profile("same")
 
 PICO = Path(__file__).parent / "pico" / "model"
 VOCAB, WIDTH = 64, 32

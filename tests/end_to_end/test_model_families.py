@@ -77,7 +77,7 @@ def find(model):
     return [block.module for block in find_blocks(model)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 12),
     width=st.integers(4, 40),

@@ -17,7 +17,7 @@ def stored_shapes(name, tensors):
     return {f"{name}.{key}": tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 9),
     groups=st.integers(1, 4),

@@ -41,7 +41,7 @@ def read_again(part, inputs=None, storage=torch.bfloat16):
     return decoded(FORMAT, tensors, read["a"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     grid=st.sampled_from(FLOATS),
     rows=st.integers(1, 40),
@@ -55,7 +55,7 @@ def test_4_bit_weights_read_back_as_they_were(make, same, grid, rows, groups, gr
     same(read_again(FORMAT.adapt_part(part), storage=storage), part)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     width=st.integers(1, 40),

@@ -14,7 +14,7 @@ from compress.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
 FLOAT8 = FloatQuantized()
 FP4 = {"mxfp4": (MXFP4PackQuantized(), 32), "nvfp4": (NVFP4PackQuantized(), 16)}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 def their_scheme(layout, packed):

@@ -36,7 +36,7 @@ def part_of(codes, scale, zero=None, grid="int4", group_size=32, index=None):
     return CodesPart(scheme, tuple(codes.shape), held)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     grid=st.sampled_from(list(BITS)),
     rows=st.integers(1, 3),

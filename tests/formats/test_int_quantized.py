@@ -22,7 +22,7 @@ LAYERS = st.fixed_dictionaries(
         "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     }
 )
-quick = settings(deadline=None, max_examples=50)
+quick = settings(max_examples=50)
 
 
 @quick

@@ -43,7 +43,7 @@ def transforms(draw, shape):
     return found
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     data=st.data(),
     grid=st.none() | st.sampled_from(list(GRIDS)),

@@ -37,7 +37,7 @@ def sparse_floats(mask, n_of_m=None, dtype=torch.float32):
     return SparsePart.of(DensePart.of(weight * mask), Kept.of(mask, n_of_m))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     shape=st.tuples(st.integers(1, 20), st.integers(1, 90)),
     n_of_m=st.none() | st.tuples(st.integers(1, 8), st.integers(2, 9)),

@@ -13,7 +13,7 @@ from compress.formats.layouts.pack_quantized import PackQuantized, input_argumen
 
 LAYOUT = PackQuantized()
 INTEGERS = [f"int{bits}" for bits in range(2, 9)]
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 
 
 def their_scheme(scheme):

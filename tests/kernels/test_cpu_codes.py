@@ -87,7 +87,7 @@ def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
         assert near(dispatch.linear(x, [part], rounding, bias), exact(part, x, rounding, bias), dtype)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(1, 70), st.integers(1, 200), st.sampled_from([2, 3, 4, 8]),
     st.sampled_from([1, 7, 16, 32, 48, 64, 128, "channel", "tensor"]), st.booleans(), st.booleans(), st.booleans(),
@@ -101,7 +101,7 @@ def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, round
     assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 70), st.integers(100, 1400), st.sampled_from([2, 3, 4, 8]),
     st.sampled_from([7, 16, 48, 64, 512, 528, "channel"]), st.booleans(), st.booleans(), st.booleans(),
@@ -207,7 +207,7 @@ def test_kept_weights_alone(chosen, pattern, grid, symmetric):
     assert near(dispatch.linear(x, [sparse], None, None), exact(sparse, x, None, None), x.dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 70), st.integers(1, 600), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.sampled_from(["float32", "bfloat16",
     "float16"]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 20), st.integers(0, 999),
@@ -275,7 +275,7 @@ def test_outlier_columns_are_floats(chosen, threshold, columns, indexed, dtype):
         assert near(dispatch.linear(x, [part], rounding, None), wanted, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 8), st.sampled_from([1, 7, 16, 48, 64]), st.booleans())
 def test_columns_are_read_back(rows, width, bits, group, indexed):
     grid = GRIDS["binary" if bits == 1 else f"int{bits}"]

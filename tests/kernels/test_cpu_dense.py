@@ -52,7 +52,7 @@ def test_products_of_all_batch_sizes(chosen, weight_dtype, dtype, batch):
     check(50, 170, weight_dtype, dtype, batch, bias=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 70), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 20),
     st.booleans(), st.integers(0, 99),

@@ -23,7 +23,7 @@ def pruned(mask, grid, group_size, symmetric, seed=0):
     return CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 30), st.integers(1, 90), st.sampled_from([1, 64, 1 << 20]), st.integers(0, 99))
 def test_the_reference_is_the_product_with_the_masked_weight(rows, width, part, seed):
     mask = random_mask(rows, width, 0.4, seed)

@@ -22,7 +22,7 @@ def coded(weight, grid="int4", group_size=8, symmetric=True):
     return CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     grid=st.sampled_from(
         ["int2", "int3", "int4", "int5", "int8", "fp8_e4m3", "nf4", "nf4_dq", "mxfp4", "nvfp4", "ternary"]

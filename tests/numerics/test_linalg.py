@@ -17,7 +17,7 @@ def positive_definite(size, seed, condition=100.0):
     return ((vectors * values) @ vectors.T).float()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(size=st.integers(1, 40), seed=st.integers(0, 10**6), damping=st.sampled_from([1e-4, 0.01, 0.1, 1.0]))
 def test_the_factor_is_that_of_the_inverse_of_the_damped_matrix(size, seed, damping):
     hessian = positive_definite(size, seed)

@@ -75,7 +75,7 @@ def test_teacher_and_student_alike_lose_nothing_and_move_nothing(kind, top_k):
 
 
 @kinds
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**16), chunk=st.sampled_from([1, 3, 64]), top_k=st.sampled_from([None, 1, 4, 8, 9]))
 def test_chunks_and_weights_are_plain_autograd(kind, seed, chunk, top_k):
     draw = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from compress.errors import NumericError
 from compress.numerics.repair import repaired, repaired_in_mask
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     width=st.integers(2, 12),
     left=st.integers(1, 11),
@@ -57,7 +57,7 @@ def exact(weight, mask, gram, damping):
     return found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(width=st.integers(2, 24), share=st.floats(0.1, 0.9), seed=st.integers(0, 99))
 def test_as_many_steps_as_columns_give_the_optimum_of_the_mask(width, share, seed):
     draw = torch.Generator().manual_seed(seed)

@@ -180,7 +180,7 @@ def test_the_error_is_less_than_that_of_plain_rounding(batches, notes, act, name
     assert rounded_error(step, rows_into(block, name, batches), weight_of(block, name), aim) < 0.98 * plain
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),
     shift=st.sampled_from([0.0, 3.0]),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from schemes import coded, encoded, rounding
@@ -32,7 +32,7 @@ def written_bytes(folder) -> int:
 
 
 # most formats refuse most grids
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(list(FORMATS)),
     grid=st.sampled_from(list(GRIDS)),
@@ -181,7 +181,7 @@ def test_a_short_last_group_is_stored_in_groups_of_the_common_divisor(recipe):
     assert down.size_bytes == 128 * 288 // 2 + 128 * 18 * 4 + 16
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(width=st.integers(16, 600), group_size=st.integers(16, 600))
 def test_the_group_sizes_that_an_error_names_work(width, group_size):
     format_ = FORMATS["compressed-tensors"]

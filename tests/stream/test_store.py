@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -67,7 +67,6 @@ def test_room_that_becomes_free_is_used_and_its_file_goes(tmp_path):
     assert torch.equal(store[0], tensor(2, 1)) and torch.equal(store[1], tensor(3, 5))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 6 * ROW), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 20)), max_size=20))
 def test_it_is_a_list_and_keeps_to_its_limit(limit, writes):
     with TemporaryDirectory() as folder:

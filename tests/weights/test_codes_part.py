@@ -18,7 +18,7 @@ def random_codes(grid="int4", shape=(5, 70), group_size=32, symmetric=True, seed
     return quantize(weight, GRIDS[grid], group_size, symmetric, dtype=dtype)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     grid=st.sampled_from(list(GRIDS)),
     rows=st.integers(1, 40),
@@ -59,7 +59,7 @@ def test_zero_points_are_held_in_one_byte():
     assert packed.zero.dtype == torch.int8
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     grid=st.sampled_from(list(GRIDS)),
     shape=st.tuples(st.integers(1, 40), st.integers(1, 70)),

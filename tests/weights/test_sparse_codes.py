@@ -25,7 +25,7 @@ def pruned(mask, grid, group_size, symmetric, seed=0, dtype=torch.float32):
     return CodesPart.of(quantize(weight, GRIDS[grid], group_size, symmetric, mask=mask, dtype=dtype))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     grid=st.sampled_from(WITH_ZERO),
     shape=st.tuples(st.integers(1, 20), st.integers(1, 120)),

@@ -27,7 +27,7 @@ def part_of(name: str, grid: str, rows: int, blocks: int, seed: int, search: str
     return CodesPart.of(quantize(weight, kind, block.group, not kind.offset, search, dtype=torch.float16))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     case=st.sampled_from(CASES), rows=st.integers(1, 5), blocks=st.integers(1, 3), seed=st.integers(0, 1 << 16),
     search=st.sampled_from(["absmax", "mse"]), scale=st.sampled_from([1e-7, 0.02, 1.0, 300.0]),

@@ -25,7 +25,7 @@ def pack_bit_by_bit(row, bits):
     return [word - 2**32 if word >= 2**31 else word for word in words]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(codes_of_bits())
 def test_unpacking_gives_back_what_was_packed(drawn):
     codes, bits = drawn
@@ -35,14 +35,14 @@ def test_unpacking_gives_back_what_was_packed(drawn):
     assert torch.equal(unpack(words, bits, codes.shape[1]), codes)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(codes_of_bits())
 def test_the_words_are_those_of_the_bit_by_bit_oracle(drawn):
     codes, bits = drawn
     assert pack(codes, bits).tolist() == [pack_bit_by_bit(row, bits) for row in codes.tolist()]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(codes_of_bits())
 def test_the_words_are_those_of_compressed_tensors(drawn):
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")

@@ -29,7 +29,7 @@ from compress.numerics.quant.grids import GRIDS
 SIZES = ["tensor", "channel", 1, 3, 4, 8, 64]  # of 11 columns: 3, 4 and 8 leave a short last group, 64 is one group
 GRID = st.sampled_from(list(GRIDS.values()))
 WITH_ZERO = st.sampled_from([grid for grid in GRIDS.values() if grid.has_zero])
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 
 
 def layout(grid, group_size):

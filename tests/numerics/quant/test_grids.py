@@ -20,7 +20,7 @@ PLAIN = [
 ]  # scales are floats; the others are test_scales' affair
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUMBER = st.floats(-1e4, 1e4, width=32)
-quick = settings(deadline=None, max_examples=25)
+quick = settings(max_examples=25)
 
 
 def by_name(grid):

@@ -17,7 +17,7 @@ F32 = torch.float32
 SPAN = 6.0
 KINDS = [FloatScale(), PowerOfTwo(), E8M0(), Float8Scale(), DoubleScale(block=4)]
 EXTENTS = st.lists(st.floats(0, 1e4, width=32), min_size=1, max_size=12)
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 
 
 def by_name(kind):

@@ -11,7 +11,7 @@ from compress.numerics.quant.codes import fit, fit_shared, quantize, spread
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.numerics.quant.weighted_search import importance_of
 
-quick = settings(deadline=None, max_examples=8)
+quick = settings(max_examples=8)
 
 
 def dense(weight, name, size, importance, search="importance"):

@@ -19,7 +19,7 @@ def scores(shape, seed, distinct=False):
     return torch.randint(0, 5, shape, generator=generator).float()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(shape=SHAPES, seed=st.integers(0, 10**6), density=st.floats(0, 1), pattern=st.sampled_from(["row", "layer"]))
 def test_exactly_round_of_the_density_is_kept_and_nothing_kept_scores_less(shape, seed, density, pattern):
     score = scores(shape, seed)
@@ -31,7 +31,7 @@ def test_exactly_round_of_the_density_is_kept_and_nothing_kept_scores_less(shape
             assert values[keep].min() >= values[~keep].max()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(shape=SHAPES, seed=st.integers(0, 10**6), n_of_m=st.sampled_from([(1, 2), (2, 4), (4, 8), (3, 5), (1, 16)]))
 def test_n_of_each_whole_m_are_kept_and_the_tail_stays_dense(shape, seed, n_of_m):
     n, m = n_of_m
@@ -116,7 +116,7 @@ def test_a_bad_text_in_a_recipe_is_a_validation_error():
 # Blocks
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 14), st.integers(1, 20)),
     block=st.sampled_from([(4, 1), (1, 4), (2, 3), (5, 2)]),
@@ -144,7 +144,7 @@ def test_weights_that_are_gone_add_nothing_to_their_block():
     assert Pattern("1x2").units(score).tolist() == [2.5, 1, -1, 0]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 30)),
     seed=st.integers(0, 10**6),

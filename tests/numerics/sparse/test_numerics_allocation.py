@@ -28,7 +28,7 @@ def test_outlier_weighed_by_hand():
     assert found == pytest.approx({"a": 0.6 + mean, "b": 0.6 + mean - 0.05, "c": 0.6 + mean - 0.15})
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.integers(1, 1000)), min_size=1, max_size=8),
     st.floats(0.25, 0.75),
@@ -59,7 +59,7 @@ def test_a_layer_must_keep_something_and_lose_something():
 # One threshold
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=5), st.floats(0.01, 0.99), st.integers(0, 10**6))
 def test_of_weights_in_16_bits_the_threshold_is_that_of_one_sort(sizes, sparsity, seed):
     layers = {str(i): random(n, seed=seed + i).abs().half().float() for i, n in enumerate(sizes)}
@@ -94,7 +94,7 @@ def test_equal_scores_are_shared_out_in_proportion():
     assert below_threshold(layers, 24 / 44) == {"a": 15, "b": 5, "c": 4}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.floats(0, 1))
 def test_proportions_are_whole_and_sum_up(weights, share):
     total = int(share * sum(weights))
@@ -116,7 +116,7 @@ def test_least_error_by_hand():
     assert least_error(curves, {"a": 1, "b": 3}, 0.4) == pytest.approx({"a": 0.3, "b": 1.3 / 3})
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 8))
 def test_least_error_is_the_optimum_by_brute_force(seed, budget):
     """Convex curves on a grid, layers of one size: no choice of rungs with the same sum costs less."""

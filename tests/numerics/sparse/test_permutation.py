@@ -78,7 +78,7 @@ def test_a_planted_optimum_that_rows_share_is_found():
     assert before < 0.3 * total and after > 0.95 * total
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 20),
     width=st.integers(1, 70),

@@ -87,7 +87,7 @@ def regular(draw, largest=256):
     return (rows, width), draw(st.integers(1, m - 1)), m
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(regular(), st.sampled_from(FLOATS), parts, st.integers(0, 99))
 def test_n_of_m_comes_back_bit_for_bit(drawn, dtype, part, seed):
     shape, n, m = drawn
@@ -106,7 +106,7 @@ def test_n_of_m_comes_back_bit_for_bit(drawn, dtype, part, seed):
     assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes, st.floats(0, 1), st.sampled_from(FLOATS), parts, st.booleans(), st.integers(0, 99))
 def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row, seed):
     mask = random_mask(*shape, density, seed)
@@ -122,7 +122,7 @@ def test_any_mask_comes_back_bit_for_bit(shape, density, dtype, part, empty_row,
     assert size_of(found) == kept.sparsity.size_bytes(shape, dtype)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shapes, st.floats(0, 1), st.sampled_from(FLOATS), st.integers(0, 99))
 def test_the_scheme_says_the_shapes_and_dtypes_of_the_tensors(shape, density, dtype, seed):
     mask = random_mask(*shape, density, seed)
@@ -144,7 +144,7 @@ def test_the_dense_weight_in_another_dtype():
 # ---- which way to store a mask ----
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(regular(40), st.integers(0, 99))
 def test_a_regular_mask_is_found_out(drawn, seed):
     shape, n, m = drawn

@@ -62,7 +62,7 @@ def test_zeros_by_blocks_of_columns_are_those_of_the_paper(width, block):
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     width=st.integers(1, 90),
     n_of_m=st.sampled_from([(2, 4), (1, 4), (1, 2), (4, 8), (3, 7), (8, 16), (16, 32), (5, 20)]),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-import torch
 from jaxtyping import Float
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
@@ -14,16 +13,15 @@ from torch import Tensor
 from compress.api.facts import Fact, LayerFacts
 from compress.api.layers import Layer, Solution, Zeros
 from compress.api.memory import ProblemSize
-from compress.api.observers import CrossGram, Gram, Nothing, Observer, UnitGram
-from compress.api.passes import LayerPass, Survey
+from compress.api.observers import Gram, Nothing, Observer
+from compress.api.passes import Survey
 from compress.families.allocation import Allocation, Uniform, read_allocation
-from compress.numerics.linalg import DAMPING
+from compress.families.compensation import CompensatingPass
 from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.positions import LARGEST_M, Sparsity
 
 REPAIR = 24  # steps; on stories15M 2:4 is as good with 8 as with 24 (eval/LOG.md)
-ALPHA = 1.0  # the whole correction
 
 
 class Pruning(BaseModel):
@@ -117,7 +115,7 @@ class Pruning(BaseModel):
         """The scores of all weights, at least 0; the weights with the smallest scores are removed."""
 
 
-class PruningPass(Pruning, LayerPass):
+class PruningPass(Pruning, CompensatingPass):
     """A pass that prunes one layer at a time."""
 
     true_sequential: bool = Field(
@@ -132,41 +130,10 @@ class PruningPass(Pruning, LayerPass):
         f"0: kept weights stay as the pruning leaves them, as in the papers; default: {REPAIR} in passes that read the "
         "calibration text, otherwise 0",
     )
-    damping: float = Field(
-        default=DAMPING,
-        gt=0,
-        le=1,
-        description="for repair: added to the diagonal of the Hessian, relative to its mean; pulls kept weights to "
-        "their values before pruning",
-    )
-    error: Literal["symmetric", "asymmetric"] = Field(
-        default="symmetric",
-        description="target of compensation and repair: 'symmetric': the output of the original weight on the same "
-        "inputs; 'asymmetric': that of the uncompressed model, which runs too",
-    )
-    alpha: float = Field(
-        default=ALPHA,
-        gt=0,
-        le=1,
-        description="only for error: asymmetric: factor of the correction; 1: full correction",
-    )
-    normalize_tokens: bool = Field(
-        default=False,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
-        "attention sinks after a norm, count as much as others",
-    )
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.error == "asymmetric" and self.normalize_tokens:
-            raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
 
     def without_effect(self) -> dict[str, str]:
-        idle = {} if self.error == "asymmetric" else {"alpha": "with error: symmetric; leave it out"}
-        if not self.compensates:
-            names = ("damping", "error", "normalize_tokens")
-            idle |= dict.fromkeys(names, f"with repair: 0; add repair: {REPAIR}, or leave it out")
-        return super().without_effect() | idle
+        names = () if self.compensates else ("damping", "error", "normalize_tokens")
+        return super().without_effect() | dict.fromkeys(names, f"with repair: 0; add repair: {REPAIR}, or leave it out")
 
     @property
     def repair_steps(self) -> int:
@@ -182,11 +149,7 @@ class PruningPass(Pruning, LayerPass):
 
     @property
     def observer(self) -> type[Observer]:
-        if not self.compensates:
-            return self.observes
-        if self.error == "asymmetric":
-            return CrossGram
-        return UnitGram if self.normalize_tokens else Gram
+        return self.hessian if self.compensates else self.observes
 
     def memory(self, size: ProblemSize) -> int:
         found = super().memory(size)
@@ -205,9 +168,7 @@ class PruningPass(Pruning, LayerPass):
         sparsity = self.target_sparsity if layer.allocated is None else float(layer.allocated)
         if sparsity >= 1:
             layer.log("fallback", "the allocation removes all weights of this layer")
-        if isinstance(seen, CrossGram):
-            # argmin_V ||W X~ - V X||^2 = W + W (X~ - X) X^T inv(X X^T)  (GPTAQ, Li 2025)
-            weight = torch.addmm(weight.float(), weight.float(), seen.shift(self.damping), alpha=self.alpha)
+        weight = self.fitted(weight, seen)
         return self.repaired(weight, self.prune(weight, seen, layer, sparsity), seen)
 
     def repaired(self, weight: Float[Tensor, "out in"], pruned: Solution, seen: Any) -> Solution:

@@ -87,17 +87,14 @@ class Quantizing(WeightGrid):
         default=(), description="other options for some layers: {pattern: {weights: int8}}; weights: none skips layers"
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _own_scale(cls, values: Any) -> Any:
-        """Use the default scale search of the grid, or one for a scale of the whole matrix, if none is given."""
-        if not isinstance(values, dict) or "scale" in values:
-            return values
-        grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
-        if grid is not None and grid.averaged:
-            return values | {"scale": "absmean"}
-        weighted = cls.model_fields["scale"].default == "importance"
-        return values | {"scale": "mse"} if weighted and values.get("group_size") == "tensor" else values
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Also the scale search of the grid; that of 'importance' needs scales of parts of a row."""
+        found = super().of_grid(grid, given)
+        if grid.averaged:
+            return found | {"scale": "absmean"}
+        weighted = cls.model_fields["scale"].default == "importance" and given.get("group_size") == "tensor"
+        return found | ({"scale": "mse"} if weighted else {})
 
     @model_validator(mode="before")
     @classmethod

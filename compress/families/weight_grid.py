@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -65,21 +66,18 @@ class WeightGrid(Pass):
 
     @model_validator(mode="before")
     @classmethod
-    def _own_group_size(cls, values: Any) -> Any:
-        """Use the fixed group size of the grid if none is given."""
-        if not isinstance(values, dict) or "group_size" in values:
+    def _follow_grid(cls, values: Any) -> Any:
+        """Options that follow from the grid, where none are given."""
+        if not isinstance(values, dict):
             return values
         grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
-        return values if grid is None or grid.group_size is None else values | {"group_size": grid.group_size}
+        return values if grid is None else cls.of_grid(grid, values) | values
 
-    @model_validator(mode="before")
     @classmethod
-    def _own_symmetry(cls, values: Any) -> Any:
-        """A grid whose groups have a minimum is not symmetric."""
-        if not isinstance(values, dict) or "symmetric" in values:
-            return values
-        grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
-        return values if grid is None or not grid.offset else values | {"symmetric": False}
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of a grid, where they differ from those of the pass: a fixed group size; a minimum per group."""
+        found: dict[str, Any] = {} if grid.group_size is None else {"group_size": grid.group_size}
+        return found | ({"symmetric": False} if grid.offset else {})
 
     @property
     def grid(self) -> Grid:

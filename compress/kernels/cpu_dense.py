@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, handle_of, linear
+from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, PackedKernel, linear
 from compress.kernels.cpu.library import available
 from compress.kernels.dispatch import Part, RoundingLike
 
@@ -20,7 +20,7 @@ FEW = {torch.float32: 8, torch.bfloat16: 2}
 ROWS = {torch.float32: 13, torch.bfloat16: 14}  # compress_codec of compress_cpu.h
 
 
-class DenseKernel:
+class DenseKernel(PackedKernel):
     """Dense float32 or bfloat16 weights times few inputs, and bfloat16 weights times float32 inputs."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
@@ -34,9 +34,6 @@ class DenseKernel:
         if weight.dtype is torch.bfloat16 and x.dtype is torch.float32:
             return available()
         return x.numel() <= FEW[x.dtype] * part.shape[1] and available()
-
-    def handle(self, prepared: PackedCodes) -> int:
-        return handle_of(prepared)
 
     def prepare(self, part: Part) -> PackedCodes:
         return wrapped(part)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, handle_of, linear
+from compress.kernels.cpu.codes import LANES, TYPES, UNIT, PackedCodes, PackedKernel, linear
 from compress.kernels.cpu.library import available, library
 from compress.kernels.dispatch import Part, RoundingLike
 
@@ -18,16 +18,13 @@ KEPT_F32, KEPT_BF16 = 11, 12  # compress_codec of compress_cpu.h
 TILES = 64  # that are packed at a time, to limit memory
 
 
-class SparseKernel:
+class SparseKernel(PackedKernel):
     """Kept floats times float32 or bfloat16 inputs."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
         if rounding is not None or part.kind != "sparse" or x.dtype not in TYPES or not x.is_cpu:
             return False
         return available() and part.scheme.values.kind == "dense" and not (x.requires_grad and torch.is_grad_enabled())
-
-    def handle(self, prepared: PackedCodes) -> int:
-        return handle_of(prepared)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

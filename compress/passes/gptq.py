@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
 from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
-from compress.api.observers import CrossGram, Gram, Observer, UnitGram
+from compress.api.observers import Gram, Observer
+from compress.families.compensation import CompensatingPass
 from compress.families.quantizing import QuantizingPass, ScaleOption
-from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.refine import refine_bytes, refined
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
 from compress.numerics.quant.weighted_search import importance_of
 
-ALPHA = 1.0
 
-
-class GPTQ(QuantizingPass):
+class GPTQ(CompensatingPass, QuantizingPass):
     """Quantize the columns of a weight one after the other; the remaining columns compensate each rounding error.
 
     Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column. The paper takes
@@ -32,16 +29,12 @@ class GPTQ(QuantizingPass):
     act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
     scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 
-    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
-    compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is
-    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant, so the sweep starts from V. GPTAQ adds
-    the same correction column by column, but omits its part in columns that are already rounded.
+    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692): the sweep starts from the
+    weight that fits it best without rounding. GPTAQ adds the same correction column by column, but omits its part in
+    columns that are already rounded.
     """
 
-    use_for: ClassVar[str] = (
-        "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model, with act_order: "
-        "static and scale: mse."
-    )
+    use_for: ClassVar[str] = "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model."
     not_for: ClassVar[str] = "Runs without calibration text (rtn, hqq), and 2 bits alone: follow it by distill."
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
     observes: ClassVar[type[Observer]] = Gram
@@ -56,21 +49,6 @@ class GPTQ(QuantizingPass):
         description="as for rtn; 'importance': the least error as the sweep weighs it; other defaults: 'absmean' for "
         "ternary and binary, 'mse' for group_size: tensor",
     )
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
-    error: Literal["symmetric", "asymmetric"] = Field(
-        default="symmetric",
-        description="target of the layer's output: 'symmetric': of the original weight on the same inputs; "
-        "'asymmetric': of the uncompressed model, which runs too (GPTAQ)",
-    )
-    alpha: float = Field(
-        default=ALPHA,
-        gt=0,
-        le=1,
-        description="only for error: asymmetric: factor of the correction of the weight; 1: full correction",
-    )
-
     refine: int = Field(
         default=1,
         ge=0,
@@ -78,22 +56,11 @@ class GPTQ(QuantizingPass):
         description="rounds after the sweep: scales by least squares given the codes, then each code again given all "
         "others; the error of no row increases",
     )
-    normalize_tokens: bool = Field(
-        default=False,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
-        "attention sinks after a norm, count as much as others",
-    )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.act_order == "group" and not isinstance(self.group_size, int):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
-        if self.error == "asymmetric" and self.normalize_tokens:
-            raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
-
-    def without_effect(self) -> dict[str, str]:
-        idle = {"alpha": "with error: symmetric; leave it out, or use error: asymmetric"}
-        return super().without_effect() | (idle if self.error == "symmetric" else {})
 
     @property
     def indexed(self) -> bool:
@@ -105,9 +72,7 @@ class GPTQ(QuantizingPass):
 
     @property
     def observer(self) -> type[Observer]:
-        if self.normalize_tokens:
-            return UnitGram
-        return CrossGram if self.error == "asymmetric" else Gram
+        return self.hessian
 
     def memory(self, size: ProblemSize) -> int:
         refining = refine_bytes(*size.shape) if self.refine else 0
@@ -118,10 +83,7 @@ class GPTQ(QuantizingPass):
         if self.act_order != "none":
             order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.log, self.damping, order)
-        weight = weight.float()
-        if isinstance(seen, CrossGram):
-            # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
-            weight = torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
+        weight = self.fitted(weight.float(), seen, order)
         options = self.grid_options(layer)
         if self.scale == "importance":
             options = replace(options, importance=importance_of(factor, order))

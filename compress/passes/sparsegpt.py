@@ -18,7 +18,6 @@ from compress.api.passes import LayerPass
 from compress.families.pruning import PruningPass
 from compress.families.quantizing import ScaleOption
 from compress.families.weight_grid import GridName, GroupSizeOption, check_grid
-from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import GroupSize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions, Rounding, rounding_bytes
@@ -62,9 +61,6 @@ class SparseGPT(PruningPass):
     )
     act_order: Literal["none", "static"] = Field(
         default="none", description="order of pruning: 'none': left to right; 'static': columns with large inputs first"
-    )
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
     )
     weights: GridName | None = Field(
         default=None,

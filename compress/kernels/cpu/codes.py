@@ -107,7 +107,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class CodesKernel:
+class PackedKernel:
+    """A kernel whose prepared weights are `PackedCodes`."""
+
+    def handle(self, prepared: PackedCodes) -> int:
+        return handle_of(prepared)
+
+
+class CodesKernel(PackedKernel):
     """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
@@ -115,9 +122,6 @@ class CodesKernel:
             return False
         packs = available() and (part.is_prepared(self) or _packs(part))
         return packs and (rounding is None or _rounds(part, rounding))
-
-    def handle(self, prepared: PackedCodes) -> int:
-        return handle_of(prepared)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

@@ -51,8 +51,8 @@ def prepare(model: PreTrainedModel) -> None:
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     for layer in model.modules():
         if isinstance(layer, CompressedLinear):
+            x = like.new_zeros(1, layer.shape[1])
             for part in layer.all_parts:
-                x = like.new_zeros(1, part.shape[1])
                 dispatch.prepare(part, x, layer.rounding)
-            if len(layer.all_parts) == 1 and all(transform.in_kernel for transform in layer.all_transforms):
+            if layer.joint_call is not None:
                 layer.traced = dispatch.traced(layer.all_parts[0], x, layer.rounding)

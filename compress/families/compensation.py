@@ -1,0 +1,71 @@
+"""Passes whose kept or rounded weights compensate errors: the Hessian of the inputs, and the output that is fitted."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.api.observers import CrossGram, Gram, UnitGram
+from compress.api.passes import LayerPass
+from compress.numerics.linalg import DAMPING
+
+ALPHA = 1.0  # the whole correction
+
+
+class CompensatingPass(LayerPass):
+    """A layer pass that fits the layer's output on the calibration inputs.
+
+    error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
+    compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is
+    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant, so the pass starts from V.
+    """
+
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
+    error: Literal["symmetric", "asymmetric"] = Field(
+        default="symmetric",
+        description="target of the layer's output: 'symmetric': of the original weight on the same inputs; "
+        "'asymmetric': of the uncompressed model, which runs too (GPTAQ)",
+    )
+    alpha: float = Field(
+        default=ALPHA,
+        gt=0,
+        le=1,
+        description="only for error: asymmetric: factor of the correction of the weight; 1: full correction",
+    )
+    normalize_tokens: bool = Field(
+        default=False,
+        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
+        "attention sinks after a norm, count as much as others",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.error == "asymmetric" and self.normalize_tokens:
+            raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {"alpha": "with error: symmetric; leave it out, or use error: asymmetric"}
+        return super().without_effect() | (idle if self.error == "symmetric" else {})
+
+    @property
+    def hessian(self) -> type[Gram]:
+        """The statistics of the inputs by which errors are compensated."""
+        if self.normalize_tokens:
+            return UnitGram
+        return CrossGram if self.error == "asymmetric" else Gram
+
+    def fitted(
+        self, weight: Float[Tensor, "out in"], seen: Any, order: Tensor | None = None
+    ) -> Float[Tensor, "out in"]:
+        """The weight to start from. order: of the columns in the factor that the pass uses."""
+        if not isinstance(seen, CrossGram):
+            return weight
+        # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
+        weight = weight.float()
+        return torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)

@@ -39,6 +39,7 @@ from compress.model.save import (
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
+from compress.pipeline.lock import LOCK
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.readers import check_together
@@ -151,7 +152,13 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
     for pattern in OWN_FILES:
         for file in folder.glob(pattern):
             file.unlink()
-    shutil.rmtree(folder / WORK)
+    for child in (folder / WORK).iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        elif child.name != LOCK:  # the lock of this run
+            child.unlink()
+    if not any((folder / WORK).iterdir()):
+        (folder / WORK).rmdir()
     return new
 
 

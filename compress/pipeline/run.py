@@ -40,6 +40,7 @@ from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.lock import locked
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
@@ -95,14 +96,15 @@ def run(
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, all processes train together and rank 0 does everything else.
 
-    Raises the errors of `compress.errors`.
+    Raises the errors of `compress.errors`; OutputError while another run works in the folder.
     """
     folder = Path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     processes = PartialState(cpu=device_of(recipe.device).type == "cpu")
     first = processes.is_main_process
     journal = (journal or Journal()) if first else Journal()
-    with shown_progress(journal) if progress and first else nullcontext():
+    shown = shown_progress(journal) if progress and first else nullcontext()
+    with locked(folder, journal) if first else nullcontext(), shown:
         with processes.main_process_first():
             job = prepare(recipe, folder, overwrite, journal)
         processes.wait_for_everyone()  # so that all processes read the same manifest

@@ -13,7 +13,7 @@ from compress.api.journal import Entry, Journal
 from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.passes import COPIES, BlockPass
-from compress.families.reconstruction import ErrorName, Targets, block_error, relative_square
+from compress.families.reconstruction import ErrorName, Targets, block_energies, block_error, relative_square
 from compress.model.linear import replace_linear
 from compress.train.loop import TrainingContext, train
 from compress.train.options import Share, TrainingOptions
@@ -49,7 +49,7 @@ class LKD(TrainingOptions, BlockPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=True, reference=self.error == "asymmetric", original=True, training=True)
+        return Requirements(data=True, reference=self.error == "asymmetric", original=True, training=True, batches=True)
 
     def memory(self, size: ProblemSize) -> int:
         """As for any training, plus the decoded codes as floats, which every step multiplies by the scales."""
@@ -81,8 +81,12 @@ class LKD(TrainingOptions, BlockPass):
             if entry.kind == "progress":
                 log(entry.kind, entry.message, **entry.figures)
 
+        energies = block_energies(inputs, targets)
+
         def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
-            return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
+            return torch.stack(
+                [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
+            ).mean()
 
         where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
 
@@ -93,5 +97,5 @@ class LKD(TrainingOptions, BlockPass):
         with chosen as student:
             if student.kept:
                 log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
-            record: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
+            record: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where, parts=True)
         return record["steps"]

@@ -17,7 +17,7 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.api.passes import BlockPass
 from compress.families.quantizing import Quantizing
-from compress.families.reconstruction import ErrorName, block_error
+from compress.families.reconstruction import ErrorName, add_gradients, block_error, shares
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import quantize
@@ -85,7 +85,7 @@ class SignRound(Quantizing, BlockPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=True, reference=self.error == "asymmetric")
+        return Requirements(data=True, reference=self.error == "asymmetric", batches=True)
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and learning, plus the target outputs."""
@@ -173,6 +173,7 @@ class SignRound(Quantizing, BlockPass):
         factors = [item.factor for item in learned if item.factor.requires_grad]
         stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
         order = _batches(inputs.batches, self.seed)
+        weights = shares([len(target) for target in targets], inputs.processes)
         checked = {self.iterations * part // CHECKS for part in range(1, CHECKS + 1)}
         best: tuple[float, list[Tensor]] | None = None
         for iteration in range(self.iterations):
@@ -182,7 +183,8 @@ class SignRound(Quantizing, BlockPass):
             batch = next(order)
             with torch.enable_grad():
                 loss = nn.functional.mse_loss(inputs.forward(block, batch).float(), targets[batch].float())
-                loss.backward()
+                (loss if inputs.processes.size == 1 else loss * weights[batch]).backward()
+            add_gradients((*shifts, *factors), inputs.processes)
             stepper.step()
             stepper.zero_grad()
             for item in learned:

@@ -1,4 +1,4 @@
-"""Targets and errors for passes that reconstruct the output of a block."""
+"""Passes that reconstruct the output of a block: targets, errors, and training."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor, nn
 
+from compress.api.facts import Log
+from compress.api.journal import Entry, Journal
 from compress.api.layers import BlockInputs
+from compress.api.passes import BlockPass
 from compress.api.processes import Processes
+from compress.train.loop import TrainingContext, train
+from compress.train.options import Share, TrainingOptions
+from compress.train.parametrization import Parametrize, masked
+from compress.train.student import KEPT, trainable
 
 ErrorName = Literal["symmetric", "asymmetric"]
 """The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the
@@ -66,3 +74,48 @@ def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
     for parameter in (parameter for parameter, some in zip(parameters, known, strict=True) if some):
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = processes.sum(own)
+
+
+class ReconstructionPass(TrainingOptions, BlockPass):
+    """A pass that trains a block to give the output that it should."""
+
+    batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
+    hold_out: Share = Field(
+        default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
+    )
+
+    def judged(self, batches: int) -> list[int]:
+        """The numbers of the batches that decide: the held-out ones, or all."""
+        trained, held = self.split(batches)
+        return held or trained
+
+    def learn(
+        self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log, parametrize: Parametrize = masked
+    ) -> tuple[int, list[str]]:
+        """Train the block in place; returns the number of steps, and the names of trained norms and biases.
+
+        parametrize: how the weights of dense linears are trained.
+        """
+
+        def show(entry: Entry) -> None:
+            if entry.kind == "progress":
+                log(entry.kind, entry.message, **entry.figures)
+
+        energies = block_energies(inputs, targets)
+
+        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
+            losses = [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
+            return torch.stack(losses).mean()
+
+        def takes(name: str) -> bool:
+            return self.takes(f"{inputs.name}.{name}")
+
+        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, whole=False)
+        with chosen as student:
+            if student.kept:
+                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
+            examples = torch.arange(inputs.batches)
+            steps: int = train(student, objective, examples, self, where, parts=True)["steps"]
+            others = [*student.parameters["norms"], *student.parameters["biases"]]
+        return steps, others

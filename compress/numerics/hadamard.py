@@ -1,7 +1,8 @@
 """Hadamard matrices: square, entries 1 and -1, orthogonal rows. They spread the outliers of one channel over all.
 
 An order n is built as a Kronecker product of matrices of order 2 (Sylvester 1867) and of orders q + 1 and 2 (q + 1) for
-prime powers q (Paley, J. Math. Phys. 12, 1933, constructions I and II). There are no tables: 12 = 11 + 1, 36 = 2 (17 + 1), 576 = 4 * 12 * 12.
+prime powers q (Paley, J. Math. Phys. 12, 1933, constructions I and II). There are no tables: 12 = 11 + 1,
+36 = 2 (17 + 1), 576 = 4 * 12 * 12.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def largest_block(width: int) -> int:
 
 def neighbours(width: int) -> tuple[int, int]:
     """The next orders below and above the width."""
-    return next(n for n in range(width - 1, 0, -1) if exists(n)), next(n for n in range(width + 1, 2 * width + 5) if exists(n))
+    return next(n for n in range(width - 1, 0, -1) if exists(n)), next(
+        n for n in range(width + 1, 2 * width + 5) if exists(n)
+    )
 
 
 @cache
@@ -75,9 +78,8 @@ def _prime_factors(number: int) -> set[int]:
     return found | ({number} if number > 1 else set())
 
 
-@cache
 def hadamard(order: int) -> Int[Tensor, "order order"]:
-    """A Hadamard matrix in int8: H H^T = order * I. The caller must not change it.
+    """A Hadamard matrix in int8: H H^T = order * I.
 
     Raises ValueError for an order that cannot be built here.
     """
@@ -85,7 +87,7 @@ def hadamard(order: int) -> Int[Tensor, "order order"]:
     if parts is None:
         below, above = neighbours(order)
         raise ValueError(f"no Hadamard matrix of order {order} is known here; the next orders are {below} and {above}")
-    found = torch.ones(1, 1, dtype=torch.int8)
+    found = torch.ones(1, 1, dtype=torch.int8, device="cpu")
     for part in parts:
         found = torch.kron(found, _one(part))
     return found
@@ -95,17 +97,17 @@ def hadamard(order: int) -> Int[Tensor, "order order"]:
 def _one(order: int) -> Int[Tensor, "order order"]:
     """The matrix of order 2, or one of Paley's."""
     if order == 2:
-        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
     kind = _paley(order)
     assert kind is not None
     construction, q = kind
-    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8, device="cpu")
     bordered[0, 0], bordered[1:, 1:] = 0, jacobsthal(q)
-    eye = torch.eye(q + 1, dtype=torch.int8)
+    eye = torch.eye(q + 1, dtype=torch.int8, device="cpu")
     if construction == 1:  # I + S with S = [[0, 1], [-1, Q]], S^T = -S
         bordered[1:, 0] = -1
         return bordered + eye
-    signs, corner = _one(2), torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
+    signs, corner = _one(2), torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu")
     return torch.kron(bordered, signs) + torch.kron(eye, corner)  # C = [[0, 1], [1, Q]], C^T = C
 
 
@@ -116,11 +118,11 @@ def jacobsthal(q: int) -> Int[Tensor, "q q"]:
     """
     (prime,) = _prime_factors(q)
     degree = round(math.log(q, prime))
-    character = torch.full((q,), -1, dtype=torch.int8)
+    character = torch.full((q,), -1, dtype=torch.int8, device="cpu")
     character[0], character[_powers(prime, degree)[::2]] = 0, 1  # even powers of a generator are the squares
-    digits = torch.arange(q)[:, None] // prime ** torch.arange(degree) % prime
-    difference = (digits[:, None] - digits[None]) % prime
-    return character[(difference * prime ** torch.arange(degree)).sum(-1)]
+    places = prime ** torch.arange(degree, device="cpu")
+    digits = torch.arange(q, device="cpu")[:, None] // places % prime
+    return character[((digits[:, None] - digits[None]) % prime * places).sum(-1)]
 
 
 def _powers(prime: int, degree: int) -> list[int]:
@@ -156,6 +158,13 @@ def _dense_factors(order: int) -> tuple[int, ...]:
     return tuple(part for part in parts if part != 2) + even
 
 
+@cache
+def _orthonormal(order: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "order order"]:
+    """A small Hadamard matrix over the root of its order; no inference tensor, since training may use it later."""
+    with torch.inference_mode(False):
+        return hadamard(order).to(device, dtype) / math.sqrt(order)
+
+
 def transformed(x: Float[Tensor, "*batch in"], order: int, inverse: bool = False) -> Float[Tensor, "*batch in"]:
     """Multiply every run of `order` channels by the orthonormal Hadamard matrix: x H / sqrt(order); inverse: x H^T.
 
@@ -167,7 +176,7 @@ def transformed(x: Float[Tensor, "*batch in"], order: int, inverse: bool = False
     assert x.shape[-1] % order == 0, "blocks must divide the width"
     found, after = x.reshape(-1, order), order
     for part in parts:
-        matrix = hadamard(part).to(x) / math.sqrt(part)
+        matrix = _orthonormal(part, x.dtype, x.device)
         matrix, after = matrix.T if inverse else matrix, after // part
         split = found.reshape(-1, part, after)
         found = split[..., 0] @ matrix if after == 1 else matrix.T @ split

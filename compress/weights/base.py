@@ -376,13 +376,15 @@ class InputTransform(Component):
     """A map of the layer's input, applied before the product with the weight.
 
     rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can
-    fold into the weight. keeps_zeros: `absorbed` leaves zeros of the weight where they are. in_kernel: kernels apply
-    it, together with the product.
+    fold into the weight. keeps_zeros: `absorbed` leaves zeros of the weight where they are. mixes: a column of the
+    weight is for several input channels, so that columns cannot be scaled or pruned for one of them. in_kernel: kernels
+    apply it, together with the product.
     """
 
     rank: ClassVar[int]
     linear: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
     in_kernel: ClassVar[bool] = False
 
     scheme: TransformScheme

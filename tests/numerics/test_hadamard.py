@@ -89,3 +89,16 @@ def test_random_rotations_are_orthogonal_and_follow_their_seed(width):
     assert torch.equal(found, randomized(width, 3)) and not torch.equal(found, randomized(width, 4))
     assert torch.equal(randomized(30, 1), random_orthogonal(30, 1))
     assert set(signs_of(64, 0).tolist()) == {1, -1} and abs(int(signs_of(4096, 0).sum())) < 300
+
+
+def test_matrices_that_inference_made_serve_training():
+    with torch.inference_mode():
+        transformed(torch.ones(1, 148), 148)
+    x = torch.randn(3, 148, requires_grad=True)
+    transformed(x, 148).square().sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, 2 * x.detach(), atol=1e-4)
+
+
+def test_matrices_are_built_on_the_processor_whatever_the_default_device_is():
+    with torch.device("meta"):
+        assert hadamard(108).device.type == "cpu"

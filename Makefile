@@ -24,7 +24,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate.py
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n auto --dist worksteal
 
 # The property tests with inputs that differ from run to run; a failure prints how to repeat it.
 explore: $(READY)

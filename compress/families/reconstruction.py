@@ -1,14 +1,23 @@
-"""Targets and errors for passes that reconstruct the output of a block."""
+"""Passes that reconstruct the output of a block: targets, errors, and training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor, nn
 
+from compress.api.facts import Log
+from compress.api.journal import Entry, Journal
 from compress.api.layers import BlockInputs
+from compress.api.passes import BlockPass
+from compress.train.loop import TrainingContext, train
+from compress.train.options import Share, TrainingOptions
+from compress.train.parametrization import Parametrize, masked
+from compress.train.student import KEPT, trainable
 
 ErrorName = Literal["symmetric", "asymmetric"]
 """The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the
@@ -32,3 +41,44 @@ def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches
         error += float((inputs.forward(block, batch).float() - wanted).square().sum())
         energy += float(wanted.square().sum())
     return error / max(energy, 1e-30)
+
+
+class ReconstructionPass(TrainingOptions, BlockPass):
+    """A pass that trains a block to give the output that it should."""
+
+    batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
+    hold_out: Share = Field(
+        default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
+    )
+
+    def judged(self, batches: int) -> list[int]:
+        """The numbers of the batches that decide: the held-out ones, or all."""
+        trained, held = self.split(batches)
+        return held or trained
+
+    def learn(
+        self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log, parametrize: Parametrize = masked
+    ) -> tuple[int, list[str]]:
+        """Train the block in place; returns the number of steps, and the names of trained norms and biases.
+
+        parametrize: how the weights of dense linears are trained.
+        """
+
+        def show(entry: Entry) -> None:
+            if entry.kind == "progress":
+                log(entry.kind, entry.message, **entry.figures)
+
+        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
+            return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
+
+        def takes(name: str) -> bool:
+            return self.takes(f"{inputs.name}.{name}")
+
+        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, whole=False)
+        with chosen as student:
+            if student.kept:
+                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
+            steps: int = train(student, objective, torch.arange(inputs.batches), self, where)["steps"]
+            others = [*student.parameters["norms"], *student.parameters["biases"]]
+        return steps, others

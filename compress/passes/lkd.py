@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from compress.api.facts import Log, Requirements
-from compress.api.journal import Entry, Journal
 from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
-from compress.api.passes import COPIES, BlockPass
-from compress.families.reconstruction import ErrorName, Targets, block_error, relative_square
+from compress.api.passes import COPIES
+from compress.families.reconstruction import ErrorName, ReconstructionPass, block_error
 from compress.model.linear import replace_linear
-from compress.train.loop import TrainingContext, train
-from compress.train.options import Share, TrainingOptions
-from compress.train.student import KEPT, trainable
 
 
-class LKD(TrainingOptions, BlockPass):
+class LKD(ReconstructionPass):
     """Train each compressed block to reproduce the output of the original block; follow the passes that compress it.
 
     Minimize ||block(X) - target||^2 / ||target||^2 over the trained parameters of a block, by a few steps of AdamW.
@@ -42,10 +37,6 @@ class LKD(TrainingOptions, BlockPass):
         description="target: 'symmetric': the original block's output for the same inputs; 'asymmetric': the "
         "uncompressed model's activations, which run alongside",
     )
-    batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
-    hold_out: Share = Field(
-        default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
-    )
 
     @property
     def requires(self) -> Requirements:
@@ -59,39 +50,16 @@ class LKD(TrainingOptions, BlockPass):
         for name in inputs.names:
             replace_linear(block, name)
         targets = inputs.reference if self.error == "asymmetric" else inputs.original
-        trained, held = self.split(inputs.batches)
-        judged = held or trained
+        judged = self.judged(inputs.batches)
         start = block_error(block, inputs, targets, judged)
         if start == 0:
             log("note", "the block's output is unchanged; there is nothing to learn")
             return
         before = {name: t.clone() if t.dim() < 2 else t for name, t in block.state_dict().items()}
-        steps = self._learn(block, inputs, targets, log)
+        steps, _ = self.learn(block, inputs, targets, log)
         learned = block_error(block, inputs, targets, judged)
         if learned < start:
             log("note", "error of the block's output", start=start, learned=learned, steps=steps)
         else:
             log("fallback", "training did not reduce the error; the block is not changed", start=start, learned=learned)
             block.load_state_dict(before, assign=True)
-
-    def _learn(self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log) -> int:
-        """Train; returns the number of steps."""
-
-        def show(entry: Entry) -> None:
-            if entry.kind == "progress":
-                log(entry.kind, entry.message, **entry.figures)
-
-        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
-            return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
-
-        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
-
-        def takes(name: str) -> bool:
-            return self.takes(f"{inputs.name}.{name}")
-
-        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, whole=False)
-        with chosen as student:
-            if student.kept:
-                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
-            record: dict[str, Any] = train(student, objective, torch.arange(inputs.batches), self, where)
-        return record["steps"]

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Log, Requirements
-from compress.api.layers import BlockInputs, Layer, Solution
+from compress.api.facts import Log
+from compress.api.layers import BlockInputs, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
-from compress.api.passes import BlockPass
-from compress.families.quantizing import Quantizing
-from compress.families.reconstruction import ErrorName, block_error
+from compress.families.learned_rounding import LearnedRoundingPass
+from compress.families.reconstruction import block_error
 from compress.model.linear import CompressedLinear, replace_linear
-from compress.numerics.linalg import DAMPING
-from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
-from compress.numerics.quant.rounding import round_columns, rounding_bytes
-from compress.numerics.quant.weighted_search import importance_of
+from compress.numerics.quant.rounding import rounding_bytes
 from compress.weights.transforms.rounding import InputRounding
 
 ADAM_RATE = 0.01  # of the shifts, with start: gptq; tuned on the first blocks of one model
 CHECKS = 5  # evenly spaced iterates whose error over all batches is measured; the best one is kept
 
 
-class SignRound(Quantizing, BlockPass):
+class SignRound(LearnedRoundingPass):
     """Learn the rounding of every weight by gradient descent, block by block.
 
     Minimize ||block(X; W~) - target||^2 over a shift of every weight (up to half a step) and a factor per scale.
@@ -48,7 +43,6 @@ class SignRound(Quantizing, BlockPass):
     repeats: ClassVar[str | None] = "iterations"
 
     iterations: int = Field(default=50, ge=1, description="steps per block, each on one calibration batch")
-    start: Literal["gptq", "rtn"] = Field(default="gptq", description="start of the learned rounding")
     optimizer: Literal["adam", "sign"] = Field(default="adam", description="optimizer; 'sign' is that of the paper")
     learning_rate: float | None = Field(
         default=None,
@@ -58,34 +52,16 @@ class SignRound(Quantizing, BlockPass):
         "a shift can move by half a step)",
     )
     scale_rate: float = Field(default=0.1, ge=0, description="rate of the scales, relative to learning_rate")
-    error: ErrorName = Field(
-        default="asymmetric",
-        description="target of the block's output: 'asymmetric': of the uncompressed model, which runs too; "
-        "'symmetric': of the original block on the same inputs",
-    )
     seed: int = Field(default=0, ge=0, description="seed of the order of the batches")
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.activation_scale != "token":
-            raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
 
     def without_effect(self) -> dict[str, str]:
         idle = {"scale_rate": f"with weights {self.weights}, whose scales are no plain floats and stay; leave it out"}
         return super().without_effect() | ({} if self.grid.scaling.free else idle)
 
     @property
-    def weighs_columns(self) -> bool:
-        return self.start == "gptq"
-
-    @property
     def rate(self) -> float:
         """The first rate of the shifts."""
         return self.learning_rate or (ADAM_RATE if self.optimizer == "adam" else 1 / self.iterations)
-
-    @property
-    def requires(self) -> Requirements:
-        return Requirements(data=True, reference=self.error == "asymmetric")
 
     def memory(self, size: ProblemSize) -> int:
         """The maximum over observation, start and learning, plus the target outputs."""
@@ -96,9 +72,9 @@ class SignRound(Quantizing, BlockPass):
         return targets + max(seen + size.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        targets = [self._target(block, inputs, batch) for batch in range(inputs.batches)]
-        learned = self._start_all(block, inputs, log)
-        roundings = {name: self._rounding(inputs, name) for name in learned}
+        targets = [self.target(block, inputs, batch) for batch in range(inputs.batches)]
+        starts, roundings = self.starts(block, inputs, log), self.roundings(inputs)
+        learned = {name: LearnedRounding(start.wanted, start.codes, start.mask) for name, start in starts.items()}
         with _with_weights(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
             before = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
         with _with_weights(block, learned, roundings):
@@ -118,52 +94,6 @@ class SignRound(Quantizing, BlockPass):
         for name, item in codes.items():
             rounding = roundings[name]
             inputs.put(name, Solution(item, transforms=() if rounding is None else (rounding,)))
-
-    def _target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
-        return inputs.reference(batch) if self.error == "asymmetric" else inputs.forward(block, batch)
-
-    def _options_of(self, inputs: BlockInputs, name: str) -> SignRound:
-        return self.for_layer(inputs.layer(name).name) or self
-
-    def _rounding(self, inputs: BlockInputs, name: str) -> InputRounding | None:
-        """The rounding of a linear's inputs, or None."""
-        return self._options_of(inputs, name).rounding(inputs.layer(name))
-
-    def _start_all(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, LearnedRounding]:
-        """Round every linear of the pass as a start."""
-        seen = inputs.observe(Gram)
-        found: dict[str, LearnedRounding] = {}
-        for group in inputs.groups:
-            names = [name for name in group.linears if name in inputs.names]
-            weights = {name: CompressedLinear.of(block.get_submodule(name)).weight.float() for name in names}
-            shared_absmax = max(float(weight.abs().max()) for weight in weights.values())
-            for name, weight in weights.items():
-                gram = seen[group] if self.start == "gptq" and seen[group].tokens else None
-                if self.start == "gptq" and gram is None:
-                    log(
-                        "fallback",
-                        f"{name}: no calibration token reached this layer; it starts from rounding to nearest",
-                    )
-                found[name] = self._options_of(inputs, name).begin(weight, gram, inputs.layer(name), shared_absmax)
-        return found
-
-    def begin(
-        self, weight: Tensor, seen: Gram | None, layer: Layer, shared_absmax: float | None = None
-    ) -> LearnedRounding:
-        """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
-        mask, dtype, signed = layer.mask, layer.storage, self.signed(layer)
-        if seen is None:
-            search = "mse" if self.scale == "importance" else self.scale  # no token reached the layer
-            start = quantize(
-                weight, self.grid, self.group_size, self.symmetric, search, mask, dtype, shared_absmax, signed=signed
-            )
-            return LearnedRounding(weight, start, mask)
-        order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
-        known = importance_of(factor, order) if self.scale == "importance" else None
-        options = replace(self.grid_options(layer), shared_absmax=shared_absmax, importance=known)
-        found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
-        return LearnedRounding(found.wanted, found.codes, mask)
 
     def _learn(
         self, block: nn.Module, inputs: BlockInputs, targets: list[Tensor], learned: list[LearnedRounding]

@@ -1,7 +1,7 @@
 """Sensitivities as data: what `compress sensitivity -o FILE.json` stores, and passes that a recipe makes of it.
 
     - sensitivity: {file: sensitivity.json, bits: 3.5}
-    - sensitivity: {file: sensitivity.json, bits: 3.5, with: {gptq: {act_order: static, scale: mse}}}
+    - sensitivity: {file: sensitivity.json, bits: 3.5, with: gptq}
 
 stands among the passes of a recipe and is expanded before they are read: to one pass whose `overrides` give each layer
 one of the measured choices. A resolved recipe lists that pass, so the file is not needed again.
@@ -160,9 +160,10 @@ def _expanded(given: Any, place: tuple[str | int, ...], folder: Path | None) -> 
     bits, base = given.get("bits"), given.get("with")
     if isinstance(bits, bool) or not isinstance(bits, (int, float)):
         raise RecipeError(f"sensitivity bits: {bits!r} is not a number of bits per weight; {example}", place)
+    base = {base: {}} if isinstance(base, str) else base
     if base is not None and not (isinstance(base, Mapping) and len(base) == 1 and next(iter(base)) in PASSES):
         raise RecipeError(
-            "sensitivity with: must be one pass with its options, such as {gptq: {act_order: static}}", (*place, "with")
+            "sensitivity with: must be one pass, such as gptq or {gptq: {damping: 0.05}}", (*place, "with")
         )
     try:
         return allocation(read_sensitivities((folder or Path()) / given["file"]), bits, base)

@@ -65,8 +65,9 @@ class FakeQuantized(Parametrization):
 class LearnedSteps(FakeQuantized):
     """As `FakeQuantized`, but scales and zero points, if any, are learned (LSQ, Esser 2020).
 
-    `search` fits their initial values. `factor` multiplies each scale; `shift` is added to each zero point, in units of
-    the grid's range, so that one learning rate suits both for weights of any size. Requires plain float scales.
+    `search` fits their initial values, if none are given as `start`. `factor` multiplies each scale; `shift` is added
+    to each zero point, in units of the grid's range, so that one learning rate suits both for weights of any size.
+    Requires plain float scales.
     """
 
     own: ClassVar[Kind] = "scales"
@@ -75,11 +76,15 @@ class LearnedSteps(FakeQuantized):
     zero: Tensor | None
 
     def __init__(
-        self, rounding: GridOptions, mask: Bool[Tensor, "out in"] | None, weight: Float[Tensor, "out in"]
+        self,
+        rounding: GridOptions,
+        mask: Bool[Tensor, "out in"] | None,
+        weight: Float[Tensor, "out in"],
+        start: Codes | None = None,
     ) -> None:
         super().__init__(rounding, mask)
         assert rounding.grid.free_scales
-        start = self.codes(weight)
+        start = start or self.codes(weight)
         self.register_buffer("scale", start.scale)
         self.register_buffer("zero", start.zero)
         self.factor = nn.Parameter(torch.ones_like(start.scale))
@@ -118,3 +123,22 @@ class LearnedSteps(FakeQuantized):
         kept = self.centered(weight if self.mask is None else weight * self.mask)
         every = spread(scale, width, how.group_size), None if zero is None else spread(zero, width, how.group_size)
         return Codes(store(how.grid.encode(kept, *every), how.grid), scale, zero, how.grid, how.group_size), None
+
+
+class LearnedShifts(LearnedSteps):
+    """As `LearnedSteps`, with the weight in units of its initial scales, so that one rate suits all weights."""
+
+    def of(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """A weight in units of the initial scales; `floats` is the inverse."""
+        return weight / spread(self.scale, weight.shape[1], self.rounding.group_size)
+
+    def floats(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """The weight as floats."""
+        return weight * spread(self.scale, weight.shape[1], self.rounding.group_size)
+
+    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        return super().forward(self.floats(weight))
+
+    @torch.no_grad()
+    def finalize(self, weight: Float[Tensor, "out in"], storage: torch.dtype) -> tuple[Codes, None]:
+        return super().finalize(self.floats(weight), storage)

@@ -1,10 +1,11 @@
 """Rows against each other on the same windows: loss, KL and seconds, paired standard errors, and the spread over orders.
 
-    python tests/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test IDS.npy --calibration IDS.npy \
-        [--orders 5] [--threads 1] [--limit 8]
+    python tests/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT \
+        [--windows 8] [--sequences 16] [--length 512] [--orders 5] [--threads 1]
 
-ROW: a row of rows.py. The first row is the base of the paired differences (row minus base, mean over windows, and its
-standard error). KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
+ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ... The
+first row is the base of the paired differences (row minus base, mean over windows, and its standard error) in loss and
+in KL. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
 N times: the calibration sequences as given, then permuted, in other batches, and with another number of threads; spread
 is the largest perplexity over the smallest, minus 1. Models are compressed in memory, for format native. One JSON line
 per row and order; seconds are those of the process for compression.
@@ -23,8 +24,10 @@ import torch
 from divergence import log_probabilities, opened
 from rows import ROWS
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import compress
+from compress.data.ids import token_ids
 from compress.numerics.statistics import mean
 
 BATCH = 4
@@ -54,24 +57,28 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--orders", type=int, default=1, choices=range(1, len(ORDERS) + 1))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=int, help="number of windows")
+    parser.add_argument("--windows", type=int, help="of the test; all if not given")
+    parser.add_argument("--sequences", type=int, help="of the calibration; all if not given")
+    parser.add_argument("--length", type=int, help="of both; that of the stored ids if not given")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    windows, calibration = (
-        torch.from_numpy(np.load(p).astype(np.int64)) for p in (arguments.test, arguments.calibration)
-    )
-    windows = windows[: arguments.limit]
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    windows = token_ids(arguments.test, "test", tokenizer, arguments.windows, arguments.length, 0)
+    calibration = token_ids(arguments.calibration, "calibration", tokenizer, arguments.sequences, arguments.length, 0)
     model = opened(arguments.model)
     reference = [log_probabilities(model, window).half() for window in windows]
-    first: list[float] | None = None
+    first: tuple[list[float], list[float]] | None = None
     for name in arguments.rows:
         found = []
         for order in ORDERS[: arguments.orders]:
             losses, kls, seconds = measure(arguments, name, order, calibration, windows, reference)
-            first = first or losses
+            first = first or (losses, kls)
             found.append(sum(losses) / len(losses))
             row = {"row": name, "order": order.text, "loss": found[-1], "perplexity": float(np.exp(found[-1]))}
-            for key, values in (("kl", kls), ("difference", [a - b for a, b in zip(losses, first, strict=True)])):
+            rise, kl_rise = (
+                [a - b for a, b in zip(*both, strict=True)] for both in zip((losses, kls), first, strict=True)
+            )
+            for key, values in (("kl", kls), ("difference", rise), ("kl_difference", kl_rise)):
                 row[key], row[f"{key}_stderr"] = mean(values)
             print(json.dumps(row | {"seconds": round(seconds, 1)}), flush=True)
         if len(found) > 1:

@@ -19,6 +19,7 @@ from compress import (
     Finetune,
     KVCache,
     LLMInt8,
+    Rotate,
     SliceGPT,
     SmoothQuant,
     Wanda,
@@ -38,6 +39,7 @@ CHAINS = {
     "pruned, trained, quantized": (lambda: (Wanda(pattern="2:4"), Finetune(**FEW), GPTQ(group_size=32)), 3),
     "dropped, quantized": (lambda: (DropBlocks(count=1), GPTQ(group_size=32)), 2),
     "sliced, scaled, quantized": (lambda: (SliceGPT(sparsity=0.25), SmoothQuant(), RTN(group_size=16)), 2),
+    "rotated, scaled, quantized": (lambda: (Rotate(online="down_proj"), SmoothQuant(), RTN(group_size=32)), 2),
     "quantized, distilled": (lambda: (GPTQ(group_size=32, symmetric=False), Distill(**FEW)), 2),
     "cached, trained, quantized": (
         lambda: (KVCache(keys="int8", values="int8", scale="static"), Finetune(**FEW), RTN(group_size=32)), 3,

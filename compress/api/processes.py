@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from compress.errors import CompressError, ProcessError
 
@@ -144,8 +144,8 @@ class Link:
     def __init__(self, rank: int, size: int) -> None:
         self._others = [other for other in range(size) if other != rank]
         self._rank, self._met, self._beats = rank, 0, 0
-        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        self._store = dist.PrefixStore("compress", _get_default_store())
+        self._group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._store = PrefixStore("compress", _get_default_store())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="compress-processes", daemon=True)
         self._thread.start()

@@ -50,7 +50,7 @@ SEARCHES = ("mse", "importance")
 PLAIN_GROUP = 32
 """The group size of `fallback`."""
 ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
-InputGrid = Literal["none", "int8", "fp8_e4m3"]
+InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4"]
 
 
 class Quantizing(WeightGrid):
@@ -76,7 +76,13 @@ class Quantizing(WeightGrid):
     activation_scale: ActivationScale = Field(
         default="token",
         description="'token': one scale per token, computed at run time; 'group': one per token and group_size "
-        "columns, at run time; 'static': one calibrated scale",
+        "columns, at run time; 'static': one calibrated scale; mxfp4 and nvfp4 have groups of their own",
+    )
+    activation_clip: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the largest magnitude that a scale computed at run time covers; QuaRot: 0.9 for int4",
     )
     fallback: GridName | None = Field(
         default=None,
@@ -206,17 +212,23 @@ class Quantizing(WeightGrid):
         """The scheme of the inputs' rounding; None: inputs are not rounded."""
         if self.input_grid is None:
             return None
-        return RoundingScheme(self.input_grid, self.activation_scale, group=self.input_group)
+        kind = self.activation_scale if self.input_grid.group_size is None else "group"
+        return RoundingScheme(self.input_grid, kind, group=self.input_group, clip=self.activation_clip)
 
     @property
     def input_group(self) -> int | None:
         """The columns of the inputs that share a scale of a token; None: all."""
+        if self.input_grid is not None and self.input_grid.group_size is not None:
+            return self.input_grid.group_size
         return self.group_size if self.activation_scale == "group" and isinstance(self.group_size, int) else None
 
     def check(self, layer: LayerFacts) -> str | None:
         group, width = self.input_group, layer.shape[1]
         if group is not None and width % group:
-            return f"groups of {group} columns do not divide its {width} inputs; use activation_scale: token"
+            grid = self.input_grid
+            fixed = grid is not None and grid.group_size is not None
+            remedy = "activations: int4" if fixed else "activation_scale: token"
+            return f"groups of {group} columns do not divide its {width} inputs; use {remedy}"
         return super().check(layer)
 
     @property
@@ -261,9 +273,16 @@ class Quantizing(WeightGrid):
         """
         if not self.integers:
             return "for other weights than integers without zero points"
-        return "with rounded inputs" if self.input_grid else None if self.scale in SEARCHES else "without scale: mse"
+        return "with rounded inputs" if self.served_inputs else None if self.scale in SEARCHES else "without scale: mse"
+
+    @property
+    def served_inputs(self) -> bool:
+        """Whether inputs are rounded to a grid that other programs compute with; none does with 4 bits."""
+        return self.input_grid is not None and self.input_grid.bits > 4
 
     def note(self, format_: Format) -> str | None:
+        if self.input_grid is not None and not self.served_inputs:
+            return f"inputs in {self.activations} are stated in format native only, which compress.load reads"
         if not self.integers or not self.signed_scales or self.scale not in SEARCHES:
             return super().note(format_)
         if self.input_grid is not None:
@@ -282,6 +301,8 @@ class Quantizing(WeightGrid):
     def without_effect(self) -> dict[str, str]:
         reason = self.positive_scales
         idle = {} if reason is None else {"signed_scales": f"{reason}: scales are positive; leave it out"}
+        if self.input_grid is None or self.activation_scale == "static":
+            idle["activation_clip"] = "no scale of inputs is computed at run time; leave it out"
         return super().without_effect() | idle
 
     def model_post_init(self, context: Any) -> None:
@@ -293,7 +314,9 @@ class Quantizing(WeightGrid):
         if self.activation_scale != "token" and self.input_grid is None:
             grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
             raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
-        if self.activation_scale == "group" and not isinstance(self.group_size, int):
+        if self.activation_scale == "static" and self.input_group is not None:
+            raise ValueError(f"activation_scale: static: {self.activations} has a scale per group; leave it out")
+        if self.activation_scale == "group" and self.input_group is None and not isinstance(self.group_size, int):
             raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
 
     def signed(self, layer: Layer) -> bool:
@@ -312,8 +335,9 @@ class Quantizing(WeightGrid):
 
         Raises NumericError when the scale is static and no calibration token reached the layer.
         """
-        if self.input_grid is None or self.activation_scale != "static":
-            return None if self.input_grid is None else InputRounding.of(self.input_grid, group=self.input_group)
+        scheme = self.rounding_scheme
+        if self.input_grid is None or scheme is None or scheme.scale != "static":
+            return None if scheme is None else InputRounding(scheme, (0, 0), {})
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
         top = layer.inputs.absmax.max().reshape(1)

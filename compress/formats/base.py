@@ -124,6 +124,8 @@ def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
     """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can."""
     if scheme.rounding is not None and scheme.rounding.outliers:
         return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
+    if scheme.rounding is not None and scheme.rounding.clip != 1:
+        return f"{here} cannot state that scales of inputs are clipped; use activation_clip: 1, or format: native"
     mapped = scheme.maps_inputs
     if mapped is not None:
         return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"

@@ -112,6 +112,7 @@ class BitsAndBytes(Format):
                 "symmetric: true, or format: native"
             )
         dynamic = rounding is not None and rounding.scale == "token" and rounding.symmetric and not rounding.columns
+        dynamic = dynamic and rounding is not None and rounding.clip == 1
         if rounding is None or not dynamic or rounding.grid is not INT8:
             return (
                 f"{here} rounds the inputs of int8 weights to int8 per token, with outlier columns found at run time; "

@@ -82,6 +82,8 @@ class LLMInt8(QuantizingPass):
         if self.activation_scale != "token":
             kind = self.activation_scale
             raise ValueError(f"activation_scale: {kind} is not possible: LLM.int8 has one scale per token; use rtn")
+        if self.input_group is not None:
+            raise ValueError(f"activations: {self.activations} has a scale per group, LLM.int8 one per token; use rtn")
         if self.token_share and self.outliers == "runtime":
             raise ValueError("token_share needs outliers: calibrated; at run time one token is enough")
 
@@ -89,7 +91,8 @@ class LLMInt8(QuantizingPass):
     def rounding_scheme(self) -> RoundingScheme | None:
         assert self.input_grid is not None
         calibrated = self.outliers == "calibrated"
-        return RoundingScheme(self.input_grid, "token", None if calibrated else self.threshold, calibrated)
+        threshold, clip = None if calibrated else self.threshold, self.activation_clip
+        return RoundingScheme(self.input_grid, "token", threshold, calibrated, clip=clip)
 
     def watches(self) -> Callable[[int, torch.device], Observer] | None:
         return partial(OutlierFrequency, threshold=self.threshold) if self.outliers == "calibrated" else None
@@ -97,13 +100,13 @@ class LLMInt8(QuantizingPass):
     def rounding(self, layer: Layer) -> InputRounding:
         assert self.input_grid is not None
         if self.outliers == "runtime":
-            return InputRounding.of(self.input_grid, threshold=self.threshold)
+            return InputRounding.of(self.input_grid, threshold=self.threshold, clip=self.activation_clip)
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use outliers: runtime")
         columns = layer.inputs.frequency > self.token_share
         columns[self.in_floats(layer)] = True
         layer.log("note", "input columns that are not rounded", columns=int(columns.sum()))
-        return InputRounding.of(self.input_grid, columns=columns)
+        return InputRounding.of(self.input_grid, columns=columns, clip=self.activation_clip)
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         rounded = super().becomes(before)

@@ -84,8 +84,8 @@ class QAT(Quantizing, TrainingPass):
 
     def _fake(self, layer: CompressedLinear, own: QAT, storage: torch.dtype, signed: bool) -> Parametrization:
         """The parametrization of a layer's weight. own: the pass with the options of the layer. signed: as in `fit`."""
-        if own.input_grid is not None:
-            layer.round_inputs(InputRounding.of(own.input_grid))
+        if own.rounding_scheme is not None:
+            layer.round_inputs(InputRounding(own.rounding_scheme, layer.shape, {}))
         rounding = GridOptions(own.grid, own.group_size, own.symmetric, own.scale, storage, signed=signed)
         if own.grid.free_scales and (self.train is None or "scales" in self.train):
             return LearnedSteps(rounding, layer.mask, layer.weight.detach().float())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -18,15 +18,12 @@ from compress.api.observers import Gram
 from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.experts import in_experts
-from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, tensors
-from compress.model.reshape.residual import FORMS, TRADED, along, cut_hidden_channels
-from compress.model.reshape.widths import Width, hidden_width
+from compress.model.linear import linears
+from compress.model.reshape.reconfigure import build, changed, replace_in_place, tensors
+from compress.model.reshape.residual import cut_hidden_channels
+from compress.model.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
+from compress.model.reshape.widths import hidden_width
 from compress.model.structure.blocks import find_blocks
-from compress.model.structure.links import find_groups
-from compress.model.structure.probes import norms_of
-from compress.numerics.metrics import relative_error
 from compress.numerics.rotation import principal_components
 
 PROBE = 64  # tokens for the structure search
@@ -87,103 +84,19 @@ class SliceGPT(ReshapingPass):
         assert isinstance(model, PreTrainedModel) and run.calibration is not None
         where, ids = run.label or self.key(), run.calibration
         config, dtype = self.outcome(model, where), next(model.parameters()).dtype
-        own = with_own_head(model)
+        told = Told(where, "use narrow")
+        own = with_own_head(model, told)
         width = hidden_width(own, lambda size: self._kept_count(size, where))
-        readers = readers_of_norms(own, width, ids[:1, :PROBE], where)
-        folded = fold_norms(own, readers, ids[:1, :PROBE], where)
+        readers = readers_of_norms(own, width, ids[:1, :PROBE], told)
+        folded = fold_norms(own, readers, ids[:1, :PROBE], told)
         rotation, energy = principal_components(covariance_of(folded, list(readers), ids, run, where))
-        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], where)
+        turned, error = rotate(folded, width, list(readers), rotation, ids[:1, :PROBE], told)
         left = next(iter(width.axes.values()))[1]
         kept = torch.arange(left, device=energy.device)
         new = cut_hidden_channels(folded, config, turned, width, kept, ids[:1, :PROBE], where)
         figures = {"kept": left, "of": len(energy), "energy": round(float(energy[:left].sum() / energy.sum()), 6)}
         run.journal.add("note", where, "kept principal components", **figures, rotation_error=error)
         replace_in_place(model, build(model, config, {name: tensor.to(dtype) for name, tensor in tensors(new).items()}))
-
-
-def untying(model: PreTrainedModel) -> dict[Path, Any]:
-    """The configuration edits that untie the head from the embeddings."""
-    return {("tie_word_embeddings",): False} if getattr(model, "all_tied_weights_keys", None) else {}
-
-
-def with_own_head(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in float32, its head no longer tied. Raises ModelError."""
-    config = changed(model.config, untying(model))
-    plain = {name: tensor.float() for name, tensor in tensors(model).items()}
-    own = None if config is None else build(model, config, plain)
-    if own is None or getattr(own, "all_tied_weights_keys", None):
-        raise ModelError("model: its head cannot be untied from the embeddings; use narrow")
-    return own
-
-
-def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, where: str) -> dict[str, list[str]]:
-    """The linears that read each norm of hidden states.
-
-    Raises ModelError, with the property that the model lacks, if one reads another tensor or norms do more than divide.
-    """
-    wanted = set(width.modules("in", model))
-    if square := sorted(wanted & set(width.modules("out", model)) & set(_linears_of_blocks(model))):
-        raise ModelError(
-            f"{where}: both sides of {square[0]} have the hidden width, because the configuration has no size of a "
-            "head of its own, so a rotation of the hidden states would mix heads; use narrow"
-        )
-    found: dict[str, list[str]] = {}
-    for group in find_groups(model, lambda whole: logits_of(whole, ids)):
-        names = [name for name in group.linears if name in wanted]
-        if names and group.norm is not None and (f"{group.norm}.weight", 0) in width.axes:
-            found.setdefault(group.norm, []).extend(names)
-    read = {name for names in found.values() for name in names}
-    if missing := sorted(wanted - read):
-        experts = tuple(f"{name}." for name in in_experts(model))
-        if experts and missing[0].startswith(experts):
-            raise ModelError(
-                f"{where}: {missing[0]} belongs to an expert: its norm is also read by a router, whose weight is no "
-                "linear that the norm could be folded into; use narrow"
-            )
-        raise ModelError(
-            f"{where}: {missing[0]} reads hidden states that are not the output of a norm and cannot be rotated; "
-            "use narrow"
-        )
-    if biased := [norm for norm in found if model.get_submodule(norm)._parameters.get("bias") is not None]:
-        raise ModelError(
-            f"{where}: {biased[0]} adds a bias (LayerNorm), which a rotation does not preserve; use narrow"
-        )
-    written = [name for name in norms_of(model) if (f"{name}.weight", 0) in width.axes and name not in found]
-    if written:
-        raise ModelError(
-            f"{where}: {written[0]} scales the channels of what is added to the hidden states (a norm after attention "
-            "or feed-forward layer, which no linear reads), and a rotation does not preserve that; use narrow"
-        )
-    return found
-
-
-def _linears_of_blocks(model: PreTrainedModel) -> list[str]:
-    return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]
-
-
-def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, where: str) -> PreTrainedModel:
-    """Fold the weights of norms into their readers, so that norms only divide; the function stays the same.
-
-    Raises ModelError if the function changes.
-    """
-    before, errors = logits_of(model, ids), []
-    for form in FORMS:
-        held = tensors(model)
-        for norm, names in readers.items():
-            weight = held[f"{norm}.weight"]
-            scale = weight if form == "weight" else 1 + weight
-            held[f"{norm}.weight"] = torch.ones_like(weight) if form == "weight" else torch.zeros_like(weight)
-            for name in names:
-                transposed = CompressedLinear.of(model.get_submodule(name)).transposed
-                held[f"{name}.weight"] = held[f"{name}.weight"] * (scale[:, None] if transposed else scale)
-        found = build(model, model.config, held)
-        errors.append(relative_error(logits_of(found, ids), before))
-        if errors[-1] < TRADED:
-            return found
-    raise ModelError(
-        f"{where}: folding the weights of norms into the linears that read them changes the logits (relative error "
-        f"{min(errors):.2g}): other modules read these norms too; use narrow"
-    )
 
 
 def covariance_of(
@@ -202,19 +115,3 @@ def covariance_of(
             run.journal.add("progress", where, "covariance of hidden states", done=i, of=len(ids))
             logits_of(model, row[None])
     return seen.hessian
-
-
-def rotate(
-    model: PreTrainedModel, width: Width, norms: Sequence[str], rotation: Tensor, ids: Tensor, where: str
-) -> tuple[dict[str, Tensor], float]:
-    """Return (the rotated weights, relative error of the logits). Raises ModelError if the logits change."""
-    held = tensors(model)
-    turned = along(held, width, lambda t, dim: (t.movedim(dim, -1) @ rotation).movedim(-1, dim))
-    turned |= {f"{norm}.weight": held[f"{norm}.weight"] for norm in norms}
-    error = relative_error(logits_of(build(model, model.config, turned), ids), logits_of(model, ids))
-    if not error < TRADED:
-        raise ModelError(
-            f"{where}: a rotation of the hidden states changes the logits (relative error {error:.2g}): a module that "
-            "reads or writes them is not linear, or a norm is not an RMS norm; use narrow"
-        )
-    return turned, error

@@ -23,7 +23,7 @@ from compress.kernels.dispatch import plain_torch
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.resolve import update_targets
-from compress.stream.install import LayerResult, round_to_storage
+from compress.stream.install import LayerResult, absorb_transforms, round_to_storage
 from compress.stream.sweep import Sweep
 
 
@@ -112,12 +112,13 @@ def engine(
     for segment in parts[sink.start(parts) :]:
         ends: list[LayerResult] = []
         if segment.swept:
-            sweep = Sweep(opened, segment.steps, batches, probe, run)
+            sweep = Sweep(opened, segment.steps, batches, probe, run, last=segment.last)
             hidden = sweep(partial(sink.done, segment), partial(sink.restore, segment))
             logits, ends = partial(sweep.shell.logits, probe, hidden), sweep.ends
         else:
             _apply_model_pass(segment, steps, opened, run)
             for block in opened.blocks:
+                absorb_transforms(block, run, segment.last)
                 sink.done(segment, block, [])
             logits = partial(_logits, opened, probe)
         sink.close(segment, logits, ends)

@@ -32,7 +32,7 @@ from compress.numerics.dtypes import DTYPES
 from compress.pipeline.ends import check_ends
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
-from compress.weights.layer import LayerScheme
+from compress.weights.layer import LayerScheme, transform_class
 
 EARLIER: dict[Fact, str] = {
     "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
@@ -75,6 +75,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         _check_facts(step, list(facts) if needs.new_shape else chosen, facts, where)
         _check_sweep(step, chosen, swept, facts, where)
         swept = set() if isinstance(step, ModelPass) else swept | set(chosen)
+        _check_mixed(step, list(schemes) if needs.new_shape else chosen, schemes, where)
         _check_unmet(step, _together(step, chosen, opened), schemes, format_, where)
         _check_layers(step, chosen, schemes, format_, where)
         _check_transforms(step, chosen, most, format_, where)
@@ -82,6 +83,7 @@ def resolve(passes: Sequence[Pass], opened: OpenModel, format_: Format, first: i
         if isinstance(step, ModelPass) and needs.new_shape:
             opened = with_config(opened, step.outcome(opened.model, where))
             names, facts, schemes = opened.linear_names(), _facts(opened), schemes_of(opened)
+            schemes |= {name: own_options(step, name).becomes(schemes[name]) for name in chosen if name in schemes}
             most = dict(schemes)
         else:
             for name in chosen:
@@ -164,6 +166,21 @@ def _check_facts(step: Pass, names: Sequence[str], facts: dict[str, dict[Fact, s
             raise TargetError(
                 f"{where}: none of the {len(names)} linears it works on is {in_words(fact)} before; "
                 "put a pass that does so before it"
+            )
+
+
+def _check_mixed(step: Pass, names: Sequence[str], schemes: Mapping[str, LayerScheme], where: str) -> None:
+    """Raise TargetError for pruned or reshaped layers whose columns are not for one input channel alone."""
+    for name in (name for name in names if schemes[name].mixes):
+        mixed = next(t for t in schemes[name].transforms if transform_class(t.kind).mixes)
+        if step.requires.new_shape:
+            raise TargetError(
+                f"{where}: {name}: {mixed.effect}, so its columns have no channel; put {step.key()} first"
+            )
+        if own_options(step, name).sparsities(schemes[name].shape):
+            raise TargetError(
+                f"{where}: {name}: {mixed.effect}, so zeros are lost when its weight is stored dense; skip the layer "
+                "with ignore, or do not rotate its inputs"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +18,7 @@ from compress.api.layers import Solution, Zeros
 from compress.api.processes import Processes
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
+from compress.model.save import stored_sparsity
 from compress.model.structure.blocks import Block
 from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
@@ -205,6 +207,30 @@ def take_in(block: Block, run: Run, dtype: torch.dtype) -> None:
                 layer.absorb_inputs()
 
 
+def absorb_transforms(block: Block, run: Run, last: bool) -> bool:
+    """Fold input transforms into the weights of dense layers; returns whether a layer changed.
+
+    A transform that moves zeros is not folded into a layer whose kept weights are stored alone. last: no segment
+    follows; before, transforms that mix channels stay for later passes.
+    """
+    policy = run.sparse if run.format.sparse else "off"
+    undone: dict[str, list[str]] = defaultdict(list)
+    changed = False
+    for name, layer in linears(block.module).items():
+        if not isinstance(layer, CompressedLinear) or not layer.scheme.folds or (layer.scheme.mixes and not last):
+            continue
+        absorbed = layer.absorb_inputs(stored_sparsity(layer, run.storage, policy) is not None)
+        if absorbed:
+            round_to_storage(layer, run)
+            changed = True
+        for transform in absorbed:
+            undone[transform.scheme.undone].append(name)
+    for note, names in undone.items():
+        if note:
+            run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(names))}: {note}")
+    return changed
+
+
 def of_one_input(block: nn.Module, names: Sequence[str]) -> list[list[str]]:
     """Group linears that read the same tensor by their linear transforms; rounding does not count."""
     parts: list[tuple[list[InputTransform], list[str]]] = []
@@ -245,7 +271,7 @@ def same_everywhere(module: nn.Module, name: str, processes: Processes) -> None:
         return
     found = 0
     for tensor in (*module.parameters(), *module.buffers()):
-        found = crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy(), found)
+        found = crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, found)
     if len(set(processes.gather(found))) > 1:
         raise VerificationError(
             f"{name}: processes computed different weights; launch on machines with equal processors or devices and "

@@ -8,7 +8,6 @@ before it in the same block.
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,16 +18,20 @@ from torch import Tensor, nn
 
 from compress.api.context import Run
 from compress.api.passes import BlockPass, LayerPass
-from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
-from compress.model.save import stored_sparsity
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
 from compress.stream.ends import EndWork
-from compress.stream.install import LayerResult, round_to_storage, same_everywhere, worst_shown
+from compress.stream.install import (
+    LayerResult,
+    absorb_transforms,
+    round_to_storage,
+    same_everywhere,
+    worst_shown,
+)
 from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
@@ -53,7 +56,7 @@ class Sweep:
     final comparison.
     expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
     surveys, by label and full name of the layer. original: the model before all passes, if a pass compares blocks that
-    were compressed before the sweep. ends: the results of the ends of the model.
+    were compressed before the sweep. ends: the results of the ends of the model. last: no segment follows.
     """
 
     opened: OpenModel
@@ -63,6 +66,7 @@ class Sweep:
     run: Run
     store_bytes: int = STORE_BYTES
     expert_tokens: int = EXPERT_TOKENS
+    last: bool = True
     shell: ModelShell = field(init=False)
     allocated: dict[str, dict[str, Any]] = field(init=False, default_factory=dict)
     ends: list[LayerResult] = field(init=False, default_factory=list)
@@ -171,7 +175,7 @@ class Sweep:
                     reference = work.reference_outputs if reference is None else reference
         if state.unquantized:
             state.unquantized.clear()
-        current &= not self._absorb(block)
+        current &= not absorb_transforms(block, self.run, self.last)
         context = self._context(block, state, "propagate", shown=False)
         if state.reference is not None:
             state.reference = context.reference_outputs(block.module) if reference is None else reference
@@ -196,28 +200,6 @@ class Sweep:
         if inputs.work is not None:
             shutil.rmtree(inputs.work, ignore_errors=True)
         return inputs.results
-
-    def _absorb(self, block: Block) -> bool:
-        """Fold input transforms into the weights of dense layers; returns whether a layer changed.
-
-        A transform that moves zeros is not folded into a layer whose kept weights are stored alone.
-        """
-        policy = self.run.sparse if self.run.format.sparse else "off"
-        undone: dict[str, list[str]] = defaultdict(list)
-        changed = False
-        for name, layer in linears(block.module).items():
-            if not isinstance(layer, CompressedLinear) or not layer.scheme.folds:
-                continue
-            absorbed = layer.absorb_inputs(stored_sparsity(layer, self.run.storage, policy) is not None)
-            if absorbed:
-                round_to_storage(layer, self.run)
-                changed = True
-            for transform in absorbed:
-                undone[transform.scheme.undone].append(name)
-        for note, names in undone.items():
-            if note:
-                self.run.journal.add("note", f"save {block.name}", f"{', '.join(sorted(names))}: {note}")
-        return changed
 
     def _context(self, block: Block, state: SweepState, label: str, shown: bool = True) -> BlockContext:
         """The context of a block for the pass `label`. shown: report the progress to the journal."""

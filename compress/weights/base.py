@@ -248,9 +248,7 @@ class Component(nn.Module, ABC):
         return digest.hexdigest()
 
 
-def checked(
-    specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str
-) -> dict[str, Tensor]:  # fmt: skip
+def checked(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Select and check the tensors of a scheme among those of a layer; by their names in the scheme.
 
     Raises KeyError for a missing tensor, ValueError for a shape or dtype other than the scheme's.
@@ -375,14 +373,15 @@ class WeightPart(Component):
 class InputTransform(Component):
     """A map of the layer's input, applied before the product with the weight.
 
-    rank: transforms are applied in ascending order. linear: the transform is a linear map that `absorbed` can
-    fold into the weight. keeps_zeros: `absorbed` leaves zeros of the weight where they are. in_kernel: kernels apply
-    it, together with the product.
+    rank: transforms are applied in ascending order. linear: `absorbed` can fold it into the weight. keeps_zeros:
+    `absorbed` leaves zeros of the weight where they are. mixes: a column of the weight is for several input channels,
+    and cannot be scaled or pruned for one of them. in_kernel: kernels apply it, together with the product.
     """
 
     rank: ClassVar[int]
     linear: ClassVar[bool] = True
     keeps_zeros: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
     in_kernel: ClassVar[bool] = False
 
     scheme: TransformScheme

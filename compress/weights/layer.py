@@ -91,6 +91,11 @@ class LayerScheme:
         return next((t for t in self.transforms if not isinstance(t, RoundingScheme)), None)
 
     @property
+    def mixes(self) -> bool:
+        """Whether no column of the weight is for one input channel alone, because a transform mixes them."""
+        return any(transform_class(t.kind).mixes for t in self.transforms)
+
+    @property
     def grids(self) -> tuple[Grid, ...]:
         """The grids of all parts."""
         return tuple(grid for part in self.parts for grid in part.grids)

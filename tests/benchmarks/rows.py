@@ -21,6 +21,8 @@ BEST = {"act_order": "static", "scale": "mse"}
 PAPER = {**GROUPS, "act_order": "none", "scale": "absmax", "refine": 0}
 PLAIN = {**GROUPS, **BEST, "normalize_tokens": False, "refine": 0}
 """GPTQ without what its defaults add to the sweep; the rows say what they add."""
+ROTATED = {"online": "down_proj"}
+ALL_ROTATED = {"online": ["down_proj", "o_proj"]}
 STEPS = {"steps": 48, "ce_weight": 0, "weight_rate": 0.1}
 """Of passes that train from a teacher: ten minutes of one core at SmolLM2-135M, with 48 sequences of 512 tokens."""
 
@@ -98,6 +100,13 @@ ROWS: dict[str, list[dict]] = {
     "kv-kivi-2": [
         {"kv_cache": {"keys": "int2", "values": "int2", "symmetric": False, "key_group": 32, "residual": 128}},
     ],
+    "rotate-gptq": [{"rotate": ROTATED}, {"gptq": {"weights": "int4"}}],
+    "rotate-gptq-int3": [{"rotate": ROTATED}, {"gptq": {"weights": "int3"}}],
+    "w4a4": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
+    "w4a4-all": [{"rotate": ALL_ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
+    "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
+    "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
+    "w4a8-plain": [{"gptq": {"weights": "int4", "activations": "int8"}}],
     "gptq-int8": [{"gptq": {"weights": "int8", "group_size": "channel", **BEST}}],
     "magnitude-20": [{"magnitude": {"sparsity": 0.2, "pattern": "layer"}}],
     "magnitude-30": [{"magnitude": {"sparsity": 0.3, "pattern": "layer"}}],

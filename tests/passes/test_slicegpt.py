@@ -10,11 +10,14 @@ from compress import RTN, SliceGPT, Wanda
 from compress.api.context import Run
 from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
+from compress.model.reshape import rotation as of_hidden_states
+from compress.model.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, with_own_head
 from compress.model.reshape.widths import hidden_width
 from compress.passes import slicegpt
-from compress.passes.slicegpt import covariance_of, fold_norms, readers_of_norms, rotate, with_own_head
+from compress.passes.slicegpt import covariance_of
 from compress.pipeline.plan import plan
 
+TOLD = Told("here", "use narrow")
 SMALL = {"num_hidden_layers": 2, "rms_norm_eps": 1e-12}
 
 
@@ -61,15 +64,15 @@ def test_a_rank_higher_than_what_is_left_loses_something(tiny, ids):
 
 def test_norms_are_folded_and_any_rotation_changes_nothing(tiny, ids):
     """Their weights are 1 afterwards, each in the linears that read it; a random rotation is as good as any."""
-    model = with_own_head(tiny("qwen3", tie_word_embeddings=True))
+    model = with_own_head(tiny("qwen3", tie_word_embeddings=True), TOLD)
     before, width = logits(model, ids()), hidden_width(model, lambda size: 24)
-    readers = readers_of_norms(model, width, ids(1), "here")
+    readers = readers_of_norms(model, width, ids(1), TOLD)
     assert readers["model.norm"] == ["lm_head"] and len(readers) == 7
-    folded = fold_norms(model, readers, ids(1), "here")
+    folded = fold_norms(model, readers, ids(1), TOLD)
     assert near(logits(folded, ids()), before, 1e-5)
     assert all(bool((folded.get_submodule(name).weight == 1).all()) for name in readers)
     rotation, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(2)))
-    turned, error = rotate(folded, width, list(readers), rotation, ids(1), "here")
+    turned, error = rotate(folded, width, list(readers), rotation, ids(1), TOLD)
     assert error < 1e-5 and not torch.allclose(turned["lm_head.weight"], folded.lm_head.weight, atol=1e-2)
 
 
@@ -204,7 +207,7 @@ def test_a_norm_that_something_else_reads_is_refused(tiny, ids, monkeypatch):
 
 
 def test_a_head_that_stays_tied_is_refused(tiny, ids, monkeypatch):
-    monkeypatch.setattr(slicegpt, "untying", lambda model: {})
+    monkeypatch.setattr(of_hidden_states, "untying", lambda model: {})
     with pytest.raises(ModelError, match="its head cannot be untied"):
         compress.apply(tiny("llama", **SMALL, tie_word_embeddings=True), [SliceGPT(sparsity=0.25)], ids())
 

@@ -4,10 +4,12 @@ import pytest
 import torch
 from draws import random
 
+from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.inputs import outlier_columns
-from compress.weights.transforms.rounding import InputRounding
+from compress.weights.codes import CodesPart
+from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 INT8 = GRIDS["int8"]
 
@@ -80,3 +82,60 @@ def test_without_outliers_it_is_plain_rounding():
 def test_no_tokens_at_all_and_the_dtype_of_the_inputs(rounding, dtype):
     assert rounding(torch.empty(0, 8, dtype=dtype)).shape == (0, 8)
     assert rounding(random(3, 8).to(dtype)).dtype == dtype
+
+
+# Four bits
+
+
+def test_four_bits_by_hand_with_a_clipped_scale():
+    """15 / 7.5 = 2: codes 7 (7.5 is beyond), -3 and 1; clipped to half of it the scale is 1, and 15 saturates at 7."""
+    x = torch.tensor([[15.0, -6.4, 2.2]])
+    assert InputRounding.of(GRIDS["int4"])(x).tolist() == [[14.0, -6.0, 2.0]]
+    assert InputRounding.of(GRIDS["int4"], clip=0.5)(x).tolist() == [[7.0, -6.0, 2.0]]
+
+
+def test_groups_of_mxfp4_have_powers_of_two():
+    """The largest magnitude 12 has the exponent 3, E2M1's 6 the exponent 2: the scale is 2; the second group has 1/2."""
+    x = torch.zeros(1, 64)
+    x[0, :4] = torch.tensor([12.0, -7.0, 1.2, 0.4])
+    x[0, 32:34] = torch.tensor([3.0, -0.6])
+    found = InputRounding.of(GRIDS["mxfp4"], group=32)(x)
+    assert found[0, :4].tolist() == [12.0, -8.0, 1.0, 0.0] and found[0, 32:34].tolist() == [3.0, -0.5]
+
+
+def test_scales_of_nvfp4_share_the_number_of_their_token():
+    """448 * 6 / absmax makes the scale of the largest group 448; so a token is rounded alike beside any other one."""
+    x = random(4, 3, 64)
+    x[0, 1, 5], x[2, 2] = 900.0, 0.0
+    rounding = InputRounding.of(GRIDS["nvfp4"], group=16)
+    found = rounding(x)
+    for i, j in ((0, 0), (0, 1), (2, 2), (3, 1)):
+        assert torch.equal(found[i, j], rounding(x[i, j][None])[0])
+    group = x[0, 1, :16]
+    shared = 448 * 6 / group.abs().max()
+    scale = (group.abs().max() / 6 * shared).to(torch.float8_e4m3fn).float() / shared
+    levels = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nearest = levels[((group.abs() / scale)[:, None] - levels).abs().argmin(1)] * group.sign() * scale
+    assert torch.allclose(found[0, 1, :16], nearest, rtol=1e-6)
+    assert float((found - x).norm() / x.norm()) < 0.1
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, 1.5])
+def test_a_clip_that_no_scheme_can_have(clip):
+    scheme = RoundingScheme(GRIDS["int4"], clip=clip)
+    with pytest.raises(ValueError, match="clip of rounding is .* above 0 and at most 1"):
+        RoundingScheme.from_json(scheme.to_json())
+
+
+def test_the_scheme_says_what_is_clipped():
+    scheme = RoundingScheme(GRIDS["int4"], clip=0.9)
+    assert RoundingScheme.from_json(scheme.to_json()) == scheme and scheme.text == "inputs int4, clipped to 0.9"
+    assert "clip" not in RoundingScheme(GRIDS["int8"]).to_json()
+
+
+def test_no_kernel_for_whole_scales_computes_clipped_ones():
+    part, x = CodesPart.of(quantize(random(8, 64), INT8)), random(2, 64)
+    clipped = InputRounding.of(INT8, clip=0.5)
+    layer = CompressedLinear(part, None)
+    layer.round_inputs(clipped)
+    assert torch.allclose(layer(x), clipped(x) @ part.dense(torch.float32).T, atol=1e-5)

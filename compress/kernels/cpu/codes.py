@@ -157,7 +157,7 @@ def _packs(part: Any) -> bool:
 def _rounds(part: Any, rounding: Any) -> bool:
     """Whether inputs are rounded to int8 with a zero point of zero, for integer codes."""
     scheme = rounding.scheme
-    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.scale == "group":
+    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.scale == "group" or scheme.clip != 1:
         return False
     return hasattr(part.scheme.grids[0], "lowest")
 

@@ -215,6 +215,11 @@ def _proved(
     return _checked(probe, Link(source, readers, stored[0], kind))
 
 
+def _mixes(module: nn.Module) -> bool:
+    """Whether no column of a reader is for one channel alone."""
+    return isinstance(module, CompressedLinear) and module.scheme.mixes
+
+
 def _order(module: nn.Module) -> Int[Tensor, " in"] | None:
     """The input permutation of a reader, or None."""
     order = module.input_permutation if isinstance(module, CompressedLinear) else None
@@ -228,6 +233,8 @@ def _checked(probe: Probe, link: Link) -> Link | None:
     """
     silent = [m for name, m in probe.readers.items() if name not in probe.ran]
     if any(width_in(module) == len(link.channels) for module in silent):
+        return None
+    if any(_mixes(probe.readers[name]) for name in link.readers):
         return None
     width = width_out(probe.block.get_submodule(link.source))
     scale = _random_scale(width)[link.channels]

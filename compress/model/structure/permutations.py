@@ -120,9 +120,11 @@ def _within(probe: Probe, apart: tuple[str, ...], similar: Sequence[Permutation]
 
 
 def _free(probe: Probe, reader: str) -> bool:
-    """Whether a reader stores its columns in the order of its inputs."""
+    """Whether a reader stores a column for each input channel, in their order."""
     module = probe.linears[reader]
-    return not isinstance(module, CompressedLinear) or module.input_permutation is None
+    if not isinstance(module, CompressedLinear):
+        return True
+    return module.input_permutation is None and not module.scheme.mixes
 
 
 def _spell(probe: Probe, source: str) -> dict[str, Int[Tensor, " in"]]:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.model.linear import LINEARS, CompressedLinear
+from compress.weights.base import InputTransform
 
 Rewrite = Callable[[Tensor], Tensor]
 
@@ -46,6 +47,19 @@ def rewrite_rows(module: nn.Module, change: Rewrite) -> None:
     bias = module._parameters.get("bias")
     if bias is not None:
         module.bias = nn.Parameter(change(bias.detach()).contiguous(), requires_grad=False)
+
+
+def rotate_inputs(layer: CompressedLinear, rotation: InputTransform) -> None:
+    """Fold the inverse of an orthogonal transform into the dense weight and apply it to inputs: (x R) (W R)^T = x W^T.
+
+    Transforms that the layer has are folded into the weight first.
+    """
+    assert not layer.quantized, "codes cannot be rotated; passes that rotate come before quantizing passes"
+    assert layer.positions is None, "a rotation would lose the zeros of pruned weights"
+    layer.absorb_inputs()
+    weight = layer.weight
+    layer.put(rotation(weight.float()).to(weight.dtype))
+    layer.set_transform(rotation)
 
 
 def divide_norm(norm: nn.Module, divisor: Float[Tensor, " channels"], form: str) -> None:

@@ -61,6 +61,10 @@ class Scaling(ABC):
         """
         return None
 
+    def shared_per_token(self, largest: Tensor, span: float) -> Tensor | None:
+        """The shared number of the scales of each token of inputs, from its largest magnitude; None: there is none."""
+        return None
+
     def part(
         self, shared: Float[Tensor, " n"] | None, rows: int, groups: int, group: int
     ) -> Float[Tensor, " n"] | None:
@@ -195,10 +199,12 @@ class Float8Scale(Scaling):
     def fit_shared(
         self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
     ) -> Float[Tensor, " n"] | None:
-        top = torch.finfo(torch.float8_e4m3fn).max
         largest = extent.max().float() if shared_absmax is None else torch.tensor(shared_absmax, device=extent.device)
-        shared = top * span / largest
-        return torch.where(shared.isfinite(), shared, 1.0).reshape(1)  # 1: a matrix of (nearly) zeros
+        return self.shared_per_token(largest, span).reshape(1)
+
+    def shared_per_token(self, largest: Tensor, span: float) -> Tensor:
+        shared = torch.finfo(torch.float8_e4m3fn).max * span / largest
+        return torch.where(shared.isfinite(), shared, 1.0)  # 1: a matrix of (nearly) zeros
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared

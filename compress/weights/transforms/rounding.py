@@ -24,7 +24,8 @@ class RoundingScheme(TransformScheme):
     scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'group': one per
     token and `group` columns, computed as well (arXiv 2412.19437, section 3.3.2); 'static': one for all tokens, stored.
     threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns: whether a stored set
-    of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point.
+    of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point. clip: the share of the
+    largest magnitude that a computed scale covers; larger ones saturate.
     """
 
     kind: ClassVar[str] = "rounding"
@@ -36,10 +37,17 @@ class RoundingScheme(TransformScheme):
     columns: bool = False
     symmetric: bool = True
     group: int | None = None
+    clip: float = 1.0
 
     @property
     def text(self) -> str:
-        return f"inputs {self.grid.name}" + ("" if self.group is None else f" per {self.group} columns")
+        groups = "" if self.group is None else f" per {self.group} columns"
+        return f"inputs {self.grid.name}" + groups + ("" if self.clip == 1 else f", clipped to {self.clip:g}")
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"clip of rounding is {self.clip}, but it must be above 0 and at most 1")
 
     @property
     def outliers(self) -> bool:
@@ -72,11 +80,11 @@ class InputRounding(InputTransform):
     def of(
         cls, grid: Grid, scale: Float[Tensor, " 1"] | None = None, threshold: float | None = None,
         columns: Bool[Tensor, " in"] | None = None, symmetric: bool = True, shape: tuple[int, int] = (0, 0),
-        group: int | None = None,
+        group: int | None = None, clip: float = 1.0,
     ) -> Self:  # fmt: skip
         """Round to a grid. scale: static, or None for one per token (and group). Other arguments as in the scheme."""
         kind = "static" if scale is not None else "token" if group is None else "group"
-        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group)
+        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group, clip)
         return cls(scheme, shape, {"scale": scale, "columns": columns})
 
     @property
@@ -91,7 +99,9 @@ class InputRounding(InputTransform):
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
         spared = outlier_columns(x, self.threshold, self.columns)
-        return round_inputs(x, self.grid, self.scale, spared, self.scheme.symmetric, self.scheme.group)
+        return round_inputs(
+            x, self.grid, self.scale, spared, self.scheme.symmetric, self.scheme.group, self.scheme.clip
+        )
 
     def computes_like(self, other: InputRounding) -> bool:
         """Whether both round every input to the same numbers, by the input alone."""

@@ -1,0 +1,203 @@
+"""Hadamard matrices: square, entries 1 and -1, orthogonal rows. They spread the outliers of one channel over all.
+
+An order n is built as a Kronecker product of matrices of order 2 (Sylvester 1867) and of orders q + 1 and 2 (q + 1) for
+prime powers q (Paley, J. Math. Phys. 12, 1933, constructions I and II). There are no tables: 12 = 11 + 1,
+36 = 2 (17 + 1), 576 = 4 * 12 * 12.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import product
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+DENSE = 64  # factors of 2 are multiplied to dense ones of at most this order: two products of matrices for 4096
+
+
+@cache
+def factors(order: int) -> tuple[int, ...] | None:
+    """Orders of Sylvester and Paley matrices whose product is `order`, with the least sum; None if there are none.
+
+    The sum is the number of multiplications per element of `transformed`. Factors of 2 come last.
+    """
+    if order in (1, 2):
+        return () if order == 1 else (2,)
+    if order < 1 or order % 4:
+        return None
+    whole = [(order,)] if _paley(order) is not None else []
+    for first in (n for n in range(2, order // 2 + 1) if order % n == 0 and (n == 2 or _paley(n) is not None)):
+        rest = factors(order // first)
+        whole += [] if rest is None else [tuple(sorted((first, *rest), reverse=True))]
+    return min(whole, key=lambda found: (sum(found), len(found)), default=None)
+
+
+def exists(order: int) -> bool:
+    """Whether a Hadamard matrix of this order can be built here."""
+    return factors(order) is not None
+
+
+def largest_block(width: int) -> int:
+    """The largest order that divides the width."""
+    return max(n for n in range(1, width + 1) if width % n == 0 and exists(n))
+
+
+def neighbours(width: int) -> tuple[int, int]:
+    """The next orders below and above the width."""
+    return next(n for n in range(width - 1, 0, -1) if exists(n)), next(
+        n for n in range(width + 1, 2 * width + 5) if exists(n)
+    )
+
+
+@cache
+def _paley(order: int) -> tuple[int, int] | None:
+    """(construction, q) for an order of Paley's, or None. Construction I needs q = 3 mod 4, construction II 1 mod 4."""
+    if order < 12 or order % 4 or order & (order - 1) == 0:  # powers of 2 are Sylvester's
+        return None
+    if is_prime_power(order - 1):
+        return 1, order - 1
+    return (2, order // 2 - 1) if order % 8 == 4 and is_prime_power(order // 2 - 1) else None
+
+
+@cache
+def is_prime_power(number: int) -> bool:
+    """Whether the number is a power of one prime."""
+    return number > 1 and len(_prime_factors(number)) == 1
+
+
+def _prime_factors(number: int) -> set[int]:
+    found, divisor = set(), 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            found.add(divisor)
+            number //= divisor
+        divisor += 1
+    return found | ({number} if number > 1 else set())
+
+
+def hadamard(order: int) -> Int[Tensor, "order order"]:
+    """A Hadamard matrix in int8: H H^T = order * I.
+
+    Raises ValueError for an order that cannot be built here.
+    """
+    parts = factors(order)
+    if parts is None:
+        below, above = neighbours(order)
+        raise ValueError(f"no Hadamard matrix of order {order} is known here; the next orders are {below} and {above}")
+    found = torch.ones(1, 1, dtype=torch.int8, device="cpu")
+    for part in parts:
+        found = torch.kron(found, _one(part))
+    return found
+
+
+@cache
+def _one(order: int) -> Int[Tensor, "order order"]:
+    """The matrix of order 2, or one of Paley's."""
+    if order == 2:
+        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
+    kind = _paley(order)
+    assert kind is not None
+    construction, q = kind
+    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8, device="cpu")
+    bordered[0, 0], bordered[1:, 1:] = 0, jacobsthal(q)
+    eye = torch.eye(q + 1, dtype=torch.int8, device="cpu")
+    if construction == 1:  # I + S with S = [[0, 1], [-1, Q]], S^T = -S
+        bordered[1:, 0] = -1
+        return bordered + eye
+    signs, corner = _one(2), torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu")
+    return torch.kron(bordered, signs) + torch.kron(eye, corner)  # C = [[0, 1], [1, Q]], C^T = C
+
+
+def jacobsthal(q: int) -> Int[Tensor, "q q"]:
+    """Q_ij = chi(a_i - a_j) over the elements a of the field of q elements: 1 for squares, -1 for others, 0 for 0.
+
+    An element is the tuple of its coefficients modulo the prime, as a number in base p.
+    """
+    (prime,) = _prime_factors(q)
+    degree = round(math.log(q, prime))
+    character = torch.full((q,), -1, dtype=torch.int8, device="cpu")
+    character[0], character[_powers(prime, degree)[::2]] = 0, 1  # even powers of a generator are the squares
+    places = prime ** torch.arange(degree, device="cpu")
+    digits = torch.arange(q, device="cpu")[:, None] // places % prime
+    return character[((digits[:, None] - digits[None]) % prime * places).sum(-1)]
+
+
+def _powers(prime: int, degree: int) -> list[int]:
+    """The powers 0 to q - 2 of a generator of the field's multiplicative group, as numbers in base p.
+
+    The generator is the root x of a primitive polynomial x^k = c_0 + c_1 x + ...: the first one whose powers are q - 1
+    different elements.
+    """
+    count = prime**degree - 1
+    for taps in product(range(prime), repeat=degree):
+        element, seen = [1] + [0] * (degree - 1), []
+        while len(seen) < count:
+            seen.append(sum(digit * prime**i for i, digit in enumerate(element)))
+            top = element[-1]  # times x: shift, and replace x^k
+            element = [(low + top * tap) % prime for low, tap in zip([0, *element[:-1]], taps, strict=True)]
+            if sum(digit * prime**i for i, digit in enumerate(element)) in (0, 1):
+                break
+        if len(seen) == count and element == [1] + [0] * (degree - 1):
+            return seen
+    raise AssertionError(f"the field of {prime}^{degree} elements has a generator")
+
+
+@cache
+def _dense_factors(order: int) -> tuple[int, ...]:
+    """The factors with those of 2 multiplied to orders of at most `DENSE`, evenly."""
+    parts = factors(order)
+    if parts is None:
+        hadamard(order)  # raises
+        raise AssertionError
+    twos = parts.count(2)
+    count = math.ceil(twos / math.log2(DENSE)) if twos else 0
+    even = tuple(2 ** (twos // count + (i < twos % count)) for i in range(count))
+    return tuple(part for part in parts if part != 2) + even
+
+
+@cache
+def _orthonormal(order: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "order order"]:
+    """A small Hadamard matrix over the root of its order; no inference tensor, since training may use it later."""
+    with torch.inference_mode(False):
+        return hadamard(order).to(device, dtype) / math.sqrt(order)
+
+
+def transformed(x: Float[Tensor, "*batch in"], order: int, inverse: bool = False) -> Float[Tensor, "*batch in"]:
+    """Multiply every run of `order` channels by the orthonormal Hadamard matrix: x H / sqrt(order); inverse: x H^T.
+
+    The result has the dtype of x. A Kronecker product acts on one axis after the other, so n channels take n times the
+    sum of the factors in multiplications instead of n^2 (the fast Walsh-Hadamard transform with larger steps).
+    Raises ValueError for an order that cannot be built here.
+    """
+    parts = _dense_factors(order)
+    assert x.shape[-1] % order == 0, "blocks must divide the width"
+    found, after = x.reshape(-1, order), order
+    for part in parts:
+        matrix = _orthonormal(part, x.dtype, x.device)
+        matrix, after = matrix.T if inverse else matrix, after // part
+        split = found.reshape(-1, part, after)
+        found = split[..., 0] @ matrix if after == 1 else matrix.T @ split
+    return found.reshape(x.shape)
+
+
+def signs_of(width: int, seed: int) -> Int[Tensor, " width"]:
+    """Random signs in int8, for a randomized Hadamard matrix (QuaRot, section 3): diag(signs) H."""
+    draw = torch.Generator().manual_seed(seed)
+    return (2 * torch.randint(0, 2, (width,), generator=draw) - 1).to(torch.int8)
+
+
+def random_orthogonal(width: int, seed: int) -> Float[Tensor, "width width"]:
+    """An orthogonal matrix in float64, uniformly distributed: Q of a Gaussian matrix, with the signs of diag(R)."""
+    draw = torch.Generator().manual_seed(seed)
+    q, r = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64, generator=draw))
+    return q * r.diagonal().sign()
+
+
+def randomized(width: int, seed: int) -> Float[Tensor, "width width"]:
+    """diag(signs) H / sqrt(width) in float64; a random orthogonal matrix for a width without a Hadamard matrix."""
+    if not exists(width):
+        return random_orthogonal(width, seed)
+    return signs_of(width, seed)[:, None] * hadamard(width).double() / math.sqrt(width)

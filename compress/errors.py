@@ -61,6 +61,14 @@ class ShortageError(Failure):
     """The memory of the device is too small for one step of the run."""
 
 
+class ProcessError(Failure):
+    """Another process of the launcher has failed or ended. told: another process tells the user why."""
+
+    def __init__(self, message: str, told: bool = False, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.told, self.exit_code = told, exit_code
+
+
 class VerificationError(Failure):
     """The checkpoint does not read back as it was computed."""
 

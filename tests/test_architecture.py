@@ -83,6 +83,7 @@ ENVIRONMENT = {
     "compress.kernels.cpu.library": "COMPRESS_KERNELS forces an instruction set, for tests and comparisons",
 }
 BROAD = {
+    "compress.api.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
     "compress.model.open.opening:folder_of": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
@@ -108,8 +109,8 @@ ORDINARY = {
 """Model types that are also words one needs."""
 
 FOREIGN = {
-    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_is_view", "_name_or_path", "_parameters", "_protected_args",
-    "_repr_svg_", "_shared_state",
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_get_default_store", "_is_view", "_name_or_path", "_parameters",
+    "_protected_args", "_repr_svg_", "_shared_state",
 }  # fmt: skip
 """Private names of torch, transformers, accelerate, click and Jupyter, for which they have no public ones."""
 

@@ -35,6 +35,7 @@ NAMES = [
 ERRORS = {
     "CompressError": 1,
     "UserError": 2,
+    "ProcessError": 1,
     "RecipeError": 2,
     "ModelError": 2,
     "CalibrationError": 2,

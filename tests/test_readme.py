@@ -150,6 +150,12 @@ def scripted(arguments: list[str]) -> None:
     assert [word for word in arguments if word.startswith("--") and word.split("=")[0] not in shown.stdout] == []
 
 
+def launched(arguments: list[str]) -> None:
+    """A launcher of `compress` in several processes."""
+    assert arguments[arguments.index("-m") + 1] == "compress"
+    parsed(arguments[arguments.index("-m") + 2 :])
+
+
 def cloned(arguments: list[str]) -> None:
     assert arguments[0] == "clone"
 
@@ -160,10 +166,12 @@ def shown(arguments: list[str]) -> None:
 
 
 CHECKS = {
+    "accelerate": launched,
     "compress": parsed,
     "make": made,
     "pip": installed,
     "python": scripted,
+    "torchrun": launched,
     "git": cloned,
     "cd": lambda arguments: None,
     "cat": shown,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compress.api.journal import Journal
 from compress.api.memory import PeakMemory
+from compress.api.processes import ALONE, Processes
 from compress.errors import RecipeError
 from compress.formats.base import Format
 from compress.formats.native import Native
@@ -63,7 +64,8 @@ class Run:
     lm_objective: the language-model objective, if a pass uses it. open_original: opens the model before all passes,
     those of earlier runs included; for passes that compare blocks which an earlier sweep compressed. training: the
     report's record of each training pass, by label. ends: the stored forms of embedding and head by name, if the format
-    rounds them.
+    rounds them. processes: those that share the calibration sequences and the solving of layers; a pass over the whole
+    model sees all sequences in each of them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -81,6 +83,7 @@ class Run:
     lm_objective: LMObjective = NEXT_TOKENS
     training: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, CodesPart] = field(default_factory=dict)
+    processes: Processes = ALONE
 
     @property
     def scale_dtype(self) -> torch.dtype:

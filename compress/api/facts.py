@@ -22,6 +22,7 @@ class Requirements:
     unquantized: the weight of a layer before a pass of the same sweep quantized it. teacher: the uncompressed model,
     which `run.open_teacher` then opens, or another one by its source. objective: what the model is asked for on the
     text, which `run.lm_objective` then says. training: several processes share its steps.
+    batches: learning in steps of one calibration batch each, of which every process of a launcher needs a sequence.
     new_shape: the freedom to give the model another shape; then no layer at all may be what `never_after` says,
     targeted or not.
     """
@@ -33,6 +34,7 @@ class Requirements:
     teacher: bool | str = False
     objective: bool = False
     training: bool = False
+    batches: bool = False
     new_shape: bool = False
 
 

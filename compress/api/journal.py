@@ -6,7 +6,8 @@ and the command line shows them as they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,21 @@ class Journal:
             self.entries.append(entry)
         for listener in self.listeners:
             listener(entry)
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Entry]]:
+        """Collect the entries of the context in the yielded list instead of the journal; listeners do not hear them."""
+        kept, heard = self.entries, self.listeners
+        self.entries, self.listeners = [], []
+        try:
+            yield self.entries
+        finally:
+            self.entries, self.listeners = kept, heard
+
+    def replay(self, entries: Iterable[Entry]) -> None:
+        """Add entries of another journal."""
+        for entry in entries:
+            self.add(entry.kind, entry.where, entry.message, **entry.figures)
 
     def counts(self) -> dict[str, int]:
         """The number of entries of each kind."""

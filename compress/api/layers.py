@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from compress.api.facts import Log
 from compress.api.observers import Observer
+from compress.api.processes import Processes
 from compress.model.linear import CompressedLinear, Weight
 from compress.model.structure.links import Group, Link
 from compress.model.structure.permutations import Permutation
+from compress.numerics.quant.codes import Codes
 from compress.weights.base import InputTransform, WeightPart
 
 
@@ -52,6 +55,11 @@ class Layer:
     unquantized: Float[Tensor, "out in"] | None = None
     negative_scales: bool = False
 
+    def of_rows(self, rows: slice) -> Layer:
+        """The same for some rows of the weight."""
+        mask, before = (None if t is None else t[rows] for t in (self.mask, self.unquantized))
+        return replace(self, mask=mask, unquantized=before)
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -68,6 +76,15 @@ class Solution:
     transforms: tuple[InputTransform, ...] = ()
     zeros: Zeros | None = None
     added: tuple[WeightPart, ...] = ()
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[Solution]) -> Solution:
+        """The solution of a layer from those of its rows, in order; all but weights and masks are common to them."""
+        weights, masks = [part.weight for part in parts], [part.mask for part in parts if part.mask is not None]
+        codes, floats = [w for w in weights if isinstance(w, Codes)], [w for w in weights if isinstance(w, Tensor)]
+        assert len(codes) == len(parts) or len(floats) == len(parts), "a pass that solves rows apart gives no parts"
+        weight = Codes.of_rows(codes) if codes else torch.cat(floats)
+        return replace(parts[0], weight=weight, mask=torch.cat(masks) if masks else None)
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,12 @@ class BlockInputs(Protocol):
         """Channels that may be permuted; the pass works on at least one reader of each."""
         ...
 
+    @property
+    def processes(self) -> Processes:
+        """The processes of a launcher, which divide the sequences of every batch; a pass that runs the block by itself
+        combines its results with theirs."""
+        ...
+
     def observe(self, observer: type[Observer]) -> dict[Group, Any]:
         """Run all calibration inputs through the block once; return the observer of each group's input."""
         ...
@@ -128,7 +151,7 @@ class BlockInputs(Protocol):
 
     @property
     def batches(self) -> int:
-        """The number of calibration batches."""
+        """The number of calibration batches; with several processes, each has some sequences of a batch."""
         ...
 
     def forward(self, block: nn.Module, batch: int) -> Tensor:

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.api.facts import Log
-from compress.errors import NumericError
+from compress.api.processes import Processes
+from compress.errors import NumericError, TargetError
 from compress.numerics.linalg import damped, inverse_factor
 
 SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
@@ -36,6 +37,22 @@ class Observer(ABC):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         """Add rows to the statistics."""
 
+    def merge(self, processes: Processes) -> None:
+        """Combine the statistics with those that other processes have gathered from their sequences."""
+        if processes.size > 1:
+            self.tokens = sum(processes.gather(self.tokens))
+            self.combine(processes)
+
+    def combine(self, processes: Processes) -> None:
+        """Combine everything but `tokens` with the other processes: sums, maxima, ...
+
+        Raises TargetError for an observer that does not define it.
+        """
+        raise TargetError(
+            f"{type(self).__name__}: does not say how statistics of several processes are combined; define combine, or "
+            "run in one process"
+        )
+
     @classmethod
     @abstractmethod
     def memory_bytes(cls, width: int) -> int:
@@ -50,6 +67,9 @@ class Nothing(Observer):
         return 0
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        return
+
+    def merge(self, processes: Processes) -> None:
         return
 
 
@@ -67,6 +87,9 @@ class InputNorm(Observer):
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self._squares += rows.square().sum(0)  # float32 per batch takes a third of the time; the sum is float64
+
+    def combine(self, processes: Processes) -> None:
+        self._squares = processes.sum(self._squares)
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
@@ -88,6 +111,9 @@ class InputAbsMax(Observer):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
 
+    def combine(self, processes: Processes) -> None:
+        self.absmax = processes.maximum(self.absmax)
+
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return 4 * width
@@ -107,6 +133,9 @@ class OutlierFrequency(Observer):
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         self._count += (rows.abs() >= self.threshold).sum(0)
+
+    def combine(self, processes: Processes) -> None:
+        self._count = processes.sum(self._count)
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
@@ -130,6 +159,10 @@ class Gram(Observer):
         for start in range(0, self.width, SLAB):  # the upper triangle only; the matrix is symmetric
             slab = slice(start, start + SLAB)
             self._sum[slab, start:].addmm_(rows[:, slab].T, rows[:, start:])
+        self._factors.clear()
+
+    def combine(self, processes: Processes) -> None:
+        self._sum = processes.sum(self._sum)
         self._factors.clear()
 
     @classmethod
@@ -212,6 +245,10 @@ class CrossGram(Gram):
             self._cross.addmm_((reference.float() - rows).T, rows)
             self._shift = None
 
+    def combine(self, processes: Processes) -> None:
+        super().combine(processes)
+        self._cross, self._shift = processes.sum(self._cross), None
+
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return super().memory_bytes(width) + 2 * 4 * width * width  # the sum and the cached shift
@@ -250,6 +287,12 @@ class Sample:
         if room > 0 and rows.shape[0]:
             self._rows.append(rows[:: -(-rows.shape[0] // room)].clone())
 
+    def merge(self, processes: Processes) -> None:
+        """Keep rows of all processes, evenly spaced, up to the limit."""
+        if processes.size > 1 and (found := [part for part in processes.gather(self.rows) if part is not None]):
+            rows = torch.cat(found)
+            self._rows = [rows[:: -(-rows.shape[0] // self.ROWS)].clone()]
+
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         """Divide the columns of the kept rows."""
         self._rows = [rows / scale for rows in self._rows]
@@ -275,6 +318,10 @@ class Rows(InputAbsMax):
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         super().gather(rows)
         self._sample.update(rows)
+
+    def combine(self, processes: Processes) -> None:
+        super().combine(processes)
+        self._sample.merge(processes)
 
     def divide(self, scale: Float[Tensor, " in"]) -> None:
         super().divide(scale)

@@ -20,6 +20,7 @@ passes keep:
                    mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
     LayerPass      observer         the statistics of inputs that several layers share
+                   by_rows          whether rows of a weight are solved apart
                    watches          further statistics of the inputs of one layer
                    survey           a walk over all layers before the first one is solved
     ModelPass      adapt_objective  the language-model objective with the options of the pass
@@ -236,6 +237,11 @@ class LayerPass(Pass):
     def observer(self) -> type[Observer]:
         """The statistics for these options; by default `observes`."""
         return self.observes
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row of a weight is solved apart, so that several processes may each solve some of the rows."""
+        return False
 
     def memory(self, size: ProblemSize) -> int:
         return COPIES * 4 * size.shape[0] * size.shape[1]

@@ -9,7 +9,7 @@ import click
 
 from compress.cli.complete import complete_compute, complete_suite
 from compress.cli.show import print_table
-from compress.errors import Failure
+from compress.errors import Failure, ProcessError
 
 if TYPE_CHECKING:
     from compress.recipe.evaluation import Evaluate
@@ -68,14 +68,19 @@ def evaluate(
     **options: Any,
 ) -> None:  # fmt: skip
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
-    from compress.evaluate.processes import Processes
+    from compress.api.context import device_of
+    from compress.api.processes import Processes
     from compress.formats.containers.files import write_text
     from compress.pipeline.evaluation import evaluate_models
 
-    found = evaluate_models(
-        models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
-    )  # fmt: skip
-    if not Processes.launched(cpu=device == "cpu").first:
+    processes = Processes.launched(cpu=device_of(device).type == "cpu")
+    with processes.together():
+        found = evaluate_models(
+            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
+        )
+    if not processes.first:
+        if found.failed:
+            raise ProcessError("tasks failed", told=True)
         return
     text = found.model_dump_json(indent=2)
     if out is not None:

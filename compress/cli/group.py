@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import click
 
-from compress.errors import CompressError
+from compress.errors import CompressError, ProcessError
 
 INTERRUPTED = 130
 EXIT_CODES = {
@@ -41,6 +41,10 @@ class ErrorGroup(click.Group):
         debug = len(plain) < len(given)
         try:
             code = super().main(plain, *rest, **{**kwargs, "standalone_mode": False})
+        except ProcessError as error:
+            if error.told and not debug:
+                sys.exit(error.exit_code)
+            _fail(str(error), error.exit_code, debug)
         except CompressError as error:
             _fail(str(error), error.exit_code, debug)
         except (click.exceptions.Abort, KeyboardInterrupt):
@@ -74,8 +78,11 @@ def without_collection() -> Iterator[None]:
         gc.freeze()  # later collections do not look through the imported modules
 
 
+TERMINATED = "terminated, as by a launcher of which another process ended; run the same command again to resume"
+
+
 class Interrupt:
-    """Raise KeyboardInterrupt on SIGINT, and again at the run's next journal entry.
+    """Raise KeyboardInterrupt on SIGINT, and again at the run's next journal entry; ProcessError on SIGTERM.
 
     A library may swallow an exception that is raised in its callback. The flag keeps the request to stop. The context
     yields the listener for the journal.
@@ -86,14 +93,19 @@ class Interrupt:
 
     def __enter__(self) -> Callable[[Any], None]:
         self._before = signal.signal(signal.SIGINT, self._press)
+        self._terminated = signal.signal(signal.SIGTERM, self._end)
         return self._hear
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGTERM, self._terminated)
 
     def _press(self, *_: object) -> None:
         self._pressed = True
         raise KeyboardInterrupt
+
+    def _end(self, *_: object) -> None:
+        raise ProcessError(TERMINATED)
 
     def _hear(self, entry: Any) -> None:
         if self._pressed:

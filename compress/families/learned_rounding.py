@@ -70,7 +70,7 @@ class LearnedRoundingPass(Quantizing, BlockPass):
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(data=True, reference=self.error == "asymmetric")
+        return Requirements(data=True, reference=self.error == "asymmetric", batches=True)
 
     def target(self, block: nn.Module, inputs: BlockInputs, batch: int) -> Tensor:
         """The wanted output of the block, which is not yet rounded."""

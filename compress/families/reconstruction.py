@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from compress.api.facts import Log
 from compress.api.journal import Entry, Journal
 from compress.api.layers import BlockInputs
 from compress.api.passes import BlockPass
+from compress.api.processes import Processes
 from compress.train.loop import TrainingContext, train
 from compress.train.options import Share, TrainingOptions
 from compress.train.parametrization import Parametrize, masked
@@ -27,10 +28,25 @@ Targets = Callable[[int], Tensor]
 """The target output of the block for a batch, by its number."""
 
 
-def relative_square(found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"]) -> Tensor:
-    """||found - wanted||^2 / ||wanted||^2 in float32."""
+def relative_square(
+    found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"], energy: Tensor | None = None
+) -> Tensor:
+    """||found - wanted||^2 / ||wanted||^2 in float32. energy: to divide by instead of ||wanted||^2."""
     wanted = wanted.float()
-    return (found.float() - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30)
+    energy = wanted.square().sum() if energy is None else energy
+    return (found.float() - wanted).square().sum() / energy.clamp(min=1e-30)
+
+
+def block_energies(inputs: BlockInputs, targets: Targets) -> Sequence[Tensor | None]:
+    """For each batch ||target||^2 over all processes, divided by their number; None in one process.
+
+    The mean over processes of `relative_square` with it is that of the whole batch.
+    """
+    processes = inputs.processes
+    if processes.size == 1:
+        return [None] * inputs.batches
+    own = torch.stack([targets(batch).float().square().sum() for batch in range(inputs.batches)])
+    return list(processes.sum(own) / processes.size)
 
 
 def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches: Iterable[int]) -> float:
@@ -40,7 +56,24 @@ def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches
         wanted = targets(batch).float()
         error += float((inputs.forward(block, batch).float() - wanted).square().sum())
         energy += float(wanted.square().sum())
+    error, energy = inputs.processes.totals(error, energy)
     return error / max(energy, 1e-30)
+
+
+def shares(sizes: Sequence[int], processes: Processes) -> list[float]:
+    """The fraction of each batch that this process has. sizes: its number of sequences of each batch."""
+    return [own / sum(parts) for own, *parts in zip(sizes, *processes.gather(sizes), strict=True)]
+
+
+@torch.no_grad()
+def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
+    """Replace gradients by their sums over all processes; one that no process has stays None."""
+    if processes.size == 1:
+        return
+    known = [any(flags) for flags in zip(*processes.gather([p.grad is not None for p in parameters]), strict=True)]
+    for parameter in (parameter for parameter, some in zip(parameters, known, strict=True) if some):
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = processes.sum(own)
 
 
 class ReconstructionPass(TrainingOptions, BlockPass):
@@ -68,8 +101,11 @@ class ReconstructionPass(TrainingOptions, BlockPass):
             if entry.kind == "progress":
                 log(entry.kind, entry.message, **entry.figures)
 
+        energies = block_energies(inputs, targets)
+
         def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
-            return torch.stack([relative_square(inputs.forward(model, i), targets(i)) for i in rows]).mean()
+            losses = [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
+            return torch.stack(losses).mean()
 
         def takes(name: str) -> bool:
             return self.takes(f"{inputs.name}.{name}")
@@ -79,6 +115,7 @@ class ReconstructionPass(TrainingOptions, BlockPass):
         with chosen as student:
             if student.kept:
                 log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
-            steps: int = train(student, objective, torch.arange(inputs.batches), self, where)["steps"]
+            examples = torch.arange(inputs.batches)
+            steps: int = train(student, objective, examples, self, where, parts=True)["steps"]
             others = [*student.parameters["norms"], *student.parameters["biases"]]
         return steps, others

@@ -15,6 +15,7 @@ from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.api.passes import COPIES, BlockPass
+from compress.api.processes import ALONE, Processes
 from compress.families.weight_grid import WeightGrid
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, fold
@@ -85,7 +86,7 @@ class AWQ(WeightGrid, BlockPass):
         linked = {name for link in inputs.links for name in link.readers}
         for link in inputs.links:
             read = _members(seen, chosen & set(link.readers))
-            scale = self.scale_of(block, read, link.readers, link.equalize, log)
+            scale = self.scale_of(block, read, link.readers, link.equalize, log, inputs.processes)
             if scale is None:
                 continue
             done = fold(block, link, scale, inputs.probe)
@@ -100,18 +101,23 @@ class AWQ(WeightGrid, BlockPass):
                 log("fallback", message, relative_error=done.error)
         for group in inputs.groups:
             if not linked & set(group.linears):
-                self._unlinked(block, [name for name in group.linears if name in chosen], seen[group], log)
+                names = [name for name in group.linears if name in chosen]
+                self._unlinked(block, names, seen[group], log, inputs.processes)
         if self.clip:
             for group in inputs.groups:
-                self._clip(block, [name for name in group.linears if name in chosen], seen[group], log)
+                self._clip(
+                    block, [name for name in group.linears if name in chosen], seen[group], log, inputs.processes
+                )
 
-    def _unlinked(self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log) -> None:
+    def _unlinked(
+        self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log, processes: Processes
+    ) -> None:
         """Handle linears of one input tensor that no link leads to."""
         if self.unlinked == "leave":
             where = ", ".join(names)
             log("note", f"{where}: no module before them can absorb a scale, so they are not scaled")
             return
-        scale = self.scale_of(block, {statistics: names}, names, lambda scale: scale, log)
+        scale = self.scale_of(block, {statistics: names}, names, lambda scale: scale, log, processes)
         if scale is not None:
             for name in names:
                 replace_linear(block, name).rescale_input(scale)
@@ -124,6 +130,7 @@ class AWQ(WeightGrid, BlockPass):
         readers: Sequence[str],
         equalize: Equalize,
         log: Log,
+        processes: Processes = ALONE,
     ) -> Float[Tensor, " in"] | None:
         """The scale with the least error; None if this is no scaling, or if no token reached the readers."""
         where = ", ".join(readers)
@@ -135,7 +142,7 @@ class AWQ(WeightGrid, BlockPass):
         inputs = torch.stack([statistics.mean * (statistics.tokens / tokens) for statistics in read]).sum(0)
         held = [weight for found in weights.values() for weight in found]
         trials = self.trials(equalize(inputs), equalize(weight_mean(held, self.group_size)), equalize)
-        best, error, unscaled = self.best(list(trials.values()), weights)
+        best, error, unscaled = self.best(list(trials.values()), weights, processes)
         formula, alpha = list(trials)[best]
         less = 1 - (error / unscaled) ** 0.5 if unscaled else 0.0
         log("note", f"{where}: the best of {len(trials)} scales", formula=formula, alpha=alpha, less_error=less)
@@ -157,37 +164,46 @@ class AWQ(WeightGrid, BlockPass):
         return found
 
     def best(
-        self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]]
+        self,
+        scales: Sequence[Tensor],
+        weights: Mapping[InputStatistics, Sequence[Tensor]],
+        processes: Processes = ALONE,
     ) -> tuple[int, float, float]:
         """(index of the best scale, its error, that of the first).
 
         All scales are tried on a few rows of the weights; then the best ones and the first one are tried on all rows.
+        Processes divide the scales.
         """
         drafts = {
             statistics: [part[:: -(-len(part) // SKETCH)] for part in parts] for statistics, parts in weights.items()
         }
-        rough = self._errors(scales, drafts)
+        rough = self._errors(scales, drafts, processes)
         chosen = [0, *sorted(range(1, len(scales)), key=rough.__getitem__)[:FINALISTS]]
-        exact = dict(zip(chosen, self._errors([scales[i] for i in chosen], weights), strict=True))
+        exact = dict(zip(chosen, self._errors([scales[i] for i in chosen], weights, processes), strict=True))
         best = min(chosen, key=exact.__getitem__)
         return best, exact[best], exact[0]
 
-    def _errors(self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]]) -> list[float]:
+    def _errors(
+        self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]], processes: Processes
+    ) -> list[float]:
         """2 ||Q(W s) (X / s) - W X||^2 over all weights and tokens, for each scale."""
         found = [0.0] * len(scales)
+        mine = processes.share(list(enumerate(scales)))
         for statistics, members in weights.items():
             hessian = statistics.hessian.mul_(statistics.tokens)
             for rows in (rows for weight in members for rows in chunks(weight)):
-                for i, scale in enumerate(scales):
+                for i, scale in mine:
                     found[i] += float(row_errors(self.rounded(rows * scale).div_(scale).sub_(rows), hessian).sum())
-        return found
+        return list(processes.totals(*found))
 
     def rounded(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         """The dequantized weight after the quantizing pass, if it rounds to nearest."""
         return quantize(weight, self.grid, self.group_size, self.symmetric).dense()
 
-    def _clip(self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log) -> None:
-        """Clip the weights of linears that read the same input."""
+    def _clip(
+        self, block: nn.Module, names: Sequence[str], statistics: InputStatistics, log: Log, processes: Processes
+    ) -> None:
+        """Clip the weights of linears that read the same input; processes divide their rows."""
         if statistics.tokens == 0:
             log("fallback", f"{', '.join(names)}: no calibration token reached them, so they are not clipped")
             return
@@ -196,8 +212,11 @@ class AWQ(WeightGrid, BlockPass):
         for name in names:
             layer = replace_linear(block, name)
             weight = layer.weight
-            parts = [self.clipped(rows, hessian, blocks).to(weight) for rows in chunks(weight)]
-            layer.put(torch.cat(parts))
+            found = processes.spread(
+                list(weight.split(rows_of(weight, processes.size))),
+                lambda rows: self.clipped(rows.float(), hessian, blocks).to(rows),
+            )
+            layer.put(torch.cat(found))
 
     def clipped(
         self,
@@ -242,6 +261,10 @@ class Moments(Gram):
         super().gather(rows)
         self._magnitudes += rows.abs().sum(0, dtype=torch.float64)
 
+    def combine(self, processes: Processes) -> None:
+        super().combine(processes)
+        self._magnitudes = processes.sum(self._magnitudes)
+
     @classmethod
     def memory_bytes(cls, width: int) -> int:
         return 4 * width * width + 8 * width  # no factorization needed
@@ -284,9 +307,14 @@ def _weight(block: nn.Module, name: str) -> Float[Tensor, "out in"]:
     return CompressedLinear.of(block.get_submodule(name)).weight
 
 
+def rows_of(weight: Float[Tensor, "out in"], parts: int = 1) -> int:
+    """The number of rows to work on at a time. parts: the least number of such parts."""
+    return max(1, min(CHUNK // weight.shape[1], -(-len(weight) // parts)))
+
+
 def chunks(weight: Float[Tensor, "out in"]) -> Iterator[Float[Tensor, "rows in"]]:
     """The weight a few rows at a time, in float32."""
-    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
+    for rows in weight.split(rows_of(weight)):
         yield rows.float()
 
 

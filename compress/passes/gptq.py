@@ -63,6 +63,10 @@ class GPTQ(CompensatingPass, QuantizingPass):
             raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
 
     @property
+    def by_rows(self) -> bool:
+        return self.group_size != "tensor" and not self.grid.scaling.shared_count(1)
+
+    @property
     def indexed(self) -> bool:
         return self.act_order == "group"
 

@@ -133,7 +133,9 @@ def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: Block
     with watching(attentions, see):
         for batch in range(inputs.batches):
             inputs.forward(block, batch)
-    for name in attentions:
+    for other in inputs.processes.gather(dict(found)):
+        for name, tops in other.items():
+            found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
         if name not in found:
             raise NumericError(f"{inputs.label}.{name}: no calibration token reached its cache; use scale: token")
         for kind, top in zip(("keys", "values"), found[name], strict=True):

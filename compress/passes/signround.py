@@ -15,7 +15,7 @@ from compress.api.layers import BlockInputs, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.families.learned_rounding import LearnedRoundingPass
-from compress.families.reconstruction import block_error
+from compress.families.reconstruction import add_gradients, block_error, shares
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import rounding_bytes
@@ -103,6 +103,7 @@ class SignRound(LearnedRoundingPass):
         factors = [item.factor for item in learned if item.factor.requires_grad]
         stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
         order = _batches(inputs.batches, self.seed)
+        weights = shares([len(target) for target in targets], inputs.processes)
         checked = {self.iterations * part // CHECKS for part in range(1, CHECKS + 1)}
         best: tuple[float, list[Tensor]] | None = None
         for iteration in range(self.iterations):
@@ -112,7 +113,8 @@ class SignRound(LearnedRoundingPass):
             batch = next(order)
             with torch.enable_grad():
                 loss = nn.functional.mse_loss(inputs.forward(block, batch).float(), targets[batch].float())
-                loss.backward()
+                (loss if inputs.processes.size == 1 else loss * weights[batch]).backward()
+            add_gradients((*shifts, *factors), inputs.processes)
             stepper.step()
             stepper.zero_grad()
             for item in learned:

@@ -6,6 +6,7 @@ The last segment of a run writes each finished block as a shard of the checkpoin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from compress.api.context import Cost, Run
@@ -39,6 +39,7 @@ from compress.model.save import (
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
+from compress.pipeline.lock import LOCK
 from compress.pipeline.output import WORK, check_folder
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.readers import check_together
@@ -88,6 +89,12 @@ class Manifest:
     reached: Snapshot | None = None
     begun: Snapshot | None = None
     code: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        """A digest of what a start of the run continues with; the files of a shared folder may be seen late."""
+        values = asdict(self) | {"folder": "", "costs": {}}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def path(self) -> Path:
@@ -151,7 +158,13 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
     for pattern in OWN_FILES:
         for file in folder.glob(pattern):
             file.unlink()
-    shutil.rmtree(folder / WORK)
+    for child in (folder / WORK).iterdir():
+        if child.is_dir():
+            shutil.rmtree(child)
+        elif child.name != LOCK:  # the lock of this run
+            child.unlink()
+    if not any((folder / WORK).iterdir()):
+        (folder / WORK).rmdir()
     return new
 
 
@@ -170,10 +183,9 @@ class Shards:
     """The sink of `run`: it writes a shard per finished block, snapshots between segments, and other files at the end.
 
     probe: ids [1, length]; their logits are stored for the comparison after reloading. recipe: the files that state the
-    recipe, by name. first: whether this process is rank 0, which writes; other processes compute the same. together:
-    whether there may be other processes; all processes wait for each other at the end of a segment. loads_in: the dtype
-    of computation that the checkpoint states. accept: raises an error for final schemes of a block's linears, by full
-    name, that must not be written.
+    recipe, by name. loads_in: the dtype of computation that the checkpoint states. accept: raises an error for final
+    schemes of a block's linears, by full name, that must not be written. Of several processes, rank 0 writes, and every
+    one restores; all wait for each other at the end of a segment.
     """
 
     opened: OpenModel
@@ -182,8 +194,6 @@ class Shards:
     manifest: Manifest
     probe: Tensor
     recipe: Mapping[str, str]
-    first: bool = True
-    together: bool = False
     loads_in: torch.dtype = torch.float32
     accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
     _began: int = field(init=False)
@@ -193,6 +203,11 @@ class Shards:
 
     def __post_init__(self) -> None:
         self._began = len(self.run.journal.entries)
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes."""
+        return self.run.processes.first
 
     def start(self, segments: Sequence[Segment]) -> int:
         """Resume from the files of an earlier start of the same run, and write the manifest."""
@@ -261,8 +276,7 @@ class Shards:
             write_shard(folder / WORK / PROBE_FILE, {"ids": self.probe, "logits": logits().cpu().contiguous()})
         elif self.first:
             self._complete_snapshot(segment)
-        if self.together:
-            PartialState().wait_for_everyone()  # all processes have read the previous snapshot
+        self.run.processes.wait()  # all processes have read the previous snapshot
         if not segment.last:
             self._begin(segment.index + 1, segment.index + 2 == segment.count)
         if self.first and segment.last:

@@ -8,7 +8,7 @@ memory, `checkpoint.Shards` writes them to files and resumes a run that was kill
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compress.api.context import Run
 from compress.api.passes import ModelPass, Step
+from compress.api.processes import ALONE
 from compress.kernels.dispatch import plain_torch
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
@@ -127,7 +128,7 @@ def _apply_model_pass(segment: Segment, steps: Sequence[Step], opened: OpenModel
     """Apply a pass over the whole model; after a change of shape, update the linears of later passes."""
     ((where, step, _),) = segment.steps
     with run.phase(where):
-        step.apply(opened.model, run.at(where))
+        step.apply(opened.model, replace(run.at(where), processes=ALONE))  # training divides its steps by itself
         if step.requires.new_shape:
             opened.blocks = find_blocks(opened.model)
             update_targets(steps, opened, run.format, segment.first + 1)

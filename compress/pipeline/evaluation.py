@@ -15,12 +15,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
+from compress.api.processes import Processes
 from compress.data.text_source import as_source
 from compress.errors import ModelError
 from compress.evaluate import EVALUATORS, combine_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
-from compress.evaluate.processes import Processes
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
 from compress.model.objective import objective_of

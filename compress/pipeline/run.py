@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
 from compress.api.passes import Pass, Step
+from compress.api.processes import ALONE, Processes
 from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError, ShortageError
 from compress.evaluate import combine_all, measure_all
@@ -31,6 +31,7 @@ from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
+from compress.model.open.load import load
 from compress.model.open.masks import MaskPolicy
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input, with_masks
@@ -39,7 +40,10 @@ from compress.model.saving import guard_saving
 from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
+from compress.pipeline.divide import check_divided, check_same_inputs, own_batches
 from compress.pipeline.engine import Memory, engine
+from compress.pipeline.evaluation import measure
+from compress.pipeline.lock import locked
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.output import WORK, check_folder, check_space
 from compress.pipeline.plan import Plan, final_plan, plan_of, update_plan
@@ -93,24 +97,25 @@ def run(
     standard error; where that is no terminal, a line for every tenth.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
-    processes, started by `accelerate launch` or torchrun, all processes train together and rank 0 does everything else.
+    processes, started by `accelerate launch` or torchrun, they divide the calibration sequences, the solving of layers,
+    the steps of training and the evaluation, and rank 0 writes.
 
-    Raises the errors of `compress.errors`.
+    Raises the errors of `compress.errors`; OutputError while another run works in the folder.
     """
     folder = Path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
-    processes = PartialState(cpu=device_of(recipe.device).type == "cpu")
-    first = processes.is_main_process
+    processes = Processes.launched(cpu=device_of(recipe.device).type == "cpu")
+    first = processes.first
     journal = (journal or Journal()) if first else Journal()
-    with shown_progress(journal) if progress and first else nullcontext():
-        with processes.main_process_first():
-            job = prepare(recipe, folder, overwrite, journal)
-        processes.wait_for_everyone()  # so that all processes read the same manifest
-        trains = any(step.requires.training for _, step, _ in job.steps)
-        if not job.manifest.complete and (first or trains):
-            compress(job, first, together=trains)
-        processes.destroy_process_group()
-        return finish(job) if first else Result(folder, {}, journal)
+    shown = shown_progress(journal) if progress and first else nullcontext()
+    with processes.together(), locked(folder, journal) if first else nullcontext(), shown:
+        job = prepare(recipe, folder, overwrite, journal, processes)
+        if not job.manifest.complete:
+            compress(job)
+        processes.wait()  # until the checkpoint is complete
+        result = finish(job) if first else assist(job)
+        processes.wait()
+    return result
 
 
 def default_folder(recipe: Recipe | str | Path) -> Path:
@@ -195,7 +200,7 @@ class Job:
     accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
 
 
-def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job:
+def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, processes: Processes = ALONE) -> Job:
     """Open and check the model, targets, texts and output folder, before the run starts."""
     check_folder(out)
     stated, device = written(recipe), device_of(recipe.device)
@@ -205,7 +210,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
     storage = storage_dtype(recipe, opened)
     format_ = recipe.save.target().stored_in(storage)
-    context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal)
+    context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal, processes=processes)
     planned = plan_of(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
@@ -231,7 +236,13 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
             journal.add(
                 "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
             )
-    manifest = open_folder(out, wanted, overwrite, code)
+    check_divided(steps, ids, recipe.calibration.batch, processes)
+    with processes.first_goes_first():
+        manifest = open_folder(out, wanted, overwrite, code)
+    evaluated_on = digest_of([corpus_sha256(found) for found in texts.values()])
+    seen = {"recipe": digest_of(stated), "code": digest_of(code), "model": opened.fingerprint}
+    seen |= {"calibration text": corpus_sha256(ids), "evaluation text": evaluated_on, "output folder": manifest.state}
+    check_same_inputs(seen, processes)
     if manifest.complete and (damaged := manifest.damaged()):
         journal.add("note", "resume", f"missing or changed, so computed again: {', '.join(damaged)}")
         manifest.complete = False
@@ -242,17 +253,18 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal) -> Job
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
 
 
-def compress(job: Job, first: bool = True, together: bool = False) -> None:
-    """Apply all passes and write the shards and the other files of the checkpoint. first, together: see `Shards`.
+def compress(job: Job) -> None:
+    """Apply all passes and write the shards and the other files of the checkpoint.
 
     Raises ShortageError when a batch does not fit into the memory of the device.
     """
-    probe, batches = job.ids[:1, :PROBE_TOKENS], list(job.ids.split(job.recipe.calibration.batch))
+    ids, batch = job.ids, job.recipe.calibration.batch
+    probe, batches = ids[:1, :PROBE_TOKENS], own_batches(ids, batch, job.context.processes)
     if not any(step.requires.data for _, step, _ in job.steps):
-        batches = batches[:1]  # no pass calibrates; one batch is enough to measure errors
+        batches = [ids[:batch]]  # no pass calibrates; one batch is enough to measure errors
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
-    about = first, together, loads_in, job.accept
-    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, job.stated, *about)
+    about = job.stated, loads_in, job.accept
+    sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)
     try:
         engine(job.steps, job.opened, batches, probe, job.context, sink)
     except torch.OutOfMemoryError as error:
@@ -278,6 +290,7 @@ def finish(job: Job) -> Result:
         reference = load_file(folder / WORK / PROBE_FILE)
         caches = {n: v["sha256"] for entry in manifest.shards.values() for n, v in entry.caches.items()}
         verified, model = verify(recipe, opened.dtype, folder, digests, reference, context, caches)
+        context.processes.wait()
         settled = update_plan(planned, manifest.schemes_of(opened), context.format, context.storage)
         check_size(folder, sum(entry.size_bytes for entry in manifest.shards.values()), settled.checkpoint_bytes)
     results = [result for entry in manifest.shards.values() for result in entry.results]
@@ -307,6 +320,21 @@ def finish(job: Job) -> Result:
     return Result(folder, report.to_json(), context.journal)
 
 
+def assist(job: Job) -> Result:
+    """Compute the share of this process of the evaluation, while rank 0 finishes the run."""
+    recipe, folder, opened = job.recipe, job.manifest.folder, job.opened
+    opened.model.to_empty(device="meta")
+    manifest = open_folder(folder, job.manifest.fingerprint, overwrite=False)  # as rank 0 wrote it
+    evaluated = evaluation_context(replace(job, manifest=manifest))
+    if recipe.eval is not None:
+        with open_source(recipe.model, recipe, opened) as original:
+            measure(original, evaluated.of_base())
+    job.context.processes.wait()  # until the checkpoint is verified
+    if recipe.eval is not None:
+        measure(load(folder, dtype_name(opened.dtype), opened.device, recipe.trust_remote_code)[0], evaluated)
+    return Result(folder, {}, job.context.journal)
+
+
 def evaluation_context(job: Job) -> EvaluationContext:
     """The texts, settings and kept results of an evaluation. Results depend on the bytes of the checkpoint."""
     settings = job.recipe.eval or Evaluate()
@@ -315,6 +343,7 @@ def evaluation_context(job: Job) -> EvaluationContext:
         job.manifest.folder / WORK / "evaluation",
         digest_of(digests, dtype_name(job.opened.dtype)),
         digest_of(job.opened.fingerprint, dtype_name(job.opened.dtype)),
+        job.context.processes,
     )
     return EvaluationContext(
         job.context, "compressed", job.texts, job.opened.tokenizer, steps=job.steps, settings=settings, store=store,

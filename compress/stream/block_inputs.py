@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compress.api.layers import Layer, Solution
 from compress.api.observers import Observer, Sample
 from compress.api.passes import BlockPass
+from compress.api.processes import Processes
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, Link, block_signature, find_links
@@ -64,6 +65,10 @@ class Inputs:
         return self.context.run.storage
 
     @property
+    def processes(self) -> Processes:
+        return self.context.run.processes
+
+    @property
     def work(self) -> Path | None:
         return self.context.run.at(self.label).folder_of_pass()
 
@@ -102,7 +107,7 @@ class Inputs:
 
     @contextmanager
     def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
-        """Observe the input of each group while the block runs inside the context."""
+        """Observe the input of each group while the block runs inside the context; processes combine what they saw."""
         seen: dict[Group, Observer] = {}
         handles = []
         for group in self.groups:
@@ -116,6 +121,9 @@ class Inputs:
         finally:
             for handle in handles:
                 handle.remove()
+        for group, found in seen.items():
+            found.merge(self.processes)
+            self._samples[group.linears[0]].merge(self.processes)
 
     def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
         """A sample of a linear's inputs, after its input transform; None when no token reached it."""

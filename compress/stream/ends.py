@@ -110,6 +110,9 @@ class EndWork:
             for observer in (seen, watched):
                 if observer is not None:
                     observer.update(layer.transform(rows))
+        for gathered in (seen, sample, watched):
+            if gathered is not None:
+                gathered.merge(self.run.processes)
         if own.observer is not Nothing and seen.tokens == 0:
             without_data(seen)
         context = EndContext(label, self.run, self.opened.dtype)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from jaxtyping import Float
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from compress.api.context import Run
 from compress.api.facts import Log
 from compress.api.layers import Solution, Zeros
+from compress.api.processes import Processes
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
 from compress.model.save import stored_sparsity
@@ -105,6 +107,22 @@ def install(
         solution = solve(weight)
     except NumericError as error:
         raise NumericError(f"{context.label} {full}: {str(error).removeprefix(full + ': ')}") from error
+    put(context, name, layer, solution, weight)
+    stored = layer.weight
+    zero = stored == 0
+    error = None if before is None else relative_error(layer(rows), before)
+    seen = None if rows is None or inputs is None else histogram(inputs, _multiplied(layer, rows))
+    zeros = solution.zeros
+    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
+    shown = LayerHistograms(histogram(weight, stored), seen)
+    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed, shown)
+
+
+def put(
+    context: LayerContext, name: str, layer: CompressedLinear, solution: Solution, weight: Float[Tensor, "out in"]
+) -> None:
+    """Install a solution in a layer of the block. weight: of the layer, in float32. Raises as `install`."""
+    full = context.full(name)
     parts = None if solution.weight is None else parts_of(solution.weight)
     if gone := sum(part.vanished(weight) for part in parts or ()):
         message = "groups of weights became zero, because their scales are too small to store"
@@ -117,16 +135,8 @@ def install(
     if solution.zeros is not None:
         _check_mask(f"{context.label}: {full}", layer, before_mask, solution.zeros)
     round_to_storage(layer, context.run)
-    stored = layer.weight
-    zero, mask = stored == 0, layer.mask
-    if mask is not None and not bool((zero | mask).all()):
+    if layer.mask is not None and not bool(((layer.weight == 0) | layer.mask).all()):
         raise NumericError(f"{context.label} {full}: weights that were pruned are no longer zero")
-    error = None if before is None else relative_error(layer(rows), before)
-    seen = None if rows is None or inputs is None else histogram(inputs, _multiplied(layer, rows))
-    zeros = solution.zeros
-    owed = (None, None) if zeros is None else (zeros.asked, zeros.due)
-    shown = LayerHistograms(histogram(weight, stored), seen)
-    return LayerResult(full, context.label, error, int(zero.sum()) / zero.numel(), *owed, shown)
 
 
 def _multiplied(layer: CompressedLinear, rows: Tensor) -> Tensor:
@@ -253,3 +263,17 @@ def round_to_storage(module: nn.Module, run: Run) -> None:
     for part in module.modules():
         if isinstance(part, WeightPart):
             part.round_to(run.storage)
+
+
+def same_everywhere(module: nn.Module, name: str, processes: Processes) -> None:
+    """Raise VerificationError unless a module has the same bits in all processes. name: for the error."""
+    if processes.size == 1:
+        return
+    found = 0
+    for tensor in (*module.parameters(), *module.buffers()):
+        found = crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, found)
+    if len(set(processes.gather(found))) > 1:
+        raise VerificationError(
+            f"{name}: processes computed different weights; launch on machines with equal processors or devices and "
+            "versions of torch, and let passes of your own combine what each process computes (inputs.processes)"
+        )

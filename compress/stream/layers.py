@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from compress.api.layers import Layer
+from compress.api.journal import Entry
+from compress.api.layers import Layer, Solution
 from compress.api.observers import CrossGram, Nothing, Observer, Sample, without_data
 from compress.api.passes import LayerPass
+from compress.api.processes import divided
 from compress.model.linear import replace_linear
 from compress.model.open.experts import ROUTED, in_experts, unroute
 from compress.stream.context import BlockContext
-from compress.stream.install import LayerResult, install, of_one_input
+from compress.stream.install import LayerResult, install, of_one_input, put
 from compress.stream.lockstep import in_turn, lockstep
 from compress.stream.reference import Reference, twin
 from compress.stream.store import ActivationStore
@@ -30,7 +31,7 @@ class LayerWork:
     def __init__(
         self, context: BlockContext, step: LayerPass, names: Sequence[str], allocated: Mapping[str, Any] | None = None
     ) -> None:
-        self.context, self.step = context, step
+        self.context, self.step, self.processes = context, step, context.run.processes
         module = context.block.module
         self.layers = {name: replace_linear(module, name) for name in names}
         self.steps = {name: step.for_layer(context.full(name)) or step for name in names}
@@ -66,14 +67,14 @@ class LayerWork:
         if self.reference is not None:
             forwards = [self.reference.paired(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
-            outputs = lockstep(module, self.stages, forwards, self._arrive, self._solve_stage)
+            solve = lambda stage: self._solve_stages([stage])  # noqa: E731
+            outputs = lockstep(module, self.stages, forwards, self._arrive, solve, self._first_stage)
             if keep_outputs:
                 for i, output in enumerate(outputs):
                     hidden[i] = self.context.checked(output)
         else:  # all layers are calibrated on the original block
             in_turn(module, self.stages, forwards, self._arrive)
-            for stage in range(len(self.stages)):
-                self._solve_stage(stage)
+            self._solve_stages(range(len(self.stages)))
             if keep_outputs:
                 self.context.propagate()
         if self.reference is not None:
@@ -95,13 +96,57 @@ class LayerWork:
             if member in self.inputs:
                 self.inputs[member].update(transform(rows))
 
-    def _solve_stage(self, stage: int) -> None:
-        members = self.stages[stage]
-        if self.step.observer is not Nothing:
-            self._check_tokens(members)
-        shared_absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
+    def _solve_stages(self, stages: Iterable[int]) -> None:
+        """Solve the layers of some stages; processes divide them."""
+        shared: dict[str, float] = {}
+        for members in (self.stages[stage] for stage in stages):
+            self._merge(members)
+            if self.step.observer is not Nothing:
+                self._check_tokens(members)
+            absmax = max(float(self.layers[name].weight.abs().max()) for name in members)
+            if self.processes.size == 1:
+                self.results += [self._solve(name, absmax)[0] for name in members]
+            else:
+                shared |= dict.fromkeys(members, absmax)
+        if shared:
+            self._solve_shared(shared)
+
+    def _merge(self, members: Sequence[str]) -> None:
+        """Combine the statistics of a stage with those of the other processes."""
+        for kept in (self.seen, self.samples):  # the linears of a stage share them
+            kept[members[0]].merge(self.processes)
         for name in members:
-            self._solve(name, shared_absmax)
+            if name in self.inputs:
+                self.inputs[name].merge(self.processes)
+
+    def _first_stage(self, stage: int | None) -> int | None:
+        """The first stage that a batch of any process waits at: experts may get no token in some of them."""
+        return min((found for found in self.processes.gather(stage) if found is not None), default=None)
+
+    def _solve_shared(self, shared_absmax: Mapping[str, float]) -> None:
+        """Solve each layer in one process, or some rows of it in each, and install all solutions in every process.
+
+        Of layers that are divided by rows, rank 0 alone gets the results.
+        """
+        members, journal, size = list(shared_absmax), self.context.run.journal, self.processes.size
+        if len(members) < size and all(self.steps[n].by_rows and self.layers[n].shape[0] >= size for n in members):
+            for name in members:
+                self._solve_rows(name, shared_absmax[name])
+            return
+
+        def solve(name: str) -> tuple[LayerResult, Solution, list[Entry]]:
+            with journal.apart() as entries:
+                return *self._solve(name, shared_absmax[name]), entries
+
+        costs = [self.layers[name].shape[0] * self.layers[name].shape[1] ** 2 for name in members]
+        owners = divided(costs, size)
+        found = self.processes.spread(members, solve, costs)
+        for name, owner, (result, solution, entries) in zip(members, owners, found, strict=True):
+            if owner != self.processes.rank:
+                with journal.apart():
+                    put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
+            journal.replay(entries)
+            self.results.append(result)
 
     def _check_tokens(self, members: Sequence[str]) -> None:
         """Journal layers without calibration tokens and experts with few; the former get substitute statistics.
@@ -125,19 +170,45 @@ class LayerWork:
     def _in_expert(self, name: str) -> bool:
         return any(name.startswith(expert + ".") for expert in self.experts)
 
-    def _solve(self, name: str, shared_absmax: float) -> None:
+    def _solve(self, name: str, shared_absmax: float) -> tuple[LayerResult, Solution]:
+        """Solve a layer and install the solution."""
+        facts, step, seen = self._facts(name, shared_absmax), self.steps[name], self.seen[name]
+        found: list[Solution] = []
+
+        def solve(weight: Tensor) -> Solution:
+            found.append(step.solve(weight, seen, facts))
+            return found[0]
+
+        return install(self.context, name, self.layers[name], self.samples[name].rows, solve), found[0]
+
+    def _solve_rows(self, name: str, shared_absmax: float) -> None:
+        """Solve some rows of a layer in each process, and install the whole solution in every one."""
+        layer, facts, processes = self.layers[name], self._facts(name, shared_absmax), self.processes
+        first, after = (layer.shape[0] * rank // processes.size for rank in (processes.rank, processes.rank + 1))
+        rows = slice(first, after)
+
+        def solve(weight: Tensor) -> Solution:
+            part = self.steps[name].solve(weight[rows], self.seen[name], facts.of_rows(rows))
+            return Solution.of_rows(processes.gather(part))
+
+        if processes.first:
+            self.results.append(install(self.context, name, layer, self.samples[name].rows, solve))
+            return
+        with self.context.run.journal.apart():
+            weight = layer.weight.float()
+            put(self.context, name, layer, solve(weight), weight)
+
+    def _facts(self, name: str, shared_absmax: float) -> Layer:
+        """The information for the solver of a layer."""
         layer, full = self.layers[name], self.context.full(name)
-        facts = Layer(
+        return Layer(
             full,
             layer.mask,
             self.context.run.scale_dtype,
             self.context.logger(full),
             self.inputs.get(name),
             shared_absmax,
-            negative_scales=self.context.run.format.negative_scales,
+            self.allocated.get(full),
+            (self.context.state.unquantized or {}).get(full),
+            self.context.run.format.negative_scales,
         )
-        unquantized = (self.context.state.unquantized or {}).get(full)
-        facts = replace(facts, allocated=self.allocated.get(full), unquantized=unquantized)
-        step, seen = self.steps[name], self.seen[name]
-        rows = self.samples[name].rows
-        self.results.append(install(self.context, name, layer, rows, lambda weight: step.solve(weight, seen, facts)))

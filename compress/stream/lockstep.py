@@ -66,12 +66,14 @@ def lockstep(
     forwards: Sequence[Callable[[], Tensor]],
     arrive: Arrive,
     solve: Callable[[int], None],
+    agreed: Callable[[int | None], int | None] = lambda stage: stage,
 ) -> list[Tensor]:
     """Run all forward passes in lockstep and return their outputs in order.
 
     stages: names (inside the block) of the linears of each stage, in the order of execution. forwards: one per batch.
     solve(stage): called once per stage, after every batch that reaches the stage has arrived; it may change the linears
-    in place. Stages that no batch reaches are solved at the end.
+    in place. Stages that no batch reaches are solved at the end. agreed(stage): the first stage that a batch of any
+    process waits at, from that of this process's batches (None: no batch waits).
     """
     scheduler = greenlet.getcurrent()
     done: set[int] = set()
@@ -99,8 +101,7 @@ def lockstep(
         try:
             for index, forward in enumerate(forwards):
                 advance(index, greenlet.greenlet(forward))
-            while waiting:
-                stage = min(stage for _, stage in waiting.values())
+            while (stage := agreed(min((stage for _, stage in waiting.values()), default=None))) is not None:
                 done.add(stage)  # before solving: forward passes of single linears are no arrivals
                 solve(stage)
                 for index, (batch, at) in sorted(waiting.items()):

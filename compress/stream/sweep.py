@@ -20,11 +20,18 @@ from compress.api.context import Run
 from compress.api.passes import BlockPass, LayerPass
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block
+from compress.model.structure.ends import compressed_ends
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell, check_hidden
 from compress.stream.context import BlockContext, SweepState, captured
 from compress.stream.ends import EndWork
-from compress.stream.install import LayerResult, absorb_transforms, round_to_storage, worst_shown
+from compress.stream.install import (
+    LayerResult,
+    absorb_transforms,
+    round_to_storage,
+    same_everywhere,
+    worst_shown,
+)
 from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
@@ -44,8 +51,9 @@ Restore = Callable[[Block], bool]
 class Sweep:
     """One sweep of layer and block passes over the blocks of a model.
 
-    steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each; may be
-    empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the final comparison.
+    steps: (label, pass, full names of its linears) in order. batches: calibration ids [batch, length] each, of this
+    process; may be empty if no pass needs data. probe: ids [1, length] that run with the batches, for proofs and the
+    final comparison.
     expert_tokens: experts with fewer calibration tokens are fallbacks in the journal. allocated: the results of the
     surveys, by label and full name of the layer. original: the model before all passes, if a pass compares blocks that
     were compressed before the sweep. ends: the results of the ends of the model. last: no segment follows.
@@ -96,13 +104,17 @@ class Sweep:
                             state.reference = context.reference_outputs(original)
                 else:
                     self._bring(block)
-                    done(block, worst_shown(self._work(block, state)))
+                    results = self._work(block, state)
+                    same_everywhere(block.module, block.name, self.run.processes)
+                    done(block, worst_shown(results))
                 state.probe = state.probe_calls[block.index].run(block.module, state.probe)
                 check_hidden(state.probe, block)
                 self.opened.weights.release(block)
                 if self.original is not None:
                     self.original.weights.release(self.original.blocks[block.index])
             self.ends += ends.heads(self.batches, state.hidden)
+            for layer in compressed_ends(self.opened.model).values():
+                same_everywhere(layer, "the embedding or the head", self.run.processes)
         return state.probe
 
     def _survey(self, state: SweepState) -> None:

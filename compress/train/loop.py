@@ -101,17 +101,18 @@ def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin |
 
 def train(
     student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: TrainingOptions,
-    where: TrainingContext, span: ScheduleSlice | None = None,
+    where: TrainingContext, span: ScheduleSlice | None = None, parts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns the figures for the report: losses, steps and the curve.
 
     ids: the examples, in the form that the objective reads: token ids, or numbers. span: the slice of the schedule to
-    train; None: all of it.
+    train; None: all of it. parts: each process has a part of every example, so that the mean of the objective over
+    processes is the loss; otherwise processes divide the examples.
 
     Raises NumericError, after restoring the last good state, when a loss or a gradient is not finite; SaveError;
     ShortageError for a batch that does not fit into memory; RecipeError for an unsupported launcher (`check_launcher`).
     """
-    trainer = _Trainer(student, objective, ids, settings, where, span or ScheduleSlice())
+    trainer = _Trainer(student, objective, ids, settings, where, span or ScheduleSlice(), parts)
     with torch.enable_grad():
         return trainer.run()
 
@@ -125,6 +126,7 @@ class _Trainer:
         settings: TrainingOptions,
         where: TrainingContext,
         span: ScheduleSlice,
+        parts: bool = False,
     ) -> None:
         self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.span = span
@@ -153,7 +155,8 @@ class _Trainer:
         self.model, self.stepper = self.accelerator.prepare(student.model, self.optimizer)
         self.highest = [group["lr"] for group in groups]
         self.rows, self.held = settings.split(len(ids))
-        self.order = settings.order(self.rows, self.accelerator.num_processes)
+        self.rank, self.sharing = (0, 1) if parts else (self.accelerator.process_index, self.accelerator.num_processes)
+        self.parts, self.order = parts, settings.order(self.rows, self.sharing)
         self.rates = settings.rates(len(self.order)).tolist()
         self.first = round(span.begin * len(self.order))
         self.state = State(step=self.first, best_step=self.first)
@@ -201,7 +204,7 @@ class _Trainer:
         """Take one step of the optimizer."""
         for group, highest in zip(self.optimizer.param_groups, self.highest, strict=True):
             group["lr"] = highest * self.rates[step]
-        local = self.order[step][self.accelerator.process_index :: self.accelerator.num_processes].tolist()
+        local = self.order[step][self.rank :: self.sharing].tolist()
         loss = torch.zeros((), device=self.device)
         for i, rows in enumerate(local):
             alone = nullcontext() if i == len(local) - 1 else self.accelerator.no_sync(self.model)
@@ -255,13 +258,18 @@ class _Trainer:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return self.objective(self.model, self.ids[rows].to(self.device), rows)
 
+    def _whole(self, loss: Tensor) -> Tensor:
+        """The loss of held-out examples; all processes have the same ones, or parts of them."""
+        mean: Any = self.accelerator.reduce(loss, "mean") if self.parts else loss
+        return mean
+
     def _evaluate(self) -> None:
         """Compute the loss on the held-out sequences and remember the best state."""
         if not self.held:
             return
         parts = [self.held[i : i + self.settings.batch] for i in range(0, len(self.held), self.settings.batch)]
         with torch.no_grad():
-            found = sum(float(self._loss(rows)) * len(rows) for rows in parts) / len(self.held)
+            found = sum(float(self._whole(self._loss(rows))) * len(rows) for rows in parts) / len(self.held)
         if not math.isfinite(found):
             self._fail(self.state.step, found, math.nan)
         self.state.curve.append({"step": self.state.step, "held_out": found})

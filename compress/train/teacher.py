@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from accelerate import PartialState
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from compress.api.processes import Processes
 from compress.errors import NumericError
 from compress.formats.containers.files import atomic
 from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
@@ -127,10 +127,10 @@ def cached_teacher(
         folder.mkdir(parents=True, exist_ok=True)
     paths = [None if folder is None else folder / f"{i:06d}.safetensors" for i in range(len(ids))]
     missing = [i for i, path in enumerate(paths) if path is None or not _whole(path)]
-    processes = PartialState(cpu=device.type == "cpu")
-    processes.wait_for_everyone()  # so that all processes see the same missing files
+    processes = Processes.launched(cpu=device.type == "cpu")
+    processes.wait()  # so that all processes see the same missing files
     if folder is not None:
-        missing = missing[processes.process_index :: processes.num_processes]
+        missing = processes.share(missing)
     made: dict[int, dict[str, Tensor]] = {}
     if missing:
         with open_teacher() as model, torch.no_grad():
@@ -145,7 +145,7 @@ def cached_teacher(
                     with atomic(path) as part:
                         save_file(made.pop(i), part)
             report_progress(len(missing), len(missing))
-    processes.wait_for_everyone()
+    processes.wait()
     for i, path in enumerate(paths):
         stored.append(made[i] if path is None else path)
     return stored

@@ -3,7 +3,7 @@
 import json
 import threading
 
-from compress.evaluate.processes import Processes
+from compress.api.processes import Processes
 from compress.evaluate.store import Results, Store, digest_of
 
 

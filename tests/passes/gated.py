@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from compress.api.processes import ALONE
 from compress.model.linear import CompressedLinear
 from compress.model.structure.links import find_groups, find_links
 
@@ -34,6 +35,8 @@ class TwoReaders(Gated):
 
 class Inputs:
     """BlockInputs of a block and its batches, without a sweep; names: of the linears that the pass works on."""
+
+    processes = ALONE
 
     def __init__(self, block, batches, names):
         self.block, self.batches, self.names = block, batches, names

@@ -6,6 +6,7 @@ import pytest
 import torch
 from draws import correlated, random, seen_of
 
+from compress.api.layers import Solution
 from compress.api.observers import CrossGram, Gram
 from compress.api.options import OptionError
 from compress.errors import NumericError
@@ -226,6 +227,32 @@ def test_codes_are_computed_from_the_scale_as_it_is_stored(layer_of, storage, or
         random(5, WIDTH), seen_of(correlated()), layer_of(storage=storage)
     )
     assert torch.equal(found.scale.to(storage).float(), found.scale)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": "int4", "group_size": 16},
+        {"weights": "int3", "group_size": "channel", "symmetric": False},
+        {"weights": "int4", "group_size": 16, "act_order": "group"},
+        {"weights": "mxfp4"},
+    ],
+    ids=str,
+)
+def test_rows_are_solved_apart(options, layer_of):
+    """Parts of the rows give the codes, scales and zero points of the whole weight."""
+    step, width = GPTQ(**options), 64
+    assert step.by_rows and not GPTQ(weights="int4", group_size="tensor").by_rows
+    assert not GPTQ(weights="nvfp4").by_rows  # one scale for the whole weight
+    seen, weight = seen_of(correlated(width=width)), random(9, width, seed=1)
+    mask = random(9, width, seed=2) > -1
+    whole = step.solve(weight, seen, layer_of(mask))
+    parts = [step.solve(weight[rows], seen, layer_of(mask).of_rows(rows)) for rows in (slice(0, 4), slice(4, 9))]
+    found = Solution.of_rows(parts)
+    assert (found.weight.codes == whole.weight.codes).float().mean() > 0.99  # products of other shapes round otherwise
+    torch.testing.assert_close(found.weight.scale, whole.weight.scale, rtol=1e-3, atol=0)
+    assert (found.weight.zero is None) == (whole.weight.zero is None)
+    assert found.mask is whole.mask is None and found.transforms == whole.transforms == ()
 
 
 def test_layers_with_the_same_input_do_not_disturb_each_other(layer_of):

@@ -12,6 +12,7 @@ from compress import GPTQ, LKD, RTN, Distill, Wanda
 from compress.api.journal import Journal
 from compress.api.options import OptionError
 from compress.api.passes import BlockPass
+from compress.api.processes import ALONE
 from compress.errors import ModelError, TargetError
 from compress.families.reconstruction import block_error, relative_square
 from compress.model.linear import CompressedLinear
@@ -67,6 +68,8 @@ def test_the_error_by_hand():
 
 def test_the_error_of_a_block_is_over_all_its_batches():
     class Inputs:
+        processes = ALONE
+
         def forward(self, block, batch):
             return block(torch.tensor([[3.0, 4.0], [0.0, 1.0]][batch]))
 

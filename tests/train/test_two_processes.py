@@ -63,7 +63,7 @@ model: {ROOT / "tests" / "pico" / "model"}
 calibration: {{source: embedded, sequences: 8, length: 64}}
 passes:
   - gptq: {{weights: int4, group_size: 32, targets: "*.self_attn.*"}}
-  - lkd: {{targets: "*.self_attn.*", epochs: 1, accumulate: %d}}
+  - lkd: {{targets: "*.self_attn.*", epochs: 1}}
   - gmp: {{pattern: "2:4", targets: "*.mlp.*", ce_weight: 0.5, top_k: 64, steps: 6, accumulate: %d, checkpoint_every: 2}}
 save: {{format: native, verify: own}}
 eval: {{perplexity: [embedded], windows: 2, length: 64}}

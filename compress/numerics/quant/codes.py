@@ -9,7 +9,7 @@ columns of a group need not be contiguous.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -77,6 +77,17 @@ class Codes:
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         return self.codes.shape[0], self.codes.shape[1]
+
+    @classmethod
+    def of_rows(cls, parts: Sequence[Codes]) -> Codes:
+        """Codes from those of their rows, in order; every row has scales of its own."""
+        zeros = [part.zero for part in parts if part.zero is not None]
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+            zero=torch.cat(zeros) if zeros else None,
+        )
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Float[Tensor, "out in"]:
         """The dequantized weight: (code - zero) * scale, in `dtype`."""

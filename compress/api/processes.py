@@ -1,0 +1,271 @@
+"""The processes of a launcher: how they divide work, exchange values, and learn that one of them has failed.
+
+Values are combined in the order of ranks, so that the same number of processes gives the same bits. Exchanges go over
+the CPU (gloo) on any device. Before each exchange the processes meet in the store of the launcher: a process may
+compute for hours meanwhile, but one that ended or lost its connection is noticed within a minute.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from compress.errors import CompressError, ProcessError
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+BEAT_SECONDS = 3.0  # between two signs of life
+SILENT_SECONDS = 30.0  # without a sign of life, after which a process has ended
+LEAVE_SECONDS = 10.0  # in which the others read the last values of the store
+PAUSE_SECONDS = 0.01  # the longest pause between two looks whether the others have arrived
+AGAIN = "run the same command again to resume, with any number of processes"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the launcher; alone without a launcher."""
+
+    rank: int = 0
+    size: int = 1
+    link: Link | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def launched(cls, cpu: bool) -> Processes:
+        """The processes that `accelerate launch` or torchrun started. cpu: computed on the CPU."""
+        state = PartialState(cpu=cpu)
+        return _launched(state.process_index, state.num_processes) if state.num_processes > 1 else ALONE
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and prints."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T], offset: int = 0) -> list[T]:
+        """The items of this process; every item belongs to one process. offset: the number of the first item."""
+        return list(items[(self.rank - offset) % self.size :: self.size])
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in the order of ranks, in every process."""
+        if self.link is None:
+            return [value]
+        return [self.link.broadcast(value if source == self.rank else None, source) for source in range(self.size)]
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.link is not None:
+            self.link.meet()
+
+    @contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """Run the context in rank 0 before it runs in the other processes."""
+        if not self.first:
+            self.wait()
+        yield
+        if self.first:
+            self.wait()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor of one shape over all processes, added in the order of ranks."""
+        return self._folded(tensor, torch.add)
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The element-wise maximum of a tensor of one shape over all processes."""
+        return self._folded(tensor, torch.maximum)
+
+    def totals(self, *values: float) -> tuple[float, ...]:
+        """The sums of numbers over all processes."""
+        return tuple(sum(parts) for parts in zip(*self.gather(values), strict=True))
+
+    def spread(self, items: Sequence[S], compute: Callable[[S], T], costs: Sequence[float] | None = None) -> list[T]:
+        """compute(item) of every item, each in one process; every process gets all values, in the order of items.
+
+        costs: of the items, by which they are divided.
+        """
+        if self.size == 1:
+            return [compute(item) for item in items]
+        owners = divided([1.0] * len(items) if costs is None else costs, self.size)
+        mine = {i: compute(item) for i, item in enumerate(items) if owners[i] == self.rank}
+        found = self.gather(mine)
+        return [found[owner][i] for i, owner in enumerate(owners)]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other processes of an error in the context, so that all of them end; the first one tells the user.
+
+        Raises ProcessError in the others.
+        """
+        if self.link is None:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            found = _lost(error) if isinstance(error, RuntimeError) and "gloo" in str(error) else error
+            code = found.exit_code if isinstance(found, CompressError) else 1
+            told = found.told if isinstance(found, ProcessError) else False
+            if told or not self.link.fail(code, str(found)):
+                raise ProcessError(str(found), told=True, exit_code=code) from error
+            raise found from (None if found is error else error)
+
+    def _folded(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        if self.link is None:
+            return tensor
+        own, found = tensor.detach().cpu().contiguous(), None
+        self.link.meet()
+        for source in range(self.size):
+            part = own if source == self.rank else torch.empty_like(own)
+            self.link.send(part, source)
+            found = part if found is None else combine(found, part)
+        assert found is not None
+        return found.to(tensor.device)
+
+
+ALONE = Processes()
+"""One process without a launcher."""
+
+
+class Link:
+    """The connection of a process to the others: a group of gloo, and the store of the launcher for signs of life."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._others = [other for other in range(size) if other != rank]
+        self._rank, self._met, self._beats = rank, 0, 0
+        self._group: Any = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._store = PrefixStore("compress", _get_default_store())
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="compress-processes", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leave the group. Rank 0, which may hold the store, waits a little until the others have read it."""
+        self._ended.set()
+        self._thread.join()
+        with suppress(RuntimeError):  # the process of the store has ended
+            self._store.set(f"left {self._rank}", "1")
+            for _ in range(int(LEAVE_SECONDS / PAUSE_SECONDS) if self._rank == 0 else 0):
+                if all(self._read(f"left {other}") for other in self._others):
+                    break
+                time.sleep(PAUSE_SECONDS)
+        dist.destroy_process_group()
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of the process `source`, with its tensors on this process's device."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        own = source == self._rank
+        held = [value if device is None or not own else moved(value, torch.device("cpu"))]
+        self.meet()
+        with _connected():
+            dist.broadcast_object_list(held, source, self._group, torch.device("cpu"))
+        return value if own else held[0] if device is None else moved(held[0], device)
+
+    def send(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a tensor on the CPU with that of the process `source`."""
+        with _connected():
+            dist.broadcast(tensor, source, self._group)
+
+    def meet(self) -> None:
+        """Wait until all processes are here.
+
+        Raises ProcessError when one of them has failed, or has given no sign of life for half a minute.
+        """
+        self._met += 1
+        with _connected():
+            self._store.set(f"met {self._rank}", str(self._met))
+            for other in self._others:
+                self._await(other)
+
+    def fail(self, code: int, message: str) -> bool:
+        """Tell the others that this process fails; False if another one did so before."""
+        mine = f"{code} {self._rank} {message}"
+        try:
+            return self._store.compare_set("failed", "", mine).decode() == mine
+        except RuntimeError:  # the process of the store has ended
+            return True
+
+    def _await(self, other: int) -> None:
+        beat, waited, pause = "", 0.0, PAUSE_SECONDS / 16
+        while int(self._read(f"met {other}") or 0) < self._met:
+            failed = self._read("failed")
+            if failed:
+                code, rank, message = failed.split(" ", 2)
+                raise ProcessError(f"process {rank} failed: {message}", told=True, exit_code=int(code))
+            now = self._read(f"alive {other}")
+            beat, waited = (beat, waited) if now == beat else (now, 0.0)
+            if waited > SILENT_SECONDS:
+                raise ProcessError(f"process {other} has ended or does not answer; {AGAIN}")
+            time.sleep(pause)
+            waited += pause  # not the clock: this process may have been suspended, too
+            pause = min(2 * pause, PAUSE_SECONDS)
+
+    def _read(self, key: str) -> str:
+        """A value in the store; '' if there is none."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _beat(self) -> None:
+        """Give signs of life until the link is closed or the store is gone."""
+        while True:
+            self._beats += 1
+            try:
+                self._store.set(f"alive {self._rank}", str(self._beats))
+            except RuntimeError:  # the main thread notices, too
+                return
+            if self._ended.wait(BEAT_SECONDS):
+                return
+
+
+@cache
+def _launched(rank: int, size: int) -> Processes:
+    link = Link(rank, size)
+    atexit.register(link.close)
+    return Processes(rank, size, link)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Raise ProcessError for errors of connections inside the context."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> ProcessError:
+    return ProcessError(f"another process has ended ({' '.join(str(error).split())[:100]}); {AGAIN}")
+
+
+def divided(costs: Sequence[float], size: int) -> list[int]:
+    """The process of each item: the most expensive item first, each to the process with the least work."""
+    work, owners = [0.0] * size, [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        owners[item] = work.index(min(work))
+        work[owners[item]] += costs[item]
+    return owners
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A copy of nested values with all tensors on a device; modules are copied too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, nn.Module):
+        return copy.deepcopy(value).to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: moved(item, device) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: moved(getattr(value, f.name), device) for f in fields(value) if f.init})
+    return value

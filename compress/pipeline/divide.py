@@ -1,0 +1,64 @@
+"""Divide the calibration sequences over the processes of a launcher, and check before the run that this is possible."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from jaxtyping import Int
+from torch import Tensor
+
+from compress.api.passes import Step
+from compress.api.processes import Processes
+from compress.errors import CalibrationError, UserError
+
+
+def own_batches(
+    ids: Int[Tensor, "sequences length"], batch: int, processes: Processes
+) -> list[Int[Tensor, "batch length"]]:
+    """The part of every calibration batch that belongs to this process: sequence i belongs to rank i mod size.
+
+    So every step of a pass that learns from one batch has the same sequences for any number of processes.
+    """
+    parts = [part[processes.share(range(len(part)), start)] for start, part in _batches(ids, batch)]
+    return [part for part in parts if len(part)]
+
+
+def _batches(ids: Tensor, batch: int) -> list[tuple[int, Tensor]]:
+    """The batches with the numbers of their first sequences."""
+    return [(i * batch, part) for i, part in enumerate(ids.split(batch))]
+
+
+def check_divided(
+    steps: Sequence[Step], ids: Int[Tensor, "sequences length"], batch: int, processes: Processes
+) -> None:
+    """Raise CalibrationError when there are too few sequences for the processes."""
+    size, count = processes.size, len(ids)
+    if size == 1 or not any(step.requires.data for _, step, _ in steps):
+        return
+    if count < size:
+        raise CalibrationError(
+            f"calibration: {count} sequences cannot be divided over the {size} processes of the launcher; use "
+            f"sequences: {size} or more, or launch {count}"
+        )
+    least = min(len(part) for _, part in _batches(ids, batch))
+    for where, step, _ in steps:
+        if step.requires.batches and least < size:
+            raise CalibrationError(
+                f"{where}: learns in steps of one calibration batch, and the {size} processes of the launcher need a "
+                f"sequence of each, but one has {least}; use calibration.batch: {size} or more that divides the "
+                f"{count} sequences, or launch fewer processes"
+            )
+
+
+def check_same_inputs(seen: Mapping[str, str], processes: Processes) -> None:
+    """Raise UserError unless all processes see the same. seen: digests of the inputs of the run, by what they are."""
+    first, *others = processes.gather((socket.gethostname(), dict(seen)))
+    for rank, (host, found) in enumerate(others, 1):
+        different = [name for name, digest in found.items() if first[1][name] != digest]
+        if different:
+            raise UserError(
+                f"launcher: process {rank} on {host} does not see what process 0 on {first[0]} sees: the "
+                f"{' and the '.join(different)} differ; start all processes with the same files, and with an --out on "
+                "a file system that they share"
+            )

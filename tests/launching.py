@@ -1,0 +1,95 @@
+"""Start several processes as a launcher does, for tests."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from compress.api.processes import Processes
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def free_port() -> int:
+    """A port that no process listens on."""
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(command: Sequence[str], processes: int) -> list[subprocess.Popen]:
+    """Processes of `python command` that find each other by the variables of torchrun; nobody watches over them."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**ENVIRONMENT, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+
+
+def finish(started: Sequence[subprocess.Popen], seconds: float = 300) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each process."""
+    try:
+        ended = [process.communicate(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+class ThreadLink:
+    """The link between threads of a test that stand for processes; values are pickled on their way."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, slot: list):
+        self.rank, self.barrier, self.slot = rank, barrier, slot
+
+    def meet(self) -> None:
+        self.barrier.wait(600)
+
+    def broadcast(self, value, source: int):
+        if self.rank == source:
+            self.slot[0] = pickle.dumps(value)
+        self.meet()
+        found = value if self.rank == source else pickle.loads(self.slot[0])
+        self.meet()
+        return found
+
+    def send(self, tensor, source: int) -> None:
+        tensor.copy_(self.broadcast(tensor, source))
+
+    def fail(self, code: int, message: str) -> bool:
+        self.barrier.abort()
+        return True
+
+
+def in_threads(size: int, work: Callable[[Processes], Any]) -> list[Any]:
+    """work(processes) in each of some threads that stand for processes; an error in one of them is raised here."""
+    barrier, slot = threading.Barrier(size), [None]
+
+    def run(rank: int) -> Any:
+        try:
+            return work(Processes(rank, size, ThreadLink(rank, barrier, slot)))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        started = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in started if (error := future.exception()) is not None]
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if errors:
+        raise (real or errors)[0]
+    return [future.result() for future in started]

@@ -1,0 +1,161 @@
+"""Runs in several real processes: the checkpoint of one process, the same bits each time, and clear ends."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, finish, start
+
+import compress
+from compress.formats.containers.files import file_sha256
+from compress.model.linear import CompressedLinear, linears
+
+SCRIPT = str(Path(__file__).with_name("launched_runs.py"))
+PICO = ROOT / "tests" / "pico" / "model"
+G = "weights: int4, group_size: 32"
+CHAINS = {
+    "gptq": f"[{{gptq: {{{G}}}}}]",
+    "wanda": "[wanda: {sparsity: 0.5}]",
+    "awq": f"[{{awq: {{{G}}}}}, {{gptq: {{{G}}}}}]",
+    "smoothquant": "[{smoothquant: {}}, {gptq: {weights: int8, activations: int8}}]",
+    "sparsegpt": '[sparsegpt: {pattern: "2:4"}]',
+    "segments": f"[{{wanda: {{sparsity: 0.5}}}}, {{finetune: {{steps: 2}}}}, {{gptq: {{{G}}}}}, {{lkd: {{epochs: 1}}}}]",
+}
+SHARES = {"wanda": 0.99}
+SHARE = 0.8  # of weights that agree with one process, as with another batch size there: refinement amplifies last bits
+pytestmark = pytest.mark.slow
+
+
+def written(folder: Path, name: str, text: str, model=PICO, sequences: int = 8, **others: str) -> str:
+    """The path of a recipe."""
+    path = folder / f"{name}.yaml"
+    rest = "".join(f"{key}: {value}\n" for key, value in others.items())
+    path.write_text(
+        f"model: {model}\ncalibration: {{source: embedded, sequences: {sequences}, length: 64}}\npasses: {text}\n"
+        f"save: {{format: native, verify: own}}\neval: {{perplexity: [embedded], windows: 3, length: 64}}\n{rest}"
+    )
+    return str(path)
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def agreement(one: Path, two: Path) -> float:
+    """The share of weights that two checkpoints agree on."""
+    same = total = 0
+    others = linears(compress.load(two)[0])
+    for name, module in linears(compress.load(one)[0]).items():
+        pair = [CompressedLinear.of(layer).weight.float() for layer in (module, others[name])]
+        same += int(torch.isclose(*pair, rtol=1e-2, atol=1e-5).sum())
+        total += pair[0].numel()
+    return same / total
+
+
+def run(processes: int, out: Path, recipes: list[str]) -> None:
+    for code, told, errors in finish(start([SCRIPT, str(out), *recipes], processes)):
+        assert code == 0 and not told, errors
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    return [written(folder, name, text) for name, text in CHAINS.items()]
+
+
+@pytest.fixture(scope="module")
+def alone(recipes, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    run(1, out, recipes)
+    return out
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_write_what_one_writes(processes, alone, recipes, tmp_path):
+    run(processes, tmp_path / "a", recipes)
+    run(processes, tmp_path / "b", recipes)
+    for name in CHAINS:
+        assert sums(tmp_path / "a" / name) == sums(tmp_path / "b" / name), name
+        assert agreement(alone / name, tmp_path / "a" / name) > SHARES.get(name, SHARE), name
+        losses = [
+            json.loads((out / name / "report.json").read_text())["perplexity"][0] for out in (alone, tmp_path / "a")
+        ]
+        assert losses[0]["base"]["loss"] == pytest.approx(losses[1]["base"]["loss"], rel=1e-5)
+        assert losses[0]["compressed"]["loss"] == pytest.approx(losses[1]["compressed"]["loss"], rel=1e-2)
+
+
+def kept(folder: Path) -> int:
+    """Finished blocks in the manifest."""
+    try:
+        return len(json.loads((folder / ".compress" / "manifest.json").read_text())["shards"])
+    except (OSError, ValueError):
+        return 0
+
+
+@pytest.mark.parametrize("then", [1, 2, 3])
+def test_a_killed_run_goes_on_with_any_number_of_processes(then, alone, recipes, tmp_path):
+    recipe, out = recipes[0], tmp_path / "gptq"
+    started = start([SCRIPT, str(tmp_path), recipe], 2)
+    while not kept(out) and all(process.poll() is None for process in started):
+        time.sleep(0.005)
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = sums(out)
+    assert kept(out) and not (out / "report.json").exists()
+    run(then, tmp_path, [recipe])
+    after = sums(out)
+    assert any(after[name] == digest for name, digest in before.items())
+    assert agreement(alone / "gptq", out) > SHARE
+
+
+def test_the_others_end_within_a_minute_of_a_process_that_is_killed(recipes, tmp_path):
+    started = start(["-m", "compress", "run", recipes[0], "-o", str(tmp_path / "out")], 3)
+    while not kept(tmp_path / "out"):
+        time.sleep(0.01)
+    started[2].kill()
+    begin = time.monotonic()
+    (one, _, first), (two, _, second), (killed, _, _) = finish(started, 120)
+    assert time.monotonic() - begin < 60 and (one, two, killed) == (1, 1, -signal.SIGKILL)
+    lines = [line for line in (first + second).splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "run the same command again to resume, with any number of processes" in lines[0]
+    run(1, tmp_path, [recipes[0]])
+
+
+def test_what_cannot_be_divided_is_refused_before_work(tmp_path):
+    few = written(tmp_path, "few", CHAINS["gptq"], sequences=2)
+    learns = written(tmp_path, "learns", f"[{{signround: {{{G}, iterations: 2}}}}]", sequences=6)
+    for recipe, message in (
+        (
+            few,
+            "error: calibration: 2 sequences cannot be divided over the 3 processes of the launcher; use sequences: 3",
+        ),
+        (learns, "signround: learns in steps of one calibration batch, and the 3 processes"),
+    ):
+        ended = finish(start(["-m", "compress", "run", recipe, "-o", str(tmp_path / "out")], 3))
+        assert [code for code, _, _ in ended] == [2, 2, 2]
+        assert "".join(errors for _, _, errors in ended).count(message) == 1
+        assert not (tmp_path / "out" / ".compress" / "manifest.json").exists()
+
+
+def test_processes_that_see_other_files_are_told(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        written(folder, "recipe", CHAINS["wanda"], **{"seed": str(i)})
+    launch = "import os, sys; os.chdir(sys.argv[1] + 'ab'[int(os.environ['RANK'])])"
+    program = f"{launch}; from compress.cli import main; main(['run', 'recipe.yaml', '-o', sys.argv[1] + 'out'])"
+    ended = finish(start(["-c", program, f"{tmp_path}/"], 2))
+    assert [code for code, _, _ in ended] == [2, 2]
+    errors = "".join(errors for _, _, errors in ended)
+    assert errors.count("does not see what process 0 on") == 1 and "sees: the recipe differ" in errors
+
+
+def test_accelerate_launches_the_command(alone, recipes, tmp_path):
+    command = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    ((code, told, errors),) = finish(start([*command, "-m", "compress", "run", recipes[1], "-o", str(tmp_path)], 1))
+    assert code == 0 and told.count("checkpoint sha256") == 1, errors
+    assert sums(tmp_path).keys() == sums(alone / "wanda").keys()

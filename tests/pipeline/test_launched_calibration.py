@@ -15,17 +15,17 @@ from compress.model.linear import CompressedLinear, linears
 
 SCRIPT = str(Path(__file__).with_name("launched_runs.py"))
 PICO = ROOT / "tests" / "pico" / "model"
-G = "weights: int4, group_size: 32"
+G = "weights: int4, group_size: 32, scale: mse, refine: 0"  # what amplifies the last bits of sums is left out
 CHAINS = {
     "gptq": f"[{{gptq: {{{G}}}}}]",
     "wanda": "[wanda: {sparsity: 0.5}]",
-    "awq": f"[{{awq: {{{G}}}}}, {{gptq: {{{G}}}}}]",
-    "smoothquant": "[{smoothquant: {}}, {gptq: {weights: int8, activations: int8}}]",
+    "awq": f"[{{awq: {{weights: int4, group_size: 32}}}}, {{gptq: {{{G}}}}}]",
+    "smoothquant": "[{smoothquant: {}}, {gptq: {weights: int8, activations: int8, scale: absmax, refine: 0}}]",
     "sparsegpt": '[sparsegpt: {pattern: "2:4"}]',
     "segments": f"[{{wanda: {{sparsity: 0.5}}}}, {{finetune: {{steps: 2}}}}, {{gptq: {{{G}}}}}, {{lkd: {{epochs: 1}}}}]",
 }
-SHARES = {"wanda": 0.99}
-SHARE = 0.8  # of weights that agree with one process, as with another batch size there: refinement amplifies last bits
+SHARE = 0.98  # of weights that agree with one process, whose sums are added in another order
+SHARES = {"smoothquant": 0.9, "sparsegpt": 0.8, "segments": 0.9}  # a weight that is pruned instead of another moves those after it
 pytestmark = pytest.mark.slow
 
 
@@ -127,7 +127,7 @@ def test_the_others_end_within_a_minute_of_a_process_that_is_killed(recipes, tmp
 
 def test_what_cannot_be_divided_is_refused_before_work(tmp_path):
     few = written(tmp_path, "few", CHAINS["gptq"], sequences=2)
-    learns = written(tmp_path, "learns", f"[{{signround: {{{G}, iterations: 2}}}}]", sequences=6)
+    learns = written(tmp_path, "learns", "[signround: {iterations: 2}]", sequences=6)
     for recipe, message in (
         (
             few,
@@ -151,7 +151,7 @@ def test_processes_that_see_other_files_are_told(tmp_path):
     ended = finish(start(["-c", program, f"{tmp_path}/"], 2))
     assert [code for code, _, _ in ended] == [2, 2]
     errors = "".join(errors for _, _, errors in ended)
-    assert errors.count("does not see what process 0 on") == 1 and "sees: the recipe differ" in errors
+    assert errors.count("does not see what process 0 on") == 1 and "sees: the recipe and" in errors
 
 
 def test_accelerate_launches_the_command(alone, recipes, tmp_path):

@@ -25,7 +25,8 @@ CHAINS = {
     "segments": f"[{{wanda: {{sparsity: 0.5}}}}, {{finetune: {{steps: 2}}}}, {{gptq: {{{G}}}}}, {{lkd: {{epochs: 1}}}}]",
 }
 SHARE = 0.98  # of weights that agree with one process, whose sums are added in another order
-SHARES = {"smoothquant": 0.9, "sparsegpt": 0.8, "segments": 0.9}  # a weight that is pruned instead of another moves those after it
+# a weight that is pruned in place of another, or scaled otherwise, moves those after it
+SHARES = {"smoothquant": 0.9, "sparsegpt": 0.8, "segments": 0.9}
 pytestmark = pytest.mark.slow
 
 

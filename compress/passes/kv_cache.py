@@ -136,6 +136,7 @@ def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: Block
     for other in inputs.processes.gather(dict(found)):
         for name, tops in other.items():
             found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
+    for name in attentions:
         if name not in found:
             raise NumericError(f"{inputs.label}.{name}: no calibration token reached its cache; use scale: token")
         for kind, top in zip(("keys", "values"), found[name], strict=True):

@@ -153,7 +153,7 @@ START = "model: x\npasses:\n  - "
 MISTAKES = {
     # name: (text, line:column, message)
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: pass 'gtpq' is not known; did you mean 'gptq'\?"),
-    "pass like no other": (START + "zzzzz", "3:5", r"pass 'zzzzz' is not known; known: awq, channel_permutation, "),
+    "pass like no other": (START + "zzzzz", "3:5", r"pass 'zzzzz' is not known; known: awq, block_ap, channel_permutation, "),
     "unknown option": (
         START + "gptq: {group_sise: 64}",
         "3:12",
@@ -162,7 +162,7 @@ MISTAKES = {
     "option like no other": (
         START + "rtn:\n      zz: 1",
         "4:7",
-        "zz: unknown option; known: activation_scale, activations, ",
+        "zz: unknown option; known: activation_clip, activation_scale, activations, ",
     ),
     "unknown key": ("model: x\npasses: [rtn]\npases: []", "3:1", "pases: unknown option; did you mean 'passes'"),
     "unknown key inside": (

@@ -153,7 +153,11 @@ START = "model: x\npasses:\n  - "
 MISTAKES = {
     # name: (text, line:column, message)
     "unknown pass": (START + "gtpq", "3:5", r"passes\[0\] gtpq: pass 'gtpq' is not known; did you mean 'gptq'\?"),
-    "pass like no other": (START + "zzzzz", "3:5", r"pass 'zzzzz' is not known; known: awq, block_ap, channel_permutation, "),
+    "pass like no other": (
+        START + "zzzzz",
+        "3:5",
+        r"pass 'zzzzz' is not known; known: awq, block_ap, channel_permutation, ",
+    ),
     "unknown option": (
         START + "gptq: {group_sise: 64}",
         "3:12",

@@ -131,12 +131,14 @@ def planned_scheme(
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
-def plan(recipe: Recipe, out: str | Path | None = None, time: bool = False) -> Plan:
+def plan(recipe: Recipe | str | Path, out: str | Path | None = None, time: bool = False) -> Plan:
     """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
 
-    out: the output folder of the run, to check it too; nothing is written there. time: run the passes on one block, if
-    no earlier plan has, to predict the time; otherwise the plan has a time only where one is known.
+    recipe: a recipe, or the path of its YAML file. out: the output folder of the run, to check it too; nothing is
+    written there. time: run the passes on one block, if no earlier plan has, to predict the time; otherwise the plan
+    has a time only where one is known.
     """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     device = device_of(recipe.device)
     if out is not None:
         check_folder(Path(out))

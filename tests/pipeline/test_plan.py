@@ -205,3 +205,9 @@ def test_a_device_that_is_not_there(recipe, monkeypatch):
     with pytest.raises(RecipeError, match="cuda:2 does not exist: this machine has only cuda:0 to cuda:1; write"):
         plan(recipe(RTN(), device="cuda:2"))
     assert plan(recipe(RTN(), device="cuda:1")).layers
+
+
+def test_a_plan_of_a_path_is_that_of_its_recipe(recipe, tmp_path):
+    asked = recipe(RTN())
+    (tmp_path / "a.yaml").write_text(asked.to_yaml(), encoding="utf-8")
+    assert plan(tmp_path / "a.yaml").to_json() == plan(str(tmp_path / "a.yaml")).to_json() == plan(asked).to_json()

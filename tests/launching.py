@@ -12,7 +12,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import compress
 from compress.api.processes import Processes
+from compress.model.linear import CompressedLinear, linears
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -48,6 +52,17 @@ def finish(started: Sequence[subprocess.Popen], seconds: float = 300) -> list[tu
         for process in started:
             process.kill()
     return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+def agreement(one: Path, two: Path) -> float:
+    """The share of weights that two checkpoints agree on."""
+    same = total = 0
+    others = linears(compress.load(two)[0])
+    for name, module in linears(compress.load(one)[0]).items():
+        pair = [CompressedLinear.of(layer).weight.float() for layer in (module, others[name])]
+        same += int(torch.isclose(*pair, rtol=1e-2, atol=1e-5).sum())
+        total += pair[0].numel()
+    return same / total
 
 
 class ThreadLink:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.facts import Fact, Requirements
 from compress.api.passes import ModelPass
+from compress.errors import TargetError
 
 
 class ReshapingPass(ModelPass):
@@ -24,6 +26,12 @@ class ReshapingPass(ModelPass):
     @property
     def requires(self) -> Requirements:
         return Requirements(data=True, new_shape=True)
+
+    def check_all_taken(self, names: Iterable[str], where: str, why: str) -> None:
+        """Raise TargetError if the targets exclude one of the linears. why: what is the same in all of them."""
+        for name in names:
+            if not self.takes(name):
+                raise TargetError(f"{where}: {name} is left out by targets or ignore, but {why}")
 
     @abstractmethod
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig: ...

@@ -61,11 +61,11 @@ class BlockAP(LearnedRoundingPass, ReconstructionPass):
         return None
 
     def memory(self, size: ProblemSize) -> int:
-        """The maximum over observation, start and training, plus a copy of the block and the target outputs."""
+        """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""
         seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
         start = seen + rounding_bytes(size.largest // width, width)
-        wanted = 4 * size.weights + size.states_bytes * (self.error == "symmetric")
-        return 2 * wanted + max(seen + size.forward_bytes, start, TrainingOptions.memory(self, size))
+        held = 2 * 4 * size.weights + size.states_bytes * (self.error == "symmetric")
+        return held + max(seen + size.forward_bytes, start, TrainingOptions.memory(self, size))
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
         kept = [self.target(block, inputs, batch) for batch in range(inputs.batches)]

@@ -18,13 +18,13 @@ from compress.api.observers import Gram, InputNorm, Observer, without_data
 from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.reshape.reconfigure import Path, build, changed, replace_in_place, shapes, sketch, tensors
 from compress.model.reshape.residual import SAME, check_traded, cut_hidden_channels
 from compress.model.reshape.widths import Width, ffn_widths, head_width, hidden_width
-from compress.model.structure.blocks import Block, find_blocks
+from compress.model.structure.blocks import Block, find_blocks, linears_of_blocks
 from compress.model.structure.coupled_channels import CoupledChannels, coupled_ffn_channels, coupled_heads, still_hold
 from compress.model.structure.links import block_signature
 from compress.model.structure.rewrite import rewrite_weight
@@ -182,13 +182,12 @@ class Narrow(ReshapingPass):
 
     def _check_targets(self, model: PreTrainedModel, widths: Iterable[Width], where: str) -> None:
         """Raise TargetError if the targets exclude a linear that must become narrower."""
+        inside = set(linears_of_blocks(model))
         for width in widths:
-            for name in {*width.modules("in", model), *width.modules("out", model)} & set(_in_blocks(model)):
-                if not self.takes(name):
-                    raise TargetError(
-                        f"{where}: {name} is left out by targets or ignore, but widths are uniform in a configuration: "
-                        "all blocks become narrower, or none"
-                    )
+            names = {*width.modules("in", model), *width.modules("out", model)} & inside
+            self.check_all_taken(
+                sorted(names), where, "widths are uniform in a configuration: all blocks become narrower, or none"
+            )
 
     def scores(
         self, weight: Float[Tensor, "out in"], gram: Float[Tensor, "in in"], others: Float[Tensor, " in"]
@@ -196,10 +195,6 @@ class Narrow(ReshapingPass):
         """Squared scores of a reader's columns; they add up over a bundle. others: squared norms of its input rows."""
         columns = weight.float().square().sum(0)
         return gram.diagonal() * columns if self.importance == "activation" else columns + others
-
-
-def _in_blocks(model: nn.Module) -> list[str]:
-    return [f"{b.name}.{name}" for b in find_blocks(model) for name in linears(b.module)]
 
 
 def _cut(held: Mapping[str, Tensor], cuts: Cuts) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from compress.api.context import Run
 from compress.api.facts import LayerFacts, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.options import patterns
-from compress.errors import ModelError, TargetError
+from compress.errors import ModelError
 from compress.families.reshaping import ReshapingPass
 from compress.formats.base import Format
 from compress.model.forward import logits_of
@@ -26,7 +26,7 @@ from compress.model.reshape.reconfigure import build, changed, replace_in_place,
 from compress.model.reshape.residual import TRADED
 from compress.model.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.model.reshape.widths import Width, hidden_width
-from compress.model.structure.blocks import find_blocks
+from compress.model.structure.blocks import find_blocks, linears_of_blocks
 from compress.model.structure.rewrite import rotate_inputs
 from compress.model.structure.select import ModuleNames, matches, select
 from compress.model.structure.values import head_size, rotate_values
@@ -131,13 +131,8 @@ class Rotate(ReshapingPass):
         """The configuration, with an untied head if hidden states are rotated."""
         if not self.residual:
             return model.config
-        for block in find_blocks(model):
-            for name in linears(block.module):
-                if not self.takes(f"{block.name}.{name}"):
-                    raise TargetError(
-                        f"{where}: {block.name}.{name} is left out by targets or ignore, but the rotation of the "
-                        "hidden states is uniform: all blocks are rotated, or none; use residual: false"
-                    )
+        uniform = "the rotation of the hidden states is uniform: all blocks are rotated, or none; use residual: false"
+        self.check_all_taken(linears_of_blocks(model), where, uniform)
         _hidden_width(model, where)
         config = changed(model.config, untying(model))
         return model.config if config is None else config
@@ -214,8 +209,7 @@ class Rotate(ReshapingPass):
 
     def _rotate_online(self, model: PreTrainedModel, run: Run, where: str) -> list[str]:
         """R4: rotate the inputs of the layers of `online` when they run. Returns their names."""
-        names = [name for name in linears(model) if self.takes(name) and self._is_online(name)]
-        names = [name for name in names if any(name.startswith(f"{block.name}.") for block in find_blocks(model))]
+        names = [name for name in linears_of_blocks(model) if self.takes(name) and self._is_online(name)]
         for name in names:
             layer = replace_linear(model, name)
             block = _block(layer.shape[1])

@@ -18,12 +18,11 @@ from compress.api.observers import Gram
 from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of
-from compress.model.linear import linears
 from compress.model.reshape.reconfigure import build, changed, replace_in_place, tensors
 from compress.model.reshape.residual import cut_hidden_channels
 from compress.model.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
 from compress.model.reshape.widths import hidden_width
-from compress.model.structure.blocks import find_blocks
+from compress.model.structure.blocks import linears_of_blocks
 from compress.numerics.rotation import principal_components
 
 PROBE = 64  # tokens for the structure search
@@ -52,13 +51,11 @@ class SliceGPT(ReshapingPass):
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration with the smaller hidden width and an untied head."""
         width = hidden_width(model, lambda size: self._kept_count(size, where))
-        for block in find_blocks(model):
-            for name in linears(block.module):
-                if not self.takes(f"{block.name}.{name}"):
-                    raise TargetError(
-                        f"{where}: {block.name}.{name} is left out by targets or ignore, but the hidden width is "
-                        "uniform in a configuration: all blocks become narrower, or none"
-                    )
+        self.check_all_taken(
+            linears_of_blocks(model),
+            where,
+            "the hidden width is uniform in a configuration: all blocks become narrower, or none",
+        )
         config = changed(model.config, {**width.edits, **untying(model)})
         if config is None:
             raise ModelError(

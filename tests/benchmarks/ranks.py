@@ -11,8 +11,8 @@ call, so that they meet the same machine. One JSON line per NAME:
     peak_mb [one, several], agreement
 
 cpu: the largest processor time of a process, which hardly depends on what else the machine does; a process that waits
-for another one takes nearly none. peak_mb: the largest resident memory of a process. agreement: the share of weights on which both checkpoints agree, or,
-for the evaluation, the difference of the losses.
+for another one takes nearly none. peak_mb: the largest resident memory of a process. agreement: the share of weights
+on which both checkpoints agree, or, for the evaluation, the difference of the losses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from launching import start
-
-import compress
-from compress.model.linear import CompressedLinear, linears
+from launching import agreement, start
 
 CHAINS = {
     "gptq": ["gptq: {weights: int4, group_size: 64}"],
@@ -67,16 +63,6 @@ def measured(command: list[str], processes: int) -> dict[str, float]:
         drain.join()
     assert all(process.returncode == 0 for process in started), "\n".join(told)
     return {"seconds": time.perf_counter() - begin, "cpu": cpu, "peak_mb": peak / 1e6}
-
-
-def agreement(one: Path, two: Path) -> float:
-    same = total = 0
-    others = linears(compress.load(two)[0])
-    for name, module in linears(compress.load(one)[0]).items():
-        pair = [CompressedLinear.of(layer).weight.float() for layer in (module, others[name])]
-        same += int(torch.isclose(*pair, rtol=1e-2, atol=1e-6).sum())
-        total += pair[0].numel()
-    return same / total
 
 
 def compare_runs(name: str, given: argparse.Namespace, folder: Path) -> dict:

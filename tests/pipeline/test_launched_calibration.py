@@ -6,12 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from launching import ROOT, finish, start
+from launching import ROOT, agreement, finish, start
 
-import compress
 from compress.formats.containers.files import file_sha256
-from compress.model.linear import CompressedLinear, linears
 
 SCRIPT = str(Path(__file__).with_name("launched_runs.py"))
 PICO = ROOT / "tests" / "pico" / "model"
@@ -43,17 +40,6 @@ def written(folder: Path, name: str, text: str, model=PICO, sequences: int = 8, 
 
 def sums(folder: Path) -> dict[str, str]:
     return {path.name: file_sha256(path) for path in sorted(folder.glob("*.safetensors"))}
-
-
-def agreement(one: Path, two: Path) -> float:
-    """The share of weights that two checkpoints agree on."""
-    same = total = 0
-    others = linears(compress.load(two)[0])
-    for name, module in linears(compress.load(one)[0]).items():
-        pair = [CompressedLinear.of(layer).weight.float() for layer in (module, others[name])]
-        same += int(torch.isclose(*pair, rtol=1e-2, atol=1e-5).sum())
-        total += pair[0].numel()
-    return same / total
 
 
 def run(processes: int, out: Path, recipes: list[str]) -> None:

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.model.forward import logits_of
-from compress.model.linear import CompressedLinear, linears
+from compress.model.linear import CompressedLinear
 from compress.model.open.experts import in_experts
 from compress.model.reshape.reconfigure import Path, build, changed, tensors
 from compress.model.reshape.residual import FORMS, TRADED, along
 from compress.model.reshape.widths import Width
-from compress.model.structure.blocks import find_blocks
+from compress.model.structure.blocks import linears_of_blocks
 from compress.model.structure.links import find_groups
 from compress.model.structure.probes import norms_of
 from compress.numerics.metrics import relative_error
@@ -56,7 +56,7 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, told: To
     Raises ModelError, with the property that the model lacks, if one reads another tensor or norms do more than divide.
     """
     wanted = set(width.modules("in", model))
-    if square := sorted(wanted & set(width.modules("out", model)) & set(_linears_of_blocks(model))):
+    if square := sorted(wanted & set(width.modules("out", model)) & set(linears_of_blocks(model))):
         raise ModelError(
             f"{told.where}: both sides of {square[0]} have the hidden width, because the configuration has no size of "
             f"a head of its own, so a rotation of the hidden states would mix heads; {told.instead}"
@@ -90,10 +90,6 @@ def readers_of_norms(model: PreTrainedModel, width: Width, ids: Tensor, told: To
             f"preserve that; {told.instead}"
         )
     return found
-
-
-def _linears_of_blocks(model: PreTrainedModel) -> list[str]:
-    return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]
 
 
 def fold_norms(model: PreTrainedModel, readers: Mapping[str, list[str]], ids: Tensor, told: Told) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.errors import ModelError
+from compress.model.linear import linears
 
 
 @dataclass(frozen=True)
@@ -64,3 +65,8 @@ def hidden_of(output: Any) -> Tensor:
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the hidden states among a block's arguments: the first one, or the keyword `hidden_states`."""
     return args[0] if args else kwargs["hidden_states"]
+
+
+def linears_of_blocks(model: nn.Module) -> list[str]:
+    """The full names of all linears inside the blocks."""
+    return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -263,30 +264,41 @@ class Fold:
     error: float
 
 
+Rewrite = Callable[[nn.Module], Callable[[], None]]
+"""Rewrites the weights of a block, and returns a function that undoes it."""
+
+
+def tried(block: nn.Module, forward: Forward, rewrites: Mapping[str, Rewrite]) -> Fold:
+    """Apply the first rewrite, by its form, that leaves the block's output unchanged; otherwise none.
+
+    They are tried in float32, on a copy of the block unless the block is in float32; unchanged: a relative error below
+    FOLD_TOLERANCE.
+    """
+    error = float("inf")
+    with in_float32(block) as proof:
+        before = forward(proof)
+        for form, rewrite in rewrites.items():
+            undo = rewrite(proof)
+            error = relative_error(forward(proof), before)
+            if error < FOLD_TOLERANCE:
+                if proof is not block:
+                    rewrite(block)
+                return Fold(True, form, error)
+            undo()
+    return Fold(False, "none", error)
+
+
 def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
     """Divide the output of the link's source by `scale` and multiply the input columns of its readers by it.
 
     scale: positive, one per input column of the readers, equal where columns share a channel (`Link.equalize`). The
-    rewrite is first tried on a float32 copy of the block; for norms in the form `weight`, then in `1 + weight`. The
-    first form that leaves the block's output unchanged (relative error below FOLD_TOLERANCE) is applied. If none does,
-    the block stays unchanged.
+    rewrite is proved (`tried`), for norms in the form `weight`, then in `1 + weight`.
     """
     assert bool((scale > 0).all()), "a scale must be positive"
     assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.equalize"
     block, link, forward = _scope(block, link, forward)
     forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
-    error = float("inf")
-    with in_float32(block) as proof:
-        before = forward(proof)
-        for form in forms:
-            undo = _rewrite(proof, link, scale, form)
-            error = relative_error(forward(proof), before)
-            if error < FOLD_TOLERANCE:
-                if proof is not block:
-                    _rewrite(block, link, scale, form)
-                return Fold(True, form, error)
-            undo()
-    return Fold(False, "none", error)
+    return tried(block, forward, {form: partial(_rewrite, link=link, scale=scale, form=form) for form in forms})
 
 
 def _scope(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:

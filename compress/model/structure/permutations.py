@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Int
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from compress.model.linear import CompressedLinear
 from compress.model.open.experts import in_experts
-from compress.model.structure.links import FOLD_TOLERANCE, Fold
+from compress.model.structure.links import FOLD_TOLERANCE, Fold, tried
 from compress.model.structure.probes import Forward, Probe, in_float32, width_in, width_out
 from compress.model.structure.rewrite import remember, rewrite_rows, rewrite_weight
 from compress.numerics.metrics import relative_error
@@ -218,8 +219,7 @@ def _row_order(channels: Tensor, order: Tensor, width: int) -> Int[Tensor, " out
 def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], forward: Forward) -> Fold:
     """Move the content of slot order[i] to slot i: rows and biases of the sources, columns of the readers.
 
-    The order must keep every slot in its part. The rewrite is first tried in float32, on a copy of the block unless the
-    block is in float32. It is undone when the block's output changes (relative error of at least FOLD_TOLERANCE).
+    The order must keep every slot in its part. The rewrite is proved (`tried`).
     """
     assert torch.equal(order.sort().values, torch.arange(len(order))), "an order must hold every slot once"
     assert torch.equal(link.parts[order], link.parts), "slots must stay in their part"
@@ -227,16 +227,7 @@ def permute(block: nn.Module, link: Permutation, order: Int[Tensor, " slots"], f
         if all(place.startswith(name + ".") for place in (*link.sources, *link.readers)):
             block, link, forward = expert, _renamed(link, name + ".", ""), expert.probe
             break
-    with in_float32(block) as proof:
-        before = forward(proof)
-        undo = _reorder(proof, link, order)
-        error = relative_error(forward(proof), before)
-        if error >= FOLD_TOLERANCE:
-            undo()
-            return Fold(False, "none", error)
-        if proof is not block:
-            _reorder(block, link, order)
-    return Fold(True, "permutation", error)
+    return tried(block, forward, {"permutation": partial(_reorder, link=link, order=order)})
 
 
 def _reorder(block: nn.Module, link: Permutation, order: Tensor) -> Callable[[], None]:

@@ -7,19 +7,16 @@ links: channels that may be permuted within a head. That they may be rotated too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compress.model.structure.links import FOLD_TOLERANCE, Fold
+from compress.model.structure.links import Fold, tried
 from compress.model.structure.permutations import Permutation
-from compress.model.structure.probes import Forward, in_float32
+from compress.model.structure.probes import Forward
 from compress.model.structure.rewrite import remember, rewrite_rows, rewrite_weight
-from compress.numerics.metrics import relative_error
-
-Rotations = Mapping[int, Float[Tensor, "head head"]]
-"""The rotation of heads by their number of channels."""
 
 
 def head_size(link: Permutation) -> int | None:
@@ -32,20 +29,10 @@ def head_size(link: Permutation) -> int | None:
 def rotate_values(block: nn.Module, link: Permutation, rotation: Float[Tensor, "head head"], forward: Forward) -> Fold:
     """Multiply the values of each head by a rotation, and the columns that read them: (v R) (W R)^T = v W^T.
 
-    The rewrite is first tried in float32, on a copy of the block unless the block is in float32. It is undone when the
-    block's output changes (relative error of at least FOLD_TOLERANCE).
+    The rewrite is proved (`tried`).
     """
     assert head_size(link) == len(rotation), "the rotation must have the size of a head"
-    with in_float32(block) as proof:
-        before = forward(proof)
-        undo = _rewrite(proof, link, rotation)
-        error = relative_error(forward(proof), before)
-        if not error < FOLD_TOLERANCE:
-            undo()
-            return Fold(False, "none", error)
-        if proof is not block:
-            _rewrite(block, link, rotation)
-    return Fold(True, "rotation", error)
+    return tried(block, forward, {"rotation": partial(_rewrite, link=link, rotation=rotation)})
 
 
 def _rewrite(block: nn.Module, link: Permutation, rotation: Tensor) -> Callable[[], None]:

@@ -4,10 +4,11 @@
         [--threads 2] [--rounds 5] [--compiled]
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
-int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8". FILE: run by llama.cpp and by compress. --compiled adds
-compress.load(compile=True, activations="int8") for each, and the dense model compiled. Every program is a process of its own; all are loaded, and then
-measured one after the other, round after round, so that they meet the same machine. --llama-python and
---torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One JSON line per program:
+int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8". FILE: run by llama.cpp and by compress.
+--compiled adds compress.load(compile=True, activations="int8") for each, and the dense model compiled. Every program is
+a process of its own; all are loaded, and then measured one after the other, round after round, so that they meet the
+same machine. --llama-python and --torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One
+JSON line per program:
 
     name, decode (tokens per second, 1 sequence, after a prompt of 16 tokens), prefill (of 512 tokens), decode_ratio,
     prefill_ratio (median over the rounds of its rate relative to the faster dense model of that round)

@@ -124,6 +124,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """At the end, it is collected: the library of triton writes about every object that is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_tokenization():
     """The embedded text is cut into pico's tokens once: that would be a third of every small run."""

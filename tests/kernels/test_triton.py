@@ -29,9 +29,12 @@ from compress.weights.dense import DensePart
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.rounding import InputRounding
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed; it is in the extra gpu, for Linux"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed; it is in the extra gpu, for Linux"
+    ),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # numpy's, in the interpreter
+]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INT8, E4M3, E5M2 = (GRIDS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2"))
@@ -141,6 +144,8 @@ def test_the_smallest_scales_of_a_byte(grid):
 @pytest.mark.parametrize("inputs", [INT8, E4M3, E5M2])
 def test_codes_of_inputs_are_those_of_the_reference(inputs, dtype):
     """An identity as the weight gives the rounded inputs, bit by bit; ties, zeros, tiny and huge numbers among them."""
+    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts bits off in a conversion to bfloat16, where GPUs round")
     kind = INT8 if inputs is INT8 else inputs
     one = kind.encode(torch.eye(40), torch.ones(()), None).to(torch.int8 if kind is INT8 else torch.uint8)
     part = CodesPart.of(Codes(one, torch.ones(40, 1), None, kind, "channel")).to(DEVICE)
@@ -317,18 +322,21 @@ CASES = {  # the programs of each way to compute a product
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
 
 
+SOME = "one row", "8-bit floats", "block floats"
+
+
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.slow), 89, pytest.param(90, marks=pytest.mark.slow)]
+    "capability,names", [(89, SOME), *(pytest.param(each, CASES, marks=pytest.mark.slow) for each in SHARED_MEMORY)]
 )
-def test_the_programs_compile_for_gpus(capability):
+def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory."""
-    cases = [case for case in CASES.values() if capability >= 89 or case["rounding"] != "fp8_e4m3"]
-    root = Path(__file__).parents[2]
+    cases = [CASES[name] for name in names if capability >= 89 or CASES[name]["rounding"] != "fp8_e4m3"]
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), settings.get("PYTHONPATH", "")])
+    settings["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_programs.py"), str(capability)],
-        input="\n".join(map(json.dumps, cases)), env=settings | {"PYTHONPATH": f"{root}{os.pathsep}{settings.get('PYTHONPATH', '')}"},
-        capture_output=True, text=True, check=False,
+        input="\n".join(map(json.dumps, cases)), env=settings, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]

@@ -140,7 +140,7 @@ def test_parts_that_no_kernel_takes_are_computed_by_the_reference_on_rounded_inp
 
 
 FIRST = """
-import importlib, os, sys, traceback, torch
+import importlib, os, sys, traceback, jaxtyping, pydantic, torch, torch._dynamo
 for name in sys.argv[1:]:
     child = os.fork()
     if not child:

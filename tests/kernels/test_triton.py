@@ -329,7 +329,10 @@ SOME = "one row", "8-bit floats", "block floats"
     "capability,names", [(89, SOME), *(pytest.param(each, CASES, marks=pytest.mark.slow) for each in SHARED_MEMORY)]
 )
 def test_the_programs_compile_for_gpus(capability, names, tmp_path):
-    """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory."""
+    """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory.
+
+    Hardly any register is spilled: the warps of a tile are chosen so.
+    """
     cases = [CASES[name] for name in names if capability >= 89 or CASES[name]["rounding"] != "fp8_e4m3"]
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), settings.get("PYTHONPATH", "")])
@@ -341,4 +344,4 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {"vector", "matrix", "combine", "round_rows"} == {each["program"] for each in found}
-    assert all(each["shared"] <= SHARED_MEMORY[capability] for each in found), found
+    assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found

@@ -103,11 +103,16 @@ class Tile:
 
     @classmethod
     def of(cls, batch: int, per_unit: int, size: int) -> Tile:
-        """A tile for `batch` rows of inputs. size: bytes of an operand."""
-        m = min(max(1 << (batch - 1).bit_length(), FEW), 128)
-        units = 32 if per_unit <= 8 or size == 1 else 16
+        """A tile for `batch` rows of inputs. size: bytes of an operand.
+
+        Chosen without a GPU: ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
+        """
+        wide = size == 4  # float32 is multiplied without tensor cores, in registers
+        m = min(max(1 << (batch - 1).bit_length(), FEW), 32 if wide else 128)
+        units = 32 if (per_unit <= 8 and not wide) or size == 1 else 16
         inputs = m * units * per_unit * size  # bytes of the inputs of a step, which wait in shared memory
-        return cls(m, 64, units, 4, 3 if inputs <= 16384 else 2 if inputs <= 32768 else 1)
+        stages = 3 if inputs <= 16384 else 2 if inputs <= 32768 else 1
+        return cls(m, 32 if wide else 64, units, 8 if m > 32 else 4, stages)
 
     @classmethod
     def of_vector(cls, per_unit: int) -> Tile:

@@ -25,8 +25,9 @@ from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
 from compress.model.objective import objective_of
 from compress.model.open.files import fingerprint_of
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import dtype_to_compare, load
-from compress.model.open.opening import InMemory, OpenModel, folder_of
+from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.stored import weight_files
 from compress.model.open.supported import check_language_model
 from compress.model.open.vocabulary import first_difference
@@ -104,7 +105,7 @@ def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any
 
 def model_folder(source: str) -> Path:
     """The local folder of a model. Raises ModelError for a folder without a model."""
-    folder = Path(folder_of(source))
+    folder = checkpoint_of(source)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
     return folder

@@ -75,3 +75,7 @@ class TracedKernel(Kernel, Protocol):
     def handle(self, prepared: Any) -> int:
         """A number that stands for the result of `prepare` in this process, as long as it is in memory."""
         ...
+
+    def mode(self, rounding: RoundingLike | None) -> int:
+        """A number that stands for a rounding by the inputs alone."""
+        ...

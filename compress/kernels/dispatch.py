@@ -107,14 +107,14 @@ def linears(
     return kernel.products(x, parts, rounding, biases)
 
 
-def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, bool] | None:
+def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int] | None:
     """What `traced_linear` needs for a call that a kernel computes; None for other calls."""
     kernel: Any = kernel_for(part, x, rounding)
     if not hasattr(kernel, "handle") or (rounding is not None and not rounding.computes_like(rounding)):
         return None
-    return kernel.handle(part.prepared(kernel)), part.shape[0], rounding is not None
+    return kernel.handle(part.prepared(kernel)), part.shape[0], kernel.mode(rounding)
 
 
-def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
     """The product for torch.compile, as an operator with few arguments to check."""
-    return torch.ops.compress.packed_linear(x, bias, handle, rows, rounded)
+    return torch.ops.compress.packed_linear(x, bias, handle, rows, mode)

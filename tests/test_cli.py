@@ -475,3 +475,4 @@ def test_a_plan_imports_no_library_that_it_does_not_need(pico, tmp_path):
     code = f"import sys, compress.cli as c\ntry: c.main(['plan', {str(path)!r}])\nfinally: print(*{unneeded} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "", done.stdout + done.stderr
+    assert done.stderr == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import signal
 import sys
@@ -76,6 +77,13 @@ def without_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()  # later collections do not look through the imported modules
+        atexit.register(_collect_at_exit)
+
+
+def _collect_at_exit() -> None:
+    """The library of triton, which torch imports where it is installed, writes about every object that is left."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 TERMINATED = "terminated, as by a launcher of which another process ended; run the same command again to resume"

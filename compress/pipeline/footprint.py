@@ -25,6 +25,7 @@ from compress.model.structure.blocks import Block
 from compress.model.structure.ends import find_ends
 from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
+from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
 from compress.train.options import TrainingOptions
@@ -135,7 +136,7 @@ class Footprint:
     @property
     def texts(self) -> tuple[TextSource | str, ...]:
         """Texts to evaluate on."""
-        return () if self.recipe.eval is None else self.recipe.eval.perplexity
+        return texts_of(self.recipe.eval, self.opened.model)
 
     # Sweeps
 

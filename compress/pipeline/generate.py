@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.errors import ModelError
+from compress.model.kinds import described
 from compress.model.open.load import load
 from compress.model.open.opening import folder_of
 
@@ -20,7 +21,7 @@ def generate_text(source: str, prompt: str, tokens: int = 64, plain: bool = Fals
     """
     model, tokenizer = load(Path(folder_of(source)), dtype)
     if not model.can_generate():
-        raise ModelError(f"model: {source} predicts masked tokens and generates no text; measure it with compress eval")
+        raise ModelError(f"model: {described(model)} and generates no text; measure it with compress eval")
     if tokenizer is None:
         raise ModelError(f"model: {source} has no tokenizer; add its tokenizer files to the folder")
     if plain or tokenizer.chat_template is None:

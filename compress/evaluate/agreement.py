@@ -7,6 +7,7 @@ probabilities, scores by their order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -81,9 +82,14 @@ class Words:
         return f"{self.exact:.0%}" if self.share else f"{self.exact:g}"
 
     def shown(self, found: Measure) -> str:
-        """The value with its standard error."""
-        form = ".1%" if self.share else ".4f"
+        """The value with its standard error, which has two significant digits where it is small."""
+        form = ".1%" if self.share else f".{decimals(found.stderr)}f"
         return f"{found.value:{form}}" + ("" if found.stderr is None else f" ± {found.stderr:{form}}")
+
+
+def decimals(stderr: float | None) -> int:
+    """The decimals in which a standard error has two significant digits, from 4 to 7."""
+    return 4 if not stderr else min(max(1 - math.floor(math.log10(stderr)), 4), 7)
 
 
 WORDS = {

@@ -7,7 +7,17 @@ import torch
 from headless import headless
 
 from compress.errors import NumericError
-from compress.evaluate.agreement import WORDS, Agreement, answer, best_span, measures, overlap, pooled, similarities
+from compress.evaluate.agreement import (
+    WORDS,
+    Agreement,
+    Measure,
+    answer,
+    best_span,
+    measures,
+    overlap,
+    pooled,
+    similarities,
+)
 from compress.evaluate.base import EvaluationContext
 from compress.model.kinds import Compared
 from compress.numerics.statistics import ranks, spearman
@@ -102,6 +112,14 @@ def test_nan_is_an_error(ids):
 def test_a_language_model_is_not_measured_by_it(tiny, ids):
     context = EvaluationContext(run=None, texts={"a": ids(2, 8)})
     assert Agreement().measure(tiny("llama"), context) is None
+
+
+def test_a_small_error_has_two_digits():
+    shown = WORDS["cosine"].shown
+    assert shown(Measure(value=0.99983, stderr=0.0000123)) == "0.999830 ± 0.000012"
+    assert shown(Measure(value=0.98, stderr=0.01)) == "0.9800 ± 0.0100" and shown(Measure(value=1.0)) == "1.0000"
+    assert WORDS["same"].shown(Measure(value=0.984, stderr=0.0031)) == "98.4% ± 0.3%"
+    assert (WORDS["same"].perfect, WORDS["kl"].perfect) == ("100%", "0")
 
 
 def test_every_measure_has_words():

@@ -15,7 +15,8 @@ Pooling = Literal["mean", "first", "last"]
 """How the embedding of a text is made of the hidden states of its tokens: their mean, or that of one token."""
 
 MODULES = "modules.json"
-PLAIN = ("config_sentence_transformers.json", "sentence_bert_config.json")
+PLAIN = "*sentence*.json"
+"""Its other files; one has the name of an architecture in its name."""
 MODES: dict[str, Pooling] = {"pooling_mode_cls_token": "first", "pooling_mode_lasttoken": "last"}
 
 
@@ -27,7 +28,7 @@ def read_sentence_files(folder: Path) -> tuple[dict[str, str], list[str]]:
     if not (folder / MODULES).exists():
         return {}, []
     parts, found = _modules(folder), {MODULES: (folder / MODULES).read_text("utf-8")}
-    found |= {name: _text(folder / name, folder) for name in PLAIN if (folder / name).exists()}
+    found |= {path.name: _text(path, folder) for path in sorted(folder.glob(PLAIN))}
     for part in parts:
         if not part.is_dir():
             continue  # such as the folder of a normalization, which has no files

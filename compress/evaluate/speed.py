@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -25,8 +24,8 @@ from compress.kernels.cpu.library import instruction_set
 from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
-from compress.model.open.opening import folder_of
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server
 PROMPT, TOKENS, PREFILL = 16, 24, 512  # tokens of a prompt, decoded after it, and of the prompt whose time is measured
@@ -192,7 +191,7 @@ def bench(source: str, against: str | None = None, dtype: str = "auto", compiled
     loaded: dict[str, tuple[float, int]] = {}
     for name in dict.fromkeys(filter(None, (against, source))):
         begin, before = perf_counter(), psutil.Process().memory_info().rss
-        models[name], _ = load(Path(folder_of(name)), dtype, compile=compiled)
+        models[name], _ = load(checkpoint_of(name), dtype, compile=compiled)
         seconds = perf_counter() - begin
         check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)
@@ -211,7 +210,7 @@ class Speed(Evaluator):
             return None
         models = {"compressed": model}
         if context.base is not None:
-            base, _ = load(Path(folder_of(context.base)), device=context.run.device)
+            base, _ = load(checkpoint_of(context.base), device=context.run.device)
             models = {"base": base, **models}
         return measure(models, {}).model_dump(mode="json")
 

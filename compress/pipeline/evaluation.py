@@ -26,8 +26,9 @@ from compress.evaluate.windows import evaluation_ids
 from compress.model.kinds import Kind, described, is_headless, kind_of
 from compress.model.objective import objective_of
 from compress.model.open.files import fingerprint_of
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import dtype_to_compare, load
-from compress.model.open.opening import InMemory, OpenModel, folder_of
+from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.sentence import pooling_in, read_sentence_files
 from compress.model.open.stored import weight_files
 from compress.model.open.supported import check_supported
@@ -120,7 +121,7 @@ def alone(model: PreTrainedModel, source: str) -> ModelError:
 
 def model_folder(source: str) -> Path:
     """The local folder of a model. Raises ModelError for a folder without a model."""
-    folder = Path(folder_of(source))
+    folder = checkpoint_of(source)
     if not (folder / "config.json").is_file():
         raise ModelError(f"model: {source} holds no config.json; write the folder of a model, a hub id or a .gguf file")
     return folder

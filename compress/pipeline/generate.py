@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from compress.errors import ModelError
 from compress.model.kinds import described
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
-from compress.model.open.opening import folder_of
 
 
 def generate_text(source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto") -> str:
@@ -19,7 +18,7 @@ def generate_text(source: str, prompt: str, tokens: int = 64, plain: bool = Fals
 
     Raises ModelError for a model that generates no text or has no tokenizer, and for an empty prompt.
     """
-    model, tokenizer = load(Path(folder_of(source)), dtype)
+    model, tokenizer = load(checkpoint_of(source), dtype)
     if not model.can_generate():
         raise ModelError(f"model: {described(model)} and generates no text; measure it with compress eval")
     if tokenizer is None:

@@ -143,7 +143,7 @@ def plan(recipe: Recipe | str | Path, out: str | Path | None = None, time: bool 
     if out is not None:
         check_folder(Path(out))
     where = device if time else None
-    opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks)
+    opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
     planned = plan_of(recipe, opened)
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)

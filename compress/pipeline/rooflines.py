@@ -77,7 +77,7 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         planned = plan_on(subject, steps, form)
         stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if not p.scheme.plain}
     else:
-        opened = form = open_input(str(subject))
+        opened = form = open_input(str(subject), codes=True)
         stored = _stored(opened)
     check_length(text_config(opened.config), context)
     dtype = opened.dtype if device is None else opened.storage  # a program here computes in the dtype of `load`

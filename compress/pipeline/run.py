@@ -208,7 +208,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, proces
     """Open and check the model, targets, texts and output folder, before the run starts."""
     check_folder(out)
     stated, device = written(recipe), device_of(recipe.device)
-    opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks)
+    opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, not recipe.passes)
     for log in opened.notes:
         journal.add("note", "model", log)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end

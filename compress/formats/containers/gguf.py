@@ -26,6 +26,8 @@ from compress.formats.containers.files import atomic, file_sha256
 FILE = "model.gguf"
 """The file in the folder of a checkpoint."""
 INDEX = "compress.tensors"
+SIDECAR = "gguf_tensors.json"
+"""The file beside the file of another program, in place of `INDEX`, which llama.cpp copies when it quantizes a file."""
 BLOCKS = "_blocks"
 """The end of the name of a tensor whose blocks are read as bytes."""
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -150,19 +152,25 @@ class GGUFTensors:
 
     Codes are read as the bytes of their blocks; other tensors that were rounded are dequantized.
 
-    Raises ValueError for a file of another program, OSError or other errors of the gguf package for a damaged one.
+    Raises ValueError for a file of another program without `SIDECAR`, OSError or other errors of the gguf package for a
+    damaged one.
     """
 
     def __init__(self, path: Path) -> None:
         import gguf  # an optional dependency
 
         reader = gguf.GGUFReader(path)
-        field = reader.get_field(INDEX)
-        if field is None:
-            raise ValueError("it was not written by compress; give the file itself as the model")
-        index = json.loads(field.contents())
+        index = self._index(path, reader.get_field(INDEX))
         found = ((entry_of(index, tensor.name), tensor) for tensor in reader.tensors)
         self._tensors = {entry.name: (entry, tensor) for entry, tensor in found if entry is not None}
+
+    @staticmethod
+    def _index(path: Path, field: Any) -> Mapping[str, Any]:
+        if (path.parent / SIDECAR).exists():
+            return json.loads((path.parent / SIDECAR).read_text(encoding="utf-8"))
+        if field is None:
+            raise ValueError("it was not written by compress; give the file itself as the model")
+        return json.loads(field.contents())
 
     def keys(self) -> list[str]:
         """The names of all tensors."""

@@ -6,13 +6,13 @@ and takes half a minute. It therefore runs once, in a subprocess, whose memory t
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from compress.errors import ModelError
+from compress.formats.containers.files import file_sha256
 from compress.model.open.narrow import record_narrow
 
 CONVERTED = "compress/gguf-2"  # the number changes when the content of a folder does
@@ -24,16 +24,8 @@ def as_safetensors(path: Path) -> Path:
     Raises ModelError: no such file, not a GGUF file, an architecture that transformers cannot read from GGUF, or the
     `gguf` package is missing.
     """
-    if not path.is_file():
-        raise ModelError(f"model: no file {path}")
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
-        file.seek(0)
-        if file.read(4) != b"GGUF":
-            raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
-    from huggingface_hub.constants import HF_HOME  # the user's cache of models
-
-    folder = Path(HF_HOME) / CONVERTED / digest.hexdigest()[:32]
+    check_is_gguf(path)
+    folder = cached(path, CONVERTED)
     if not folder.exists():
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
@@ -49,6 +41,22 @@ def as_safetensors(path: Path) -> Path:
             )
         part.rename(folder)
     return folder
+
+
+def check_is_gguf(path: Path) -> None:
+    """Raise ModelError for a missing file and for one of another kind."""
+    if not path.is_file():
+        raise ModelError(f"model: no file {path}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
+
+
+def cached(path: Path, kind: str) -> Path:
+    """The folder of a file in the user's cache of models, by the digest of the file."""
+    from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
+
+    return Path(HF_HOME) / kind / file_sha256(path)[:32]
 
 
 def convert(path: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ from compress.model.open import opening as opening
 from compress.model.open.compiled import compile_generation
 from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage
 from compress.model.open.experts import open_experts
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.inference import allow_narrow_inputs, keeps_narrow, narrow_weights, put_narrow, share_inputs
 from compress.model.open.limits import limited_modules
 from compress.model.open.stored import stored_shapes, stored_tensors
@@ -43,7 +44,7 @@ def load(
     compile: bool = False,
     verify: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load (model, tokenizer) from a folder written by `compress run`, or from the folder of a dense model.
+    """Load (model, tokenizer) from a folder written by `compress run`, the folder of a dense model, or a .gguf file.
 
     Packed weights stay packed and memory-mapped. A layer that the CPU kernels cover multiplies its codes; any other
     dequantizes its weight in every forward pass. Save such a model with `compress.save`.
@@ -58,6 +59,8 @@ def load(
     Raises ModelError for a folder without a model, an unknown quantization method, files that are damaged or missing.
     """
     folder, device = Path(folder), torch.device(device)
+    if folder.suffix == ".gguf":
+        folder = checkpoint_of(str(folder))
     if not folder.is_dir():
         raise ModelError(f"model: no folder {folder}")
     if verify:

@@ -22,6 +22,7 @@ from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
 from compress.model.open.computation import widened
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import describe, fill, fill_caches, masked_in, weights_in_codes
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.narrow import narrow_dtype
@@ -113,15 +114,16 @@ def is_compressed(source: str) -> bool:
 
 def open_input(
     source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False,
-    masks: MaskPolicy = "keep",
+    masks: MaskPolicy = "keep", codes: bool = False,
 ) -> OpenModel:  # fmt: skip
     """Open a model as `open_model` does; it may also be a compressed checkpoint or the result of pruning.
 
     masks: 'keep': pruned weights stay zero; 'forget': the zeros of linears that are not quantized are ordinary weights.
+    codes: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
 
     Raises ModelError.
     """
-    folder = opening.folder_of(source)
+    folder = checkpoint_of(source) if codes else opening.folder_of(source)
     config = opening.read_config(folder, source, trust_remote_code)
     recorded = recorded_masks(folder) | masked_in(config)
     if any(getattr(config, key, None) is not None for key in STATED):

@@ -1,0 +1,124 @@
+"""Open a GGUF file of any program with its codes, as the checkpoint of the format `gguf` that it nearly is.
+
+The folder of the checkpoint is in the user's cache: the file itself (a hard link where the system allows it), its
+configuration and tokenizer as transformers reads them from its header, and the names of its tensors (`SIDECAR`). No
+weight is read. A file whose codes cannot stay codes is converted to dense weights instead (`model.open.gguf`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from compress.errors import ModelError
+from compress.formats.blocks import BLOCK_TYPES
+from compress.formats.containers.gguf import DENSE, FILE, SIDECAR, Entry, packed_index
+from compress.formats.gguf import GGUF, STORED
+from compress.formats.gguf_files.architecture import Architecture, architecture_of
+from compress.model.linear import linears, shape_of
+from compress.model.open.gguf import cached, check_is_gguf
+from compress.model.open.opening import UNREADABLE, empty_model, folder_of
+from compress.model.structure.ends import find_ends
+from compress.weights.layer import LayerScheme
+
+KEPT = "compress/gguf-codes-1"  # the number changes when the content of a folder does
+
+
+def checkpoint_of(source: str) -> Path:
+    """`folder_of`, but the layers of a .gguf file stay codes if all its tensors can be read so. Raises ModelError."""
+    if not source.endswith(".gguf"):
+        return folder_of(source)
+    path = Path(expanduser(source))
+    check_is_gguf(path)
+    folder = cached(path, KEPT)
+    if folder.exists():
+        return folder
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    _link(path, part / FILE)
+    try:
+        kept = _describe(part / FILE)
+    except (OSError, ImportError, RuntimeError, ModelError, *UNREADABLE):
+        kept = False  # the conversion tells what is wrong with the file
+    if not kept:
+        shutil.rmtree(part, ignore_errors=True)
+        return folder_of(source)
+    part.rename(folder)
+    return folder
+
+
+def _link(path: Path, to: Path) -> None:
+    try:
+        os.link(path, to)
+    except OSError:  # on another file system
+        shutil.copyfile(path, to)
+
+
+def _describe(path: Path) -> bool:
+    """Write the files beside a file; False if it has no codes, or some that cannot stay codes."""
+    from gguf import GGUFReader  # an optional dependency
+
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    architecture = architecture_of(config)
+    if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
+        return False
+    folder, config.dtype = path.parent, torch.float32
+    config.save_pretrained(folder)
+    model = empty_model(folder, config, torch.float32, False)
+    names = dict(_names(model, architecture))
+    if not set(names.values()) <= set(types):
+        return False
+    schemes = dict(_schemes(model, names, types))
+    entries = {}
+    for full, name in names.items():
+        layer = full.removesuffix(".weight")
+        heads = architecture.rotated_heads(full, config)
+        shift = architecture.shift(full, model.state_dict()[full].ndim)
+        entries[name] = Entry(f"{layer}.{STORED}" if layer in schemes else full, heads, shift)
+    quantization = GGUF().config(schemes, [], "")
+    if quantization is None:
+        return False
+    (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
+    config.quantization_config = quantization
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+    return True
+
+
+def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """The name in the file of each tensor of the model; of tied tensors, once."""
+    import gguf  # an optional dependency
+
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(kinds[architecture.name], model.config.num_hidden_layers)
+    tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
+    for full in model.state_dict():
+        module, _, leaf = full.rpartition(".")
+        known = table.get_name(f"{tied.get(module) or module}.{leaf}", (".weight", ".bias"))
+        if known is None:
+            raise ValueError(f"the gguf package has no name for {full}")
+        yield full, known
+
+
+def _schemes(
+    model: PreTrainedModel, names: Mapping[str, str], types: Mapping[str, str]
+) -> Iterator[tuple[str, LayerScheme]]:
+    """The scheme of each linear and each end whose weight has blocks."""
+    ends = {end.name: end for end in find_ends(model)}
+    shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
+    shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
+    for name, shape in shapes.items():
+        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]])
+        if block is not None:
+            yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

@@ -34,7 +34,7 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
         yield
 
 
-def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, batch * cells]:
+def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "*batch cells"]:
     """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
     with torch.no_grad():
         found = answer_of(model(input_ids=ids.to(next(model.parameters()).device), **without_cache(model)))

@@ -123,7 +123,7 @@ class ModelShell:
             )
         return Captured(seen[0][0], [call for _, call in seen])
 
-    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, batch * cells]:
+    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "*batch cells"]:
         """The model's answer (`answer_of`) for the last block's output hidden states on these ids, such as its logits.
 
         Raises ModelError for an output without an answer for every token, or for every sequence where the kind has one.

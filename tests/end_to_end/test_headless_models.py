@@ -378,7 +378,8 @@ def test_modules_with_weights_are_told(asked, folder, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("{}", "it holds no list of objects"), ('[{"path": ".."}]', "outside of the folder"), ('[{"path": 3}]', "each of"),
-     ('[{"path": "a/b"}]', "each of"), ("[", "not a valid JSON file")],
+     ('[{"path": "a/b"}]', "each of"), ("[", "not a valid JSON file"),
+     ("3", "it holds no list of objects"), ("[" * 70 + "]" * 70, "nested in more than 64 levels")],
 )  # fmt: skip
 def test_modules_that_are_none(asked, folder, tmp_path, text, reason):
     model = with_modules(folder("encoder"), tmp_path / "model")

@@ -77,7 +77,8 @@ def _read(path: Path) -> Any:
         raise ValueError(f"it is not a valid JSON file: {error}") from error
     except RecursionError as error:
         raise ValueError(f"its values are nested in more than {DEEPEST_JSON} levels") from error
-    _check_depth(value)
+    if isinstance(value, (dict, list)):
+        _check_depth(value)
     return value
 
 

@@ -286,6 +286,7 @@ def test_generate_answers(pico, tiny_folder):
     assert done.exit_code == 0 and done.stdout.strip()
     assert done.stdout == call("generate", pico, "The with statement is used to", "--tokens", 8, "--plain").stdout
     fails(call("generate", pico, ""), 2, "prompt: is empty")
+    fails(call("generate", pico, "x", "--activations", "int8"), 2, "the model has no layers of integer codes")
     fails(call("generate", tiny_folder("llama"), "x"), 2, "has no tokenizer; add its tokenizer files")
     fails(call("generate", tiny_folder("bert"), "x"), 2, "predicts masked tokens and generates no text")
 

@@ -148,11 +148,12 @@ def plan(
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Most tokens to generate.")
 @click.option("--plain", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
-def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str) -> None:
+@click.option("--activations", type=click.Choice(["int8"]), help="Round the inputs of layers of integer codes: faster.")
+def generate(model: str, prompt: str, tokens: int, plain: bool, dtype: str, activations: str | None) -> None:
     """Print the answer of MODEL, a compressed checkpoint or any other model, to PROMPT (greedy decoding)."""
     from compress.pipeline.generate import generate_text
 
-    click.echo(generate_text(model, prompt, tokens, plain, dtype))
+    click.echo(generate_text(model, prompt, tokens, plain, dtype, activations))
 
 
 def _read(recipe: Path, model: str | None, options: dict[str, Any]) -> Recipe:

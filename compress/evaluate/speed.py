@@ -182,16 +182,20 @@ def decode_seconds(model: PreTrainedModel, batch: int) -> float:
     return statistics.median(generate(model, batch, PROMPT, TOKENS)[WARM_UP:])
 
 
-def bench(source: str, against: str | None = None, dtype: str = "auto", compiled: bool = False) -> SpeedResult:
+def bench(
+    source: str, against: str | None = None, dtype: str = "auto", compiled: bool = False, activations: str | None = None
+) -> SpeedResult:
     """Load models, by checkpoint folder, hub id or .gguf file, and measure them in turns. The base is named first.
 
-    Raises ModelError.
+    activations: as in `load`, for `source` alone. Raises ModelError.
     """
     models: dict[str, PreTrainedModel] = {}
     loaded: dict[str, tuple[float, int]] = {}
     for name in dict.fromkeys(filter(None, (against, source))):
         begin, before = perf_counter(), psutil.Process().memory_info().rss
-        models[name], _ = load(checkpoint_of(name), dtype, compile=compiled)
+        models[name], _ = load(
+            checkpoint_of(name), dtype, compile=compiled, activations=activations if name == source else None
+        )
         seconds = perf_counter() - begin
         check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)

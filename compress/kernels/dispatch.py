@@ -86,6 +86,10 @@ class TracedKernel(Kernel, Protocol):
         """A number that stands for the result of `prepare` in this process, as long as it is in memory."""
         ...
 
+    def mode(self, rounding: RoundingLike | None) -> int:
+        """A number that stands for a rounding by the inputs alone."""
+        ...
+
 
 def find_kernels() -> list[Kernel]:
     """Import the kernels of this folder, in the order of their file names."""
@@ -172,14 +176,14 @@ def linears(
     return kernel.products(x, parts, rounding, biases)
 
 
-def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, bool] | None:
+def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int] | None:
     """What `traced_linear` needs for a call that a kernel computes; None for other calls."""
     kernel: Any = kernel_for(part, x, rounding)
     if not hasattr(kernel, "handle") or (rounding is not None and not rounding.computes_like(rounding)):
         return None
-    return kernel.handle(part.prepared(kernel)), part.shape[0], rounding is not None
+    return kernel.handle(part.prepared(kernel)), part.shape[0], kernel.mode(rounding)
 
 
-def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
     """The product for torch.compile, as an operator with few arguments to check."""
-    return torch.ops.compress.packed_linear(x, bias, handle, rows, rounded)
+    return torch.ops.compress.packed_linear(x, bias, handle, rows, mode)

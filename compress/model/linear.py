@@ -55,7 +55,7 @@ class CompressedLinear(nn.Module):
     transforms: nn.ModuleList
     mask_words: Tensor | None
     shared_input: SharedInput | None = None
-    traced: tuple[int, int, bool] | None = None
+    traced: tuple[int, int, int] | None = None
 
     def __init__(self, weight: Weight, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()

@@ -10,15 +10,17 @@ from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
 
 
-def generate_text(source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto") -> str:
+def generate_text(
+    source: str, prompt: str, tokens: int = 64, plain: bool = False, dtype: str = "auto", activations: str | None = None
+) -> str:
     """The greedy answer of a model to a prompt, at most `tokens` tokens.
 
     source: a compressed checkpoint, another local folder, a hub id or a .gguf file. plain: continue the prompt as it
-    is; otherwise the prompt is put into the chat template of the tokenizer, if there is one.
+    is; otherwise the prompt is put into the chat template of the tokenizer, if there is one. activations: as in `load`.
 
     Raises ModelError for a model that generates no text or has no tokenizer, and for an empty prompt.
     """
-    model, tokenizer = load(checkpoint_of(source), dtype)
+    model, tokenizer = load(checkpoint_of(source), dtype, activations=activations)
     if not model.can_generate():
         raise ModelError(f"model: {described(model)} and generates no text; measure it with compress eval")
     if tokenizer is None:

@@ -2,16 +2,19 @@
 
     python tests/benchmarks/peer_llamacpp.py quantize SOURCE.gguf OUT.gguf TYPE [IMPORTANCE.npz]
     python tests/benchmarks/peer_llamacpp.py losses MODEL.gguf IDS.npy OUT.npy
+    python tests/benchmarks/peer_llamacpp.py speed MODEL.gguf THREADS
 
 `quantize` calls llama_model_quantize; IMPORTANCE holds the mean squared inputs of each matrix by its name in the file,
 which is what llama.cpp's own imatrix tool collects. `losses` writes the mean next-token loss of each window of IDS,
-computed by llama.cpp's own forward pass.
+computed by llama.cpp's own forward pass. `speed` answers runtimes.py, as peer_transformers.py does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from statistics import median
+from time import perf_counter
 
 try:
     import llama_cpp
@@ -21,6 +24,8 @@ except ImportError:
 
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17,
          "Q6_K": 18}  # fmt: skip
+
+PROMPT, TOKENS, PREFILL, WARM_UP = 16, 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
 
 
 def quantize(source: str, out: str, kind: str, importance: str | None = None) -> None:
@@ -62,6 +67,30 @@ def losses(path: str, ids_path: str, out: str) -> None:
     np.save(out, np.array(found))
 
 
+def speed(path: str, threads: str) -> None:
+    """Print tokens per second for each line "decode" or "prefill" of the standard input."""
+    model = llama_cpp.Llama(
+        path, n_ctx=PREFILL + 8, n_batch=PREFILL, verbose=False, n_threads=int(threads), n_threads_batch=int(threads)
+    )
+    print("> ready", flush=True)
+    ids = np.random.default_rng(0).integers(model.n_vocab(), size=PREFILL).tolist()
+    for line in sys.stdin:
+        model.reset()
+        if line.strip() == "decode":
+            model.eval(ids[:PROMPT])
+            times = []
+            for _ in range(TOKENS):
+                begin = perf_counter()
+                model.eval([model.sample(temp=0.0)])
+                times.append(perf_counter() - begin)
+            rate = 1 / median(times[WARM_UP:])
+        else:
+            begin = perf_counter()
+            model.eval(ids)
+            rate = PREFILL / (perf_counter() - begin)
+        print(f"> {rate}", flush=True)
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    {"quantize": quantize, "losses": losses}[command](*arguments)
+    {"quantize": quantize, "losses": losses, "speed": speed}[command](*arguments)

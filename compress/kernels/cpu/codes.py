@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.library import Weight, available, library
+from compress.kernels.cpu.pages import PAGES
 from compress.kernels.dispatch import Part, RoundingLike
 
 LANES, UNIT, HALF = 16, 32, 16  # rows of a tile, columns of a unit, and the piece of which groups are whole multiples
@@ -21,7 +22,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 CODECS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # by bits; codes of 5 to 7 bits take a byte
 FLOATS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 LONGEST_GROUP = 16384  # columns that are summed in int32: 255 * 128 * 16384 < 2^31
-TO_INT8, TO_BF16 = 1, 2  # compress_rounding of compress_cpu.h
+AS_THEY_ARE, TO_INT8, TO_BF16, TO_INT8_GROUPS = 0, 1, 2, 3  # compress_rounding of compress_cpu.h
 OUT_OF_MEMORY = -2
 
 
@@ -113,6 +114,9 @@ class PackedKernel:
     def handle(self, prepared: PackedCodes) -> int:
         return handle_of(prepared)
 
+    def mode(self, rounding: RoundingLike | None) -> int:
+        return _mode(rounding)
+
 
 class CodesKernel(PackedKernel):
     """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""
@@ -132,13 +136,13 @@ class CodesKernel(PackedKernel):
         if rounding is None:
             return linear(x, prepared, bias)
         known: Any = rounding
-        return linear(x, prepared, bias, True, known.scale, known.threshold, known.columns)
+        return linear(x, prepared, bias, _mode(rounding), known.scale, known.threshold, known.columns)
 
     def products(
         self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
     ) -> list[Tensor]:
         biases = [b if b is None or b.dtype == x.dtype else b.to(x.dtype) for b in biases]
-        return products(x, [part.prepared(self) for part in parts], biases, rounding is not None)
+        return products(x, [part.prepared(self) for part in parts], biases, _mode(rounding))
 
 
 def _packs(part: Any) -> bool:
@@ -155,11 +159,31 @@ def _packs(part: Any) -> bool:
 
 
 def _rounds(part: Any, rounding: Any) -> bool:
-    """Whether inputs are rounded to int8 with a zero point of zero, for integer codes."""
+    """Whether inputs are rounded to int8 with a zero point of zero, for integer codes; if in groups, in theirs."""
     scheme = rounding.scheme
-    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.scale == "group" or scheme.clip != 1:
+    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.clip != 1:
         return False
-    return hasattr(part.scheme.grids[0], "lowest")
+    if scheme.scale == "group" and (part.kind != "codes" or input_group(part) != scheme.group):
+        return False
+    return takes_integers(part.scheme)
+
+
+def takes_integers(scheme: Any) -> bool:
+    """Whether the weights of a part or a layer are integers, with or without an offset."""
+    return bool(scheme.grids) and all(hasattr(grid, "lowest") or grid.offset for grid in scheme.grids)
+
+
+def input_group(part: Any) -> int | None:
+    """The groups of columns that inputs are rounded in for a weight of codes: its own; None: whole rows."""
+    size, width = part.scheme.group_size, part.shape[1]
+    return size if isinstance(size, int) and not (size % HALF or width % size or part.scheme.indexed) else None
+
+
+def _mode(rounding: Any) -> int:
+    """What the kernel rounds inputs to."""
+    if rounding is None:
+        return AS_THEY_ARE
+    return TO_INT8_GROUPS if rounding.scheme.scale == "group" else TO_INT8
 
 
 def pack(part: Any) -> PackedCodes:
@@ -179,8 +203,7 @@ def pack(part: Any) -> PackedCodes:
     if not integers and not grid.offset and grid.bits <= 4:
         table = _values(grid)
     tiles = -(-rows // LANES)
-    words = torch.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)
-    native.compress_advise(words.data_ptr(), words.numel() * 4)
+    words = PAGES.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)
     point = float(-grid.lowest) if integers else 0.0
     scale = _tiled(scale, rows, groups)
     sizes = codec, rows, width, group
@@ -245,14 +268,14 @@ def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
     found = torch.zeros(-(-rows // LANES) * LANES, groups)
     source = torch.arange(groups).clamp(max=values.shape[1] - 1)
     found[:rows] = values.float().expand(rows, -1)[:, source]
-    return found.view(-1, LANES, groups).mT.contiguous()
+    return PAGES.empty(len(found) // LANES, groups, LANES, dtype=torch.float32).copy_(found.view(-1, LANES, groups).mT)
 
 
 def product(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, rounded: bool = False, scale: Tensor | None = None,
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: int = AS_THEY_ARE, scale: Tensor | None = None,
     threshold: float | None = None, columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x W^T + bias. rounded: x is rounded to int8 first.
+    """x W^T + bias. mode: what x is rounded to first.
 
     scale: static scale of x, or None. threshold, columns: columns of x with such a magnitude, and these columns (bool
     [in]), are multiplied as floats (LLM.int8, Dettmers 2022, section 3.2).
@@ -271,7 +294,7 @@ def product(
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
     narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
-    mode = TO_INT8 if rounded else TO_BF16 if narrow else 0
+    mode = mode or (TO_BF16 if narrow else AS_THEY_ARE)
     failed = native.compress_product(
         packed.address, inside.data_ptr(), y.data_ptr(), _pointer(bias), _pointer(static), x.numel() // packed.width,
         packed.width if inside is x else inside.stride(0), TYPES[x.dtype], mode, torch.get_num_threads(),
@@ -284,7 +307,7 @@ def product(
     return y
 
 
-def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], rounded: bool) -> list[Tensor]:
+def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], mode: int) -> list[Tensor]:
     """x W^T + bias for some weights, prepared once. x: contiguous. Biases: in its dtype."""
     native = library()
     assert native is not None
@@ -294,7 +317,7 @@ def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor 
     failed = native.compress_products(
         len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
         many(*map(_pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
-        TO_INT8 if rounded else TO_BF16 if narrow else 0, torch.get_num_threads(),
+        mode or (TO_BF16 if narrow else AS_THEY_ARE), torch.get_num_threads(),
     )  # fmt: skip
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
@@ -314,17 +337,17 @@ def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Ten
 
 _LIBRARY = torch.library.Library("compress", "DEF")
 _LIBRARY.define(
-    "codes_linear(Tensor x, Tensor? bias, bool rounded, Tensor? input_scale, float? threshold, Tensor? columns, "
+    "codes_linear(Tensor x, Tensor? bias, int mode, Tensor? input_scale, float? threshold, Tensor? columns, "
     "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, Tensor? masks, Tensor? offsets, "
     "float zero_point, int codec, int rows, int width, int group, bool narrow) -> Tensor"
 )
 
 
 def _codes_linear(
-    x: Tensor, bias: Tensor | None, rounded: bool, input_scale: Tensor | None, threshold: float | None,
+    x: Tensor, bias: Tensor | None, mode: int, input_scale: Tensor | None, threshold: float | None,
     columns: Tensor | None, *weight: Any,
 ) -> Tensor:  # fmt: skip
-    return product(x, PackedCodes(*weight), bias, rounded, input_scale, threshold, columns)
+    return product(x, PackedCodes(*weight), bias, mode, input_scale, threshold, columns)
 
 
 def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
@@ -336,7 +359,7 @@ _LIBRARY.impl("codes_linear", _codes_linear, "CPU")
 torch.library.register_fake("compress::codes_linear", _shape_of_codes_linear, lib=_LIBRARY)
 
 # The same for a weight that a number stands for: torch.compile has one number to check per layer, not all its tensors.
-_LIBRARY.define("packed_linear(Tensor x, Tensor? bias, int handle, int rows, bool rounded) -> Tensor")
+_LIBRARY.define("packed_linear(Tensor x, Tensor? bias, int handle, int rows, int mode) -> Tensor")
 _PACKED: weakref.WeakValueDictionary[int, PackedCodes] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -348,11 +371,11 @@ def handle_of(packed: PackedCodes) -> int:
     return handle
 
 
-def _packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
-    return product(x, _PACKED[handle], bias, rounded)
+def _packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
+    return product(x, _PACKED[handle], bias, mode)
 
 
-def _shape_of_packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: bool) -> Tensor:
+def _shape_of_packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -361,11 +384,11 @@ torch.library.register_fake("compress::packed_linear", _shape_of_packed_linear, 
 
 
 def linear(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, rounded: bool = False, scale: Tensor | None = None,
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: int = AS_THEY_ARE, scale: Tensor | None = None,
     threshold: float | None = None, columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`product`, as the operator where torch traces."""
-    inputs = rounded, scale, threshold, columns
+    inputs = mode, scale, threshold, columns
     if torch.compiler.is_compiling():
         return torch.ops.compress.codes_linear(x, bias, *inputs, *packed.tensors, *packed.numbers)
     return product(x, packed, bias, *inputs)

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.errors import ModelError
+from compress.kernels.cpu.codes import input_group, takes_integers
 from compress.kernels.cpu.library import available, library
 from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.linear import LINEARS, CompressedLinear, linears, replace_linear
 from compress.model.shared_input import SharedInput
 from compress.model.structure.ends import find_ends, replace_end
+from compress.numerics.quant.grids import GRIDS
+from compress.weights.transforms.rounding import InputRounding
 
+ACTIVATIONS = ("int8",)
+"""The grids that `load` can round inputs to."""
 LARGE = 4 << 20
 """The size in bytes from which a weight is copied to large pages."""
 
@@ -59,6 +65,22 @@ def allow_narrow_inputs(model: PreTrainedModel) -> None:
         if isinstance(module, CompressedLinear | CompressedEmbedding):
             for part in layer_of(module).all_parts:
                 part.narrow_inputs = True
+
+
+def round_activations(model: PreTrainedModel, name: str) -> None:
+    """Round the inputs of layers of integer codes whose checkpoint does not say so, in groups where a kernel can.
+
+    Raises ModelError for other values than those of `ACTIVATIONS`, and for a model without such layers.
+    """
+    if name not in ACTIVATIONS:
+        raise ModelError(f"activations: {name!r} is not known; use {', '.join(ACTIVATIONS)}")
+    known = [m for m in model.modules() if isinstance(m, CompressedLinear) and takes_integers(m.scheme)]
+    if not known:
+        raise ModelError("activations: the model has no layers of integer codes; leave activations out")
+    for layer in known:
+        if layer.rounding is None:
+            group = None if layer.scheme.codes is None else input_group(layer.all_parts[0])
+            layer.round_inputs(InputRounding.of(GRIDS[name], group=group))
 
 
 def share_inputs(model: nn.Module) -> None:

@@ -23,7 +23,14 @@ from compress.model.open.compiled import compile_generation
 from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage
 from compress.model.open.experts import open_experts
 from compress.model.open.gguf_codes import checkpoint_of
-from compress.model.open.inference import allow_narrow_inputs, keeps_narrow, narrow_weights, put_narrow, share_inputs
+from compress.model.open.inference import (
+    allow_narrow_inputs,
+    keeps_narrow,
+    narrow_weights,
+    put_narrow,
+    round_activations,
+    share_inputs,
+)
 from compress.model.open.limits import limited_modules
 from compress.model.open.stored import stored_shapes, stored_tensors
 from compress.model.open.untrusted import check_folder
@@ -43,6 +50,7 @@ def load(
     trust_remote_code: bool = False,
     compile: bool = False,
     verify: bool = False,
+    activations: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer) from a folder written by `compress run`, the folder of a dense model, or a .gguf file.
 
@@ -53,10 +61,15 @@ def load(
     bfloat16 model, 'auto' has float32 activations; weights stay as they are stored, and products may round their inputs
     to bfloat16.
 
+    activations: 'int8' rounds the inputs of layers of integer codes to int8 when they run, with a scale per token and
+    group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp and ONNX
+    Runtime do. None: as the checkpoint states.
+
     compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`). verify:
     first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
 
-    Raises ModelError for a folder without a model, an unknown quantization method, files that are damaged or missing.
+    Raises ModelError for other activations, a folder without a model, an unknown quantization method, and files that
+    are damaged or missing.
     """
     folder, device = Path(folder), torch.device(device)
     if folder.suffix == ".gguf":
@@ -86,6 +99,8 @@ def load(
     if found.widened_from is not None:
         allow_narrow_inputs(model)
         remember_storage(model, found.widened_from)
+    if activations is not None:
+        round_activations(model, activations)
     share_inputs(model)
     guard_saving(model)
     if compile:

@@ -105,7 +105,7 @@ class InputRounding(InputTransform):
 
     def computes_like(self, other: InputRounding) -> bool:
         """Whether both round every input to the same numbers, by the input alone."""
-        return self.scheme == other.scheme and self.scheme.scale == "token" and not self.scheme.outliers
+        return self.scheme == other.scheme and self.scheme.scale != "static" and not self.scheme.outliers
 
     def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
         columns = None if self.columns is None else self.columns[order]

@@ -22,7 +22,9 @@ extern "C" {
 enum compress_type { COMPRESS_F32 = 0, COMPRESS_BF16 = 1 };
 
 // What inputs are rounded to. To bfloat16: only a permission, which processors without such products do not use.
-enum compress_rounding { COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INT8 = 1, COMPRESS_TO_BF16 = 2 };
+enum compress_rounding {
+    COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INT8 = 1, COMPRESS_TO_BF16 = 2, COMPRESS_TO_INT8_GROUPS = 3
+};
 
 // What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
 // Or kept weights alone, in floats: `words` holds them tile by tile, column by column, row by row; `masks` tells the rows.
@@ -48,7 +50,8 @@ struct compress_weight {
 
 // One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.
 // COMPRESS_TO_INT8: q = clamp(round(x / s), -128, 127), with the scale s of each row (*static_scale, or,
-// if that is NULL, max |x| / 127.5 of the row).
+// if that is NULL, max |x| / 127.5 of the row). COMPRESS_TO_INT8_GROUPS: the same with a scale of each row and group of the
+// weight.
 struct compress_call {
     const struct compress_weight *weight;
     const void *x;

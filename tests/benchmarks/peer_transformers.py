@@ -1,0 +1,85 @@
+"""A model for runtimes.py, generated from by transformers; it may run in a virtual environment of its own.
+
+    python tests/benchmarks/peer_transformers.py dense|compiled|torchao|load[-int8][-compiled] SOURCE DTYPE
+
+Prints "> ready" when the model is loaded, and then, for each line "decode" or "prefill" of the standard input, "> " and
+tokens per second. `dense` and `compiled`: by transformers alone, DTYPE is that of
+the weights; `torchao`: DTYPE is int8
+or int4, bfloat16 otherwise; `load`: by compress.load.
+"""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from time import perf_counter
+
+sys.path.pop(0)  # transformers would take kernels.py in this folder for a package
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+PROMPT, TOKENS, PREFILL, WARM_UP = 16, 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
+
+
+class Clock(StoppingCriteria):
+    """Records when each token is ready; it stops nothing."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times.append(perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def seconds(model: PreTrainedModel, prompt: int, tokens: int) -> list[float]:
+    """The seconds of each token; the first includes the prompt."""
+    ids = torch.randint(model.config.get_text_config().vocab_size, (1, prompt), generator=torch.manual_seed(0))
+    clock = Clock()
+    begin = perf_counter()
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([clock]),
+    )  # fmt: skip
+    return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
+
+
+def loaded(kind: str, source: str, dtype: str) -> PreTrainedModel:
+    """The model."""
+    if kind.startswith("load"):
+        import compress
+
+        options = {"compile": "compiled" in kind, "activations": "int8" if "int8" in kind else None}
+        return compress.load(source, dtype, **options)[0]
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=getattr(torch, "bfloat16" if kind == "torchao" else dtype)
+    )
+    if kind == "torchao":
+        from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        # the only 4-bit tensors of torchao 0.18 that run on a CPU
+        quantize_(model, Int8WeightOnlyConfig() if dtype == "int8" else PrototypeInt4WeightOnlyConfig(group_size=32))
+    if kind == "compiled":
+        from compress.model.open.compiled import compile_generation
+
+        compile_generation(model)
+    return model
+
+
+@torch.no_grad()
+def main() -> None:
+    model = loaded(*sys.argv[1:4])
+    print("> ready", flush=True)
+    for line in sys.stdin:
+        if line.strip() == "decode":
+            rate = 1 / median(seconds(model, PROMPT, TOKENS)[WARM_UP:])
+        else:
+            rate = PREFILL / seconds(model, PREFILL, 1)[0]
+        print(f"> {rate}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Products of codes, and how near a kernel must be to them, for tests."""
+
+from dataclasses import replace
+
+import torch
+
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.weights.codes import CodesPart
+
+INT8 = GRIDS["int8"]
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}  # relative to the largest output; bfloat16 has 8 bits
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near(found, wanted, dtype, terms=1e-6):
+    """Equal up to rounding. terms: a size of the terms of the sums, for outputs that may all be near zero."""
+    assert found.dtype == dtype and found.shape == wanted.shape
+    largest = float(wanted.float().abs().max()) if wanted.numel() else 0.0
+    return float((found.float() - wanted.float()).abs().max() if wanted.numel() else 0) <= NEAR[dtype] * max(
+        largest, terms
+    )
+
+
+def size_of_terms(part, x):
+    """The root of the sum of the squares of the terms of the largest output."""
+    return float((x.float().square() @ part.dense(torch.float32).square().T).sqrt().max()) if x.numel() else 0.0
+
+
+def part_of(rows, width, bits, group, symmetric, indexed=False, dtype=torch.float32, seed=0):
+    codes = quantize(random(rows, width, seed=seed), GRIDS[f"int{bits}"], group, symmetric, dtype=dtype)
+    part = CodesPart.of(codes)
+    if not indexed:
+        return part
+    groups = codes.scale.shape[1]
+    index = torch.randint(groups, (width,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    return CodesPart.of(replace(codes, group_index=index))
+
+
+def exact(part, x, rounding, bias):
+    """The product in float64, of the weights and inputs that the reference uses."""
+    x = x if rounding is None else rounding(x)
+    y = x.double() @ part.dense(torch.float32).double().T
+    return (y if bias is None else y + bias.double()).to(x.dtype)

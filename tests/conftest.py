@@ -1,16 +1,22 @@
 """What all tests share: the pico model, token ids for it, and tiny random models of several families."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():  # Triton's interpreter runs GPU kernels; triton, which others import, reads this once
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import gc
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from transformers import (
     AutoModelForCausalLM,
@@ -116,6 +122,11 @@ def pytest_collection_finish():
     """What was imported stays: no collection of garbage looks through it again, of which every run makes two."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure():
+    """At the end, it is collected: the library of triton writes about every object that is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -80,7 +80,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 ENVIRONMENT = {
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
-    "compress.kernels.cpu.library": "COMPRESS_KERNELS forces an instruction set, for tests and comparisons",
+    "compress.kernels.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
 }
 BROAD = {
     "compress.api.processes:together": "tells the other processes of any error, and raises it on",
@@ -109,7 +109,7 @@ ORDINARY = {
 """Model types that are also words one needs."""
 
 FOREIGN = {
-    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_get_default_store", "_is_view", "_name_or_path", "_parameters",
+    "_buffers", "_forward_hooks", "_forward_pre_hooks", "_get_default_store", "_int_mm", "_is_view", "_name_or_path", "_parameters",
     "_protected_args", "_repr_svg_", "_shared_state",
 }  # fmt: skip
 """Private names of torch, transformers, accelerate, click and Jupyter, for which they have no public ones."""

@@ -10,91 +10,22 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compress import kernels
+from compress.kernels.contract import Kernel, Part, RoundingLike
 
-
-class RoundingLike(Protocol):
-    """The rounding of inputs (`weights.transforms.rounding`)."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The rounded inputs, dequantized, in the dtype of x."""
-        ...
-
-
-class Part(Protocol):
-    """The interface of a part of a weight (`weights.base.WeightPart`) that kernels use."""
-
-    kind: ClassVar[str]
-    scheme: Any
-    shape: tuple[int, int]
-    narrow_inputs: bool
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
-        ...
-
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x W^T + bias in plain torch."""
-        ...
-
-    def prepared(self, kernel: Kernel) -> Any:
-        """The cached result of `kernel.prepare`."""
-        ...
-
-    def is_prepared(self, kernel: Kernel) -> bool:
-        """Whether the result of `kernel.prepare` is cached."""
-        ...
-
-
-class Kernel(Protocol):
-    """A faster way to compute x W^T + bias for some kinds of parts."""
-
-    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        """Whether this kernel can compute this call (kind, device, dtype, bits, group size, rounding)."""
-        ...
-
-    def prepare(self, part: Part) -> Any:
-        """Convert the weights to the layout of the kernel; called once per part."""
-        ...
-
-    def product(
-        self, x: Tensor, part: Part, prepared: Any, rounding: RoundingLike | None, bias: Tensor | None
-    ) -> Tensor:  # fmt: skip
-        """rounding(x) W^T + bias, equal to the reference up to float rounding."""
-        ...
-
-
-class JointKernel(Kernel, Protocol):
-    """A kernel that also computes several products with the same inputs in one call."""
-
-    def products(
-        self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
-    ) -> list[Tensor]:  # fmt: skip
-        """`product` for each part; x is contiguous."""
-        ...
-
-
-class TracedKernel(Kernel, Protocol):
-    """A kernel whose products torch.compile calls as an operator, by a number for the weight."""
-
-    def handle(self, prepared: Any) -> int:
-        """A number that stands for the result of `prepare` in this process, as long as it is in memory."""
-        ...
-
-    def mode(self, rounding: RoundingLike | None) -> int:
-        """A number that stands for a rounding by the inputs alone."""
-        ...
+SHARED = ("choice", "contract", "dispatch", "reference")
+"""Files of this folder that are no kernels. Kernels import none of them but `choice` and `contract`."""
 
 
 def find_kernels() -> list[Kernel]:
     """Import the kernels of this folder, in the order of their file names."""
     modules = [importlib.import_module(f"{kernels.__name__}.{f.name}") for f in pkgutil.iter_modules(kernels.__path__)
-               if f.name not in ("dispatch", "reference")]  # fmt: skip
+               if f.name not in SHARED]  # fmt: skip
     return [module.KERNEL for module in modules]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compress.kernels.dispatch import Part, RoundingLike
+from compress.kernels.contract import Part, RoundingLike
 
 
 def linear(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:

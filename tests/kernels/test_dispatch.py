@@ -1,11 +1,18 @@
 """Dispatch: the first registered kernel that supports a call computes it; the reference computes the rest."""
 
 import copy
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from compress import kernels
 from compress.kernels import dispatch, reference
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
@@ -130,3 +137,31 @@ def test_parts_that_no_kernel_takes_are_computed_by_the_reference_on_rounded_inp
     weight = sum(part.dense(torch.float32) for part in parts)
     torch.testing.assert_close(found, rounding(x) @ weight.T + bias, rtol=1e-5, atol=1e-4)
     assert len(kernel.calls) == 1 and kernel.calls[0][0] is x
+
+
+FIRST = """
+import importlib, os, sys, traceback, jaxtyping, pydantic, torch, torch._dynamo
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            print(name, traceback.format_exc(), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_every_module_may_be_imported_first():
+    """No two modules wait for each other: each is imported in a process in which none of the package was."""
+    found = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    modules = [name for name in found if not name.endswith("._native")]
+    if importlib.util.find_spec("triton") is None:
+        modules.remove("compress.kernels.triton.programs")
+    assert {"compress.kernels.cpu.library", "compress.kernels.triton.codes"} <= set(modules)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", FIRST, *modules], env=os.environ | {"PYTHONPATH": path},
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stderr == ""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.library import Weight, available, library
 from compress.kernels.cpu.pages import PAGES
-from compress.kernels.dispatch import Part, RoundingLike
 
 LANES, UNIT, HALF = 16, 32, 16  # rows of a tile, columns of a unit, and the piece of which groups are whole multiples
 TYPES = {torch.float32: 0, torch.bfloat16: 1}

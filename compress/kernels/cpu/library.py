@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
 import torch
 
 from compress.errors import RecipeError
+from compress.kernels.choice import VARIABLE, chosen
 
 NATIVE = "compress.kernels.cpu._native"
-VARIABLE = "COMPRESS_KERNELS"
-"""An instruction set to use instead of the best one, or "none" for plain torch; for tests and comparisons."""
 
 
 class Weight(ctypes.Structure):
@@ -36,7 +34,7 @@ def library() -> ctypes.CDLL | None:
 
     Raises RecipeError if COMPRESS_KERNELS names an instruction set that this machine or this build does not have.
     """
-    wanted = os.environ.get(VARIABLE, "")
+    wanted = chosen()
     path = built()
     if path is None or wanted == "none":
         return None
@@ -71,4 +69,4 @@ def instruction_set() -> str:
     found = library()
     if found is None:
         return "none"
-    return os.environ.get(VARIABLE) or found.compress_instruction_sets().decode().split(",")[0]
+    return chosen() or found.compress_instruction_sets().decode().split(",")[0]

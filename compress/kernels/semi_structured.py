@@ -1,0 +1,66 @@
+"""Kept weights of 2:4 in float16 or bfloat16 on a GPU, multiplied by its sparse tensor cores, as torch calls them.
+
+NVIDIA's Ampere whitepaper (2020) describes the instructions; torch converts the weight to their layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.kernels.choice import chosen
+from compress.kernels.contract import Part, RoundingLike
+
+TYPES = (torch.float16, torch.bfloat16)
+LEAST = 16  # rows and columns are multiples of it: `_DTYPE_SHAPE_CONSTRAINTS` of torch's class for cuSPARSELt
+OLDEST = (8, 0)  # the compute capability of the first GPUs with such instructions
+
+
+class SemiStructuredKernel:
+    """Kept floats of 2:4 times floats of the same dtype.
+
+    device: the type of the devices whose calls it computes. Tests set another one to show which calls it would take.
+    """
+
+    device = "cuda"
+
+    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+        if x.device.type != self.device or rounding is not None or (x.requires_grad and torch.is_grad_enabled()):
+            return False
+        return suits(part, x.dtype) and x.numel() > 0 and available(x.device)
+
+    def prepare(self, part: Part) -> Tensor:
+        known: Any = part
+        return torch.sparse.to_sparse_semi_structured(known.dense(known.dtype).contiguous())
+
+    def product(
+        self, x: Tensor, part: Part, prepared: Tensor, rounding: RoundingLike | None, bias: Tensor | None
+    ) -> Tensor:
+        bias = bias if bias is None else bias.to(x.dtype)
+        rows = x.reshape(-1, part.shape[1])
+        return torch.nn.functional.linear(rows, prepared, bias).view(*x.shape[:-1], part.shape[0])
+
+
+@torch.compiler.assume_constant_result
+def available(device: torch.device) -> bool:
+    """Whether torch has such products for the device, and kernels are not switched off."""
+    return chosen() != "none" and (device.type != "cuda" or _capable(device))
+
+
+@cache
+def _capable(device: torch.device) -> bool:
+    cuda = not torch.version.hip and torch.cuda.get_device_capability(device) >= OLDEST
+    return cuda and torch.backends.cusparselt.is_available()
+
+
+def suits(part: Any, dtype: torch.dtype) -> bool:
+    """Whether a part holds kept floats of 2:4 in a dtype and shape that torch accepts, for inputs of that dtype."""
+    if part.kind != "sparse" or part.scheme.values.kind != "dense" or part.scheme.sparsity.n_of_m != (2, 4):
+        return False
+    return part.dtype == dtype and dtype in TYPES and all(size and size % LEAST == 0 for size in part.shape)
+
+
+KERNEL = SemiStructuredKernel()

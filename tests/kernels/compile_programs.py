@@ -1,0 +1,109 @@
+"""Compile the Triton programs of some products for GPUs that need not be there, and print what they take, as JSON lines.
+
+    python tests/kernels/compile_programs.py CAPABILITY... < CASES
+
+A case is {"grid": name, "group": size, "rounding": name or "", "dtype": name, "batch": n, "zeros": bool}. It runs in a process
+without Triton's interpreter. Tensors have no data, and every launch compiles instead.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compress.kernels.triton import codes, launch
+from compress.numerics.dtypes import DTYPES
+from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.weights.codes import CodesPart
+
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
+    torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
+}  # fmt: skip
+
+
+PROGRAMS = launch.programs()
+
+
+def type_of(value):
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def resources(cubin):
+    """Registers per thread, and bytes of registers that are spilled to memory, from the tool that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {
+        key: int(re.search(rf"{name}:(\d+)", text)[1]) for key, name in (("registers", "REG"), ("spilled", "STACK"))
+    }
+
+
+class Launch:
+    """A program, to be called as `program[grid](...)`."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def __getitem__(self, grid):
+        return self.start
+
+
+class Compiler:
+    """Stands for the module of the programs: a launch compiles the program."""
+
+    def __init__(self, module, target):
+        self.module, self.target, self.found = module, target, []
+        self.tl = module.tl
+
+    def __getattr__(self, name):
+        program = getattr(self.module, name)
+
+        def start(*arguments, num_warps=4, num_stages=2, **constants):
+            names = list(inspect.signature(program.fn).parameters)
+            given = dict(zip(names, arguments, strict=False))
+            signature = {each: type_of(given[each]) if each in given else "constexpr" for each in names}
+            whole = [i for i, each in enumerate(names) if each in given and not isinstance(given[each], float)
+                     and (isinstance(given[each], torch.Tensor) or given[each] % 16 == 0)]  # fmt: skip
+            source = ASTSource(program, signature, constants, {(i,): [["tt.divisibility", 16]] for i in whole})
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            done = triton.compile(source, target=self.target, options=options)
+            self.found.append({"program": name, "shared": done.metadata.shared, **resources(done.asm["cubin"])})
+
+        return Launch(start)
+
+
+def compiled(case, capability):
+    """What the programs of one product take."""
+    grid = GRIDS[case["grid"]]
+    part = CodesPart.of(quantize(torch.randn(128, 512), grid, case["group"], not case["zeros"]))
+    packed = codes.wrapped(part.to("meta"))
+    compiler = Compiler(PROGRAMS, GPUTarget("cuda", capability, 32))
+    launch.programs = lambda: compiler
+    x = torch.empty(case["batch"], 512, dtype=DTYPES[case["dtype"]], device="meta")
+    codes.product(x, packed, torch.empty(128, dtype=x.dtype, device="meta"), case["rounding"])
+    return compiler.found
+
+
+def main():
+    for line in sys.stdin:
+        for capability in map(int, sys.argv[1:]):
+            for found in compiled(json.loads(line), capability):
+                print(json.dumps({**json.loads(line), "capability": capability, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""The Triton programs compute what plain torch computes: on a GPU, or in Triton's interpreter (`tests/conftest.py`)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from draws import random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import compress
+from compress import RTN
+from compress.kernels import dispatch
+from compress.kernels.triton import KERNEL
+from compress.kernels.triton import codes as gpu
+from compress.kernels.triton.launch import Tile
+from compress.model.linear import CompressedLinear
+from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.sparse.positions import Kept
+from compress.weights.codes import CodesPart
+from compress.weights.dense import DensePart
+from compress.weights.sparse import SparsePart
+from compress.weights.transforms.rounding import InputRounding
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed; it is in the extra gpu, for Linux"
+    ),
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # numpy's, in the interpreter
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INT8, E4M3, E5M2 = (GRIDS[name] for name in ("int8", "fp8_e4m3", "fp8_e5m2"))
+NEAR = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of the size of the terms of a sum
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_this_device():
+    """Calls on this machine's device are computed by these programs alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KERNEL, "device", DEVICE.type)
+        patch.setattr(dispatch, "KERNELS", [KERNEL])
+        yield
+
+
+def here(*shape, seed=0, dtype=torch.float32):
+    return random(*shape, seed=seed).to(DEVICE, dtype)
+
+
+def part_of(rows, width, grid, group, symmetric=True, seed=0, dtype=torch.float32):
+    kind = GRIDS[grid]
+    weight = random(rows, width, seed=seed)
+    return CodesPart.of(quantize(weight, kind, kind.group_size or group, symmetric, dtype=dtype)).to(DEVICE)
+
+
+def check(part, x, rounding=None, bias=None):
+    """The call of the kernel is the product in float64 of the numbers that the reference multiplies."""
+    assert KERNEL.supports(part, x, rounding)
+    found = dispatch.linear(x, [part], rounding, bias)
+    given = (x if rounding is None else rounding(x)).double()
+    weight = part.dense(torch.float32).double()
+    wanted = given @ weight.T + (0 if bias is None else bias.double())
+    assert found.dtype == x.dtype and found.shape == wanted.shape and found.device == x.device
+    if x.numel():
+        terms = (given.square() @ weight.square().T).sqrt().max()
+        apart = (found.double() - wanted).abs().max()
+        assert float(apart) <= NEAR[x.dtype] * max(float(wanted.abs().max()), float(terms), 1e-6)
+
+
+def test_a_product_by_hand():
+    codes = torch.tensor([[-8, 7, 0, 1], [3, -3, 2, -2]], dtype=torch.int8)
+    scale, zero = torch.tensor([[0.5, 2.0], [1.0, 0.25]]), torch.tensor([[1.0, 0.0], [-1.0, 2.0]])
+    part = CodesPart.of(Codes(codes, scale, zero, GRIDS["int4"], 2)).to(DEVICE)  # [-4.5, 3, 0, 2], [4, -2, 0, -1]
+    x, bias = torch.tensor([1.0, 0.0, 2.0, 1.0], device=DEVICE), torch.tensor([10.0, 20.0], device=DEVICE)
+    assert dispatch.linear(x, [part], None, bias).tolist() == [7.5, 23.0]
+    assert dispatch.linear(torch.stack([x, 2 * x]), [part], None, None).tolist() == [[-2.5, 3.0], [-5.0, 6.0]]
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int2", "int3", "int4", "int5", "int8"]),
+    st.sampled_from([7, 16, 32, 64, 128, "channel", "tensor"]), st.booleans(),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from([1, 2, 9, 17]), st.booleans(),
+    st.integers(0, 999),
+)  # fmt: skip
+def test_integers_of_any_shape(rows, width, grid, group, symmetric, dtype, batch, biased, seed):
+    part = part_of(rows, width, grid, min(group, width) if isinstance(group, int) else group, symmetric, seed)
+    bias = here(rows, seed=seed + 2, dtype=dtype) if biased else None
+    check(part, here(batch, width, seed=seed + 1, dtype=dtype), None, bias)
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int4", "int8", "fp8_e4m3", "nf4"]),
+    st.sampled_from([32, 64, "channel"]), st.booleans(), st.sampled_from([INT8, E4M3, E5M2]), st.booleans(),
+    st.sampled_from([1, 5, 17]), st.integers(0, 999),
+)  # fmt: skip
+def test_rounded_inputs_of_any_shape(rows, width, grid, group, symmetric, inputs, static, batch, seed):
+    group = min(group, width) if isinstance(group, int) else group
+    part = part_of(rows, width, grid, group, symmetric or not grid.startswith("int"), seed)
+    scale = torch.tensor([0.02]) if static else None
+    check(part, here(batch, width, seed=seed + 1), InputRounding.of(inputs, scale).to(DEVICE))
+
+
+OTHERS = [name for name in GRIDS if not name.startswith("int")] + ["int4_signed", "int3_k", "int6_k"]
+
+
+@pytest.mark.parametrize("grid", OTHERS)
+def test_grids_that_are_no_integers(grid):
+    kind = GRIDS[grid]
+    part = part_of(20, 256 if kind.block > 1 else 150, grid, 32, not kind.offset)
+    for batch, dtype in ((1, torch.float32), (3, torch.bfloat16)):
+        check(part, here(batch, part.shape[1], seed=1, dtype=dtype), None, here(20, seed=2, dtype=dtype))
+
+
+@pytest.mark.parametrize("grid", ["fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "nf4"])
+def test_all_numbers_of_a_grid(grid):
+    """Every code times one equals torch's number, subnormal and infinite ones and NaN included."""
+    kind = GRIDS[grid]
+    codes = torch.arange(2**kind.bits, dtype=torch.uint8)
+    part = CodesPart.of(Codes(codes[:, None], torch.ones(len(codes), 1), None, kind, "channel")).to(DEVICE)
+    wanted = part.dense(torch.float32)
+    for batch in (1, 2):
+        found = dispatch.linear(torch.ones(batch, 1, device=DEVICE), [part], None, None)
+        torch.testing.assert_close(found, wanted.T.expand(batch, -1), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("grid", ["mxfp4", "nvfp4"])
+def test_the_smallest_scales_of_a_byte(grid):
+    part = part_of(3, 64, grid, None)
+    part = part.changed(scale=torch.arange(part.scale.numel(), dtype=torch.uint8, device=DEVICE).view_as(part.scale))
+    x = torch.ones(1, 64, device=DEVICE)
+    torch.testing.assert_close(dispatch.linear(x, [part], None, None), part.dense(torch.float32).sum(1)[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [INT8, E4M3, E5M2])
+def test_codes_of_inputs_are_those_of_the_reference(inputs, dtype):
+    """An identity as the weight gives the rounded inputs, bit by bit; ties, zeros, tiny and huge numbers among them."""
+    if DEVICE.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts bits off in a conversion to bfloat16, where GPUs round")
+    kind = INT8 if inputs is INT8 else inputs
+    one = kind.encode(torch.eye(40), torch.ones(()), None).to(torch.int8 if kind is INT8 else torch.uint8)
+    part = CodesPart.of(Codes(one, torch.ones(40, 1), None, kind, "channel")).to(DEVICE)
+    x = random(12, 40, seed=3)
+    x[1], x[2], x[3, :8] = 0, x[2] * 1e-7, torch.arange(8.0) + 0.5
+    x[3, 9], x[4] = 127.5, x[4] * 3e4
+    x = x.to(DEVICE, dtype)
+    for rounding in (InputRounding.of(inputs), InputRounding.of(inputs, torch.tensor([0.25])).to(DEVICE)):
+        assert torch.equal(dispatch.linear(x, [part], rounding, None), rounding(x))
+
+
+@pytest.mark.parametrize("batch", [0, 1, 16, 17, 150])
+@pytest.mark.parametrize("grid,rounding", [("int4", None), ("int8", InputRounding.of(INT8))])
+def test_batches(grid, rounding, batch):
+    check(part_of(33, 72, grid, "channel" if rounding else 32), here(batch, 72, seed=1), rounding, here(33))
+
+
+def test_inputs_of_other_layouts():
+    part = part_of(20, 64, "int4", 32)
+    wide = here(6, 2, 128)
+    for x in (wide[..., :64], wide[..., ::2], wide.transpose(0, 1)[:, :, 64:], here(64), here(2, 3, 4, 64)):
+        check(part, x)
+        check(part, x, InputRounding.of(INT8))
+
+
+def test_groups_by_an_index_and_float_zero_points():
+    codes = quantize(random(20, 96), GRIDS["int4"], 32, False)
+    index = torch.randint(3, (96,), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    parts = [replace(codes, group_index=index), replace(codes, zero=codes.zero + 0.3, float_zeros=True)]
+    for part in parts:
+        for batch in (1, 3):
+            check(CodesPart.of(part).to(DEVICE), here(batch, 96, seed=1))
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_scales_are_read_as_they_are_stored(stored):
+    part = part_of(20, 64, "int4", 32, False, dtype=stored).in_storage(stored)
+    packed = part.prepared(KERNEL)
+    assert packed.scale.dtype == stored
+    check(part, here(1, 64, seed=1))
+    for mine, theirs in ((packed.words, part.words), (packed.scale, part.scale), (packed.zero, part.zero)):
+        assert mine.data_ptr() == theirs.data_ptr()  # nothing is in memory twice
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "rounding", [None, InputRounding.of(INT8), InputRounding.of(E4M3), InputRounding.of(INT8, torch.tensor([0.1]))]
+)
+def test_nan_stays_nan(rounding, batch):
+    part, x = part_of(20, 64, "int8", "channel"), here(batch, 64)
+    x[0, 5] = float("nan")
+    y = dispatch.linear(x, [part], None if rounding is None else rounding.to(DEVICE), None)
+    assert bool(y[0].isnan().all()) and not bool(y[1:].isnan().any())
+
+
+def test_codes_after_the_last_column_do_not_count():
+    """Files of others may have anything there."""
+    for grid in ("fp8_e4m3", "int4"):
+        part = part_of(5, 30, grid, "channel")
+        part.words[:, -1] |= torch.tensor(-0x01010000 if grid == "int4" else 0x7F7F0000, device=DEVICE).int()
+        for batch, rounding in ((1, None), (3, None), (3, InputRounding.of(E4M3))):
+            check(part, here(batch, 30, seed=1), rounding)
+
+
+def test_sums_of_splits():
+    """A product of few tiles is divided among programs, and the parts are added in one order."""
+    part, x = part_of(20, 2100, "int8", 128, False), here(3, 2100)
+    assert Tile.of(3, 4, 4).split(3, 20, 525, torch.device("cpu")) < 525
+    check(part, x, None, here(20, seed=4))
+    check(part, x[:1], None, here(20, seed=4))
+    assert torch.equal(dispatch.linear(x, [part], None, None), dispatch.linear(x, [part], None, None))
+
+
+def test_which_calls_are_left_to_torch(monkeypatch):
+    part, x = part_of(8, 32, "int4", 16), here(2, 32)
+    no = InputRounding.of
+    for rounding in (
+        no(GRIDS["int4"]),
+        no(INT8, threshold=3.0),
+        no(INT8, symmetric=False),
+        no(E4M3, group=16),
+        no(INT8, clip=0.9),
+    ):
+        assert not KERNEL.supports(part, x, rounding)
+    assert not KERNEL.supports(part, x.double(), None)
+    assert not KERNEL.supports(part, here(2, 32).requires_grad_(), None)
+    assert not KERNEL.supports(DensePart.of(here(8, 32)), x, None)
+    kept = SparsePart.of(part_of(8, 32, "int4", 16).cpu(), Kept.of(torch.ones(8, 32, dtype=torch.bool)))
+    assert not KERNEL.supports(kept, x, None)
+    monkeypatch.setattr(KERNEL, "device", "meta")
+    assert not KERNEL.supports(part, x, None)
+
+
+def test_the_kernel_is_for_gpus_alone():
+    assert type(KERNEL).device == "cuda" and dispatch.find_kernels()[-1] is KERNEL
+
+
+@pytest.mark.parametrize("reason", ["switched off", "not installed", "too old"])
+def test_without_triton(reason, monkeypatch):
+    part, x = part_of(8, 32, "int4", 16), here(2, 32)
+    gpu.installed.cache_clear()
+    if reason == "switched off":
+        monkeypatch.setenv("COMPRESS_KERNELS", "none")
+    elif reason == "not installed":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(gpu, "capability", lambda device: (7, 5))
+    try:
+        assert not KERNEL.supports(part, x, None)
+        assert torch.equal(dispatch.linear(x, [part], None, None), part.product(x))
+    finally:
+        monkeypatch.undo()
+        gpu.installed.cache_clear()
+
+
+def test_a_gpu_without_8_bit_floats_leaves_inputs_rounded_to_them_to_torch(monkeypatch):
+    part, x = part_of(8, 32, "fp8_e4m3", "channel"), here(2, 32)
+    monkeypatch.setattr(gpu, "capability", lambda device: (8, 0))
+    assert KERNEL.supports(part, x, None) and not KERNEL.supports(part, x, InputRounding.of(E4M3))
+
+
+@pytest.mark.parametrize("rounding", [None, InputRounding.of(INT8), InputRounding.of(E4M3)])
+def test_a_layer_compiles_to_one_graph(rounding):
+    layer, x = CompressedLinear(quantize(random(48, 64), GRIDS["int4"], 32), random(48)).to(DEVICE), here(2, 64)
+    layer.round_inputs(rounding)
+    with torch.no_grad():
+        wanted = layer(x)
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), wanted)
+
+
+def test_the_operator_is_registered():
+    packed, x = part_of(20, 64, "nf4", 32).prepared(KERNEL), here(2, 64)
+    arguments = (x, None, "int8", None, *packed.tensors, *packed.values)
+    torch.library.opcheck(torch.ops.compress.gpu_codes_linear, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_packed_model(pico_model, monkeypatch, rounded):
+    known = (
+        {"weights": "int8", "group_size": "channel", "activations": "int8"}
+        if rounded
+        else {"weights": "int4", "group_size": 32}
+    )
+    model = compress.apply(pico_model, RTN(**known)).to(DEVICE)
+    layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
+    calls = []
+    monkeypatch.setattr(type(KERNEL), "product", watched(type(KERNEL).product, calls))
+    ids = torch.arange(1, 4, device=DEVICE).view(1, -1)
+    with dispatch.plain_torch():
+        wanted = model(ids).logits
+    assert not calls
+    torch.testing.assert_close(model(ids).logits, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
+    assert len(calls) == len(layers) > 0
+
+
+def watched(product, calls):
+    def watching(self, x, *rest):
+        calls.append(x)
+        return product(self, x, *rest)
+
+    return watching
+
+
+CASES = {  # the programs of each way to compute a product
+    "float inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 512, "zeros": True},
+    "one row": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 1, "zeros": False},
+    "integers": {"grid": "int8", "group": "channel", "rounding": "int8", "dtype": "float16", "batch": 1, "zeros": False},
+    "8-bit floats": {"grid": "fp8_e4m3", "group": "channel", "rounding": "fp8_e4m3", "dtype": "bfloat16", "batch": 64, "zeros": False},
+    "3 bits": {"grid": "int3", "group": 32, "rounding": "", "dtype": "float16", "batch": 64, "zeros": False},
+    "block floats": {"grid": "nvfp4", "group": 16, "rounding": "", "dtype": "bfloat16", "batch": 8, "zeros": False},
+    "float32": {"grid": "nf4", "group": 64, "rounding": "", "dtype": "float32", "batch": 64, "zeros": False},
+}  # fmt: skip
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
+
+
+SOME = "one row", "8-bit floats", "block floats"
+
+
+@pytest.mark.parametrize(
+    "capability,names", [(89, SOME), *(pytest.param(each, CASES, marks=pytest.mark.slow) for each in SHARED_MEMORY)]
+)
+def test_the_programs_compile_for_gpus(capability, names, tmp_path):
+    """Triton compiles them to machine code without a GPU, which the interpreter does not; they fit into its memory.
+
+    Hardly any register is spilled: the warps of a tile are chosen so.
+    """
+    cases = [CASES[name] for name in names if capability >= 89 or CASES[name]["rounding"] != "fp8_e4m3"]
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), settings.get("PYTHONPATH", "")])
+    settings["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_programs.py"), str(capability)],
+        input="\n".join(map(json.dumps, cases)), env=settings, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {"vector", "matrix", "combine", "round_rows"} == {each["program"] for each in found}
+    assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found

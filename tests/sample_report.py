@@ -53,6 +53,7 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         },
         "sparsity": {"asked": 0.5, "due": 0.5, "achieved": 0.5, "layers": sparsity()},
         "perplexity": [text("embedded", 0.0812, 0.0041), text("wikitext", 0.0013, 0.0021)],
+        "agreement": [agreement(name)],
         "tasks": tasks(name),
         "generation": generation(name),
         "sensitivity": sensitivity(name),
@@ -143,6 +144,12 @@ def text(name: str, loss: float, error: float) -> dict[str, Any]:
             "agreement_stderr": 0.004, "top_k": 128, "by_position": positions,
         },
     }  # fmt: skip
+
+
+def agreement(name: str) -> dict[str, Any]:
+    measures = {"cosine": {"value": 0.987, "stderr": 0.0003}, "rank": {"value": 0.99, "stderr": None}}
+    facts = {"windows": 64, "length": 128, "sha256": "a3" * 32}
+    return {"text": name, **facts, "compared": "embeddings", "measures": measures}
 
 
 def tasks(name: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ FOLDERS = {
     "passes": "one file per algorithm; passes never import each other",
     "roofline": "operations and bytes of a model's products, and their least time on a device",
     "recipe": "the frozen value that YAML spells; its order is checked before anything loads",
-    "evaluate": "evaluators, one file each: perplexity, sparsity, the cost of a rounded KV cache",
+    "evaluate": "evaluators, one file each: perplexity, agreement of answers, sparsity, the cost of a rounded KV cache",
     "report": "the typed report.json, its sections (one file each) in report.md and report.html, `page/`: blocks and templates",
     "pipeline": "a recipe from its model to its evidence: plan, resolve, run, resume, verify",
     "testing": "what authors of passes test them with: the contract as checks, on a small model built in code",

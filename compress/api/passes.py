@@ -46,7 +46,7 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import CrossGram, Nothing, Observer
 from compress.api.options import Options, patterns
 from compress.formats.base import CacheScheme, Format
-from compress.model.objective import LMObjective
+from compress.model.objective import LMObjective, check_learns
 from compress.model.structure.select import ModuleNames, chosen, select
 from compress.numerics.sparse.positions import Sparsity
 from compress.weights.layer import LayerScheme
@@ -268,8 +268,10 @@ class ModelPass(Pass):
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         """The model's objective with the options of the pass. where: the label of the pass.
 
-        It is also called before the run. Raises RecipeError for options that have no effect on this objective.
+        It is also called before the run. Raises RecipeError for options that have no effect on this objective, and for
+        a pass that needs a loss on the text where there is none.
         """
+        check_learns(lm_objective, where, "leave the pass out, or choose options that need no loss")
         return lm_objective
 
     def check_teacher(self, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:

@@ -56,6 +56,6 @@ def compare(
     if as_json:
         print_json([one.model_dump() for one in variants])
         return
-    print_table(variants[0].text, pareto.HEAD, pareto.rows(variants))
+    print_table(variants[0].text, pareto.head(variants), pareto.rows(variants))
     for one in variants:
         click.echo(f"{one.source}: {pareto.verdict(one)}")

@@ -1,4 +1,4 @@
-"""`compress eval`: perplexity, divergence, tasks and answers of one model, or of several on the same items."""
+"""`compress eval`: perplexity or agreement, divergence, tasks and answers of models on the same items."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
     changes = {key: options[key] for key in ("windows", "length", "stride", "data", "limit", "fewshot")}
     changes |= {key: options[key] for key in ("chat_template", "generation")}
     if options["text"]:
-        changes["perplexity"] = () if options["text"] == ("none",) else options["text"]
+        changes["perplexity"] = changes["agreement"] = () if options["text"] == ("none",) else options["text"]
     if options["tasks"] is not None:
         named = [name.strip() for name in options["tasks"].split(",") if name.strip()]
         changes["tasks"] = () if named == ["none"] else tuple(named)
@@ -110,10 +110,11 @@ def settings_of(options: dict[str, Any]) -> Evaluate:
 
 def print_evaluation(found: Evaluation) -> None:
     """Print the tables of an evaluation, its notes and its failures."""
-    from compress.report.evaluation import ANSWER_HEAD, TASK_HEAD, TEXT_HEAD
+    from compress.report.evaluation import AGREEMENT_HEAD, ANSWER_HEAD, TASK_HEAD, TEXT_HEAD
 
     title = "" if found.base is None else f"compared with {found.base}"
-    tables = [(TEXT_HEAD, found.text_rows()), (TASK_HEAD, found.task_rows()), (ANSWER_HEAD, found.answer_rows())]
+    tables = [(TEXT_HEAD, found.text_rows()), (AGREEMENT_HEAD, found.agreement_rows())]
+    tables += [(TASK_HEAD, found.task_rows()), (ANSWER_HEAD, found.answer_rows())]
     for head, rows in tables:
         listed = list(rows)
         if listed:

@@ -70,7 +70,6 @@ def settings_of(
     if texts:
         spelled = " ".join(f"--eval {text}" for text in texts)
         nothing = texts == ("none",)
-        found.append(
-            Setting(("eval",) if nothing else ("eval", "perplexity"), None if nothing else list(texts), spelled)
-        )
+        places = (("eval",),) if nothing else (("eval", "perplexity"), ("eval", "agreement"))
+        found += [Setting(place, None if nothing else list(texts), spelled) for place in places]
     return found + [read_setting(text) for text in sets]

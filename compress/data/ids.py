@@ -18,7 +18,8 @@ from compress.data.dataset_rows import OFFLINE
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
-from compress.model.objective import is_masked, text_config
+from compress.model.kinds import reads_whole_texts
+from compress.model.objective import text_config
 from compress.model.structure.ends import vocabulary_size
 
 
@@ -271,8 +272,8 @@ def model_sample(
 ) -> Sample:
     """Return the token ids of a text for a model, and its use; count and length None: all that a .npy file holds.
 
-    For a masked language model, each window is placed between the special tokens that its tokenizer adds to a text;
-    they count in `length`. The ids of a .npy file are not changed.
+    For an encoder or a classifier, each window is placed between the special tokens that its tokenizer adds to a text;
+    they count in `length`. Every sequence is full, so that none needs padding. The ids of a .npy file are not changed.
 
     Raises CalibrationError: no such text, too little text, ids outside the vocabulary, sequences longer than the
     model's positions, or a model without a tokenizer.
@@ -280,7 +281,7 @@ def model_sample(
     source = as_source(source)
     check_text(model, tokenizer, source, part, count, length)
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
-    if needed is not None and length is not None and is_masked(type(model), model.config):
+    if needed is not None and length is not None and reads_whole_texts(model):
         before, after = special_tokens_around(needed)
         ids, use = sample(source, part, needed, count, length - len(before + after), seed)
         left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
@@ -313,7 +314,7 @@ def check_text(
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if source.stored:
         _check_shape(Path(str(source.source)), count, length)
-    between = needed is not None and not source.sampled and is_masked(type(model), model.config)
+    between = needed is not None and not source.sampled and reads_whole_texts(model)
     if needed is not None and between and length is not None and length <= sum(map(len, special_tokens_around(needed))):
         raise CalibrationError(
             f"{part}: length {length} leaves no room between the special tokens; use a larger length"

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError
-from compress.model.objective import is_masked, special_ids
+from compress.model.kinds import described, reads_whole_texts
+from compress.model.objective import special_ids
 from compress.model.structure.ends import vocabulary_size
 
 GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: range of the number of greedy tokens after the first; the rest is sampled
@@ -33,9 +34,9 @@ def self_sampled(
 
     Raises `CalibrationError` for a count below 1, and for a model that cannot generate text.
     """
-    if is_masked(type(model), model.config):
+    if reads_whole_texts(model):
         raise CalibrationError(
-            f"calibration: {type(model).__name__} predicts masked tokens and cannot generate text (source self); use "
+            f"calibration: {described(model)} and cannot generate text (source self); use "
             "another source, such as embedded, or a .txt, .jsonl or .npy file"
         )
     for name, count in (("sequences", sequences), ("length", length), ("batch", batch)):

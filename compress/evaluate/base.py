@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.api.context import Run
 from compress.api.passes import Step
 from compress.evaluate.store import Store
+from compress.model.open.sentence import Pooling
 from compress.recipe.evaluation import Evaluate
 
 Texts = Mapping[str, Int[Tensor, "windows length"]]
@@ -32,7 +33,8 @@ class EvaluationContext:
     texts: the evaluation texts. tokenizer: None if the model comes without one.
     probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
     layers they work on. layers: the `LayerResult` of every pass and layer, as mappings. settings: what is measured.
-    store: where results are kept. base: the source of the base model, None outside of a run.
+    store: where results are kept. base: the source of the base model, None outside of a run. pooling: how embeddings
+    are made of hidden states.
     """
 
     run: Run
@@ -45,6 +47,7 @@ class EvaluationContext:
     settings: Evaluate = field(default_factory=Evaluate)
     base: str | None = None
     store: Store = field(default_factory=Store)
+    pooling: Pooling = "mean"
 
     def of_base(self) -> EvaluationContext:
         """The context of the base model."""

@@ -15,6 +15,7 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record, Summary
 from compress.evaluate.divergence import Divergence, summarized
 from compress.evaluate.store import Results, digest_of
 from compress.evaluate.windows import Window, WindowTask, measure_windows
+from compress.model.kinds import is_headless
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
 from compress.numerics.statistics import mean, ratio
 
@@ -109,7 +110,10 @@ def exponential(loss: float) -> float:
 
 
 class Perplexity(Evaluator):
-    """Loss of both models on every evaluation text, and the divergence of the compressed model from the base."""
+    """Loss of both models on every evaluation text, and the divergence of the compressed model from the base.
+
+    A model without a language-model head has none; `agreement` measures it.
+    """
 
     needs_base: ClassVar[bool] = True
     result_type: ClassVar[Any] = list[TextQuality]
@@ -120,7 +124,7 @@ class Perplexity(Evaluator):
         Raises NumericError, ModelError.
         """
         found: dict[str, Any] = {}
-        if not context.texts:
+        if not context.texts or is_headless(model):
             return found
         settings, lm_objective = context.settings, objective_of(model, context.tokenizer)
         for name, ids in context.texts.items():

@@ -21,6 +21,7 @@ from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
 from compress.kernels.cpu.library import instruction_set
+from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.gguf_codes import checkpoint_of
@@ -137,10 +138,10 @@ def longest(model: PreTrainedModel) -> int:
     return min(PREFILL, (getattr(text_config(model.config), "max_position_embeddings", None) or PREFILL + 1) - 1)
 
 
-def check_generates(model: PreTrainedModel, source: str) -> None:
+def check_generates(model: PreTrainedModel) -> None:
     """Raise ModelError for a model that decodes no tokens."""
     if not model.can_generate():
-        raise ModelError(f"model: {source} predicts masked tokens and decodes none; bench a model that generates text")
+        raise ModelError(f"model: {described(model)} and decodes none; bench a model that generates text")
 
 
 @torch.no_grad()
@@ -196,7 +197,7 @@ def bench(
             checkpoint_of(name), dtype, compile=compiled, activations=activations if name == source else None
         )
         seconds = perf_counter() - begin
-        check_generates(models[name], name)
+        check_generates(models[name])
         generate(models[name], 1, PROMPT, 2)
         loaded[name] = seconds, psutil.Process().memory_info().rss - before
     return measure(models, loaded)

@@ -21,7 +21,8 @@ from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results
 from compress.model.forward import ROWS
-from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective, is_masked
+from compress.model.kinds import reads_whole_texts
+from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
 
 Window = dict[str, Any]
 """The result of one window, as JSON: loss (sum in nats), tokens, bytes, seconds; kl, same and positions by target."""
@@ -147,7 +148,7 @@ def evaluation_ids(
     if stride is None or stride == length:
         return model_sample(*known, source, "test", count, length, seed)
     where = f"test: stride {stride}"
-    if source.stored or not source.packing or is_masked(type(model), model.config):
+    if source.stored or not source.packing or reads_whole_texts(model):
         raise CalibrationError(f"{where} needs one stream of text and a model of next tokens; write stride: null")
     if length is None or stride > length:
         raise CalibrationError(f"{where} is longer than a window; use stride <= length")

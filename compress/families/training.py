@@ -21,7 +21,7 @@ from compress.errors import ModelError, RecipeError
 from compress.families.allocation import Uniform
 from compress.families.pruning import Pruning
 from compress.model.linear import CompressedLinear, linears
-from compress.model.objective import MASKED_SHARE, LMObjective, MaskedTokens, text_config
+from compress.model.objective import MASKED_SHARE, LMObjective, MaskedTokens, check_learns, text_config
 from compress.model.structure.blocks import find_blocks
 from compress.numerics.metrics import DivergenceName
 from compress.stream.survey import survey_model
@@ -135,6 +135,11 @@ class TrainingPass(TrainingOptions, ModelPass):
         return TrainingContext(run.label or self.key(), run.journal, run.folder_of_pass(), key)
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        remedy = "write ce_weight: 0, so that it learns a teacher's outputs, or use distill"
+        if self.ce_weight > 0:
+            check_learns(lm_objective, where, remedy)
+        if self.token_scale is not None:
+            check_learns(lm_objective, where, "leave token_scale out, which weighs tokens by their loss")
         if isinstance(lm_objective, MaskedTokens):
             return replace(lm_objective, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
         if self.mask_probability is not None:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import NumericError
+from compress.model.kinds import answer_of
 from compress.model.objective import LMObjective, without_cache
 from compress.model.open.opening import is_finite
 from compress.model.structure.blocks import Block, hidden_argument, hidden_of
@@ -33,10 +34,12 @@ def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
         yield
 
 
-def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "batch length vocab"]:
-    """The model's logits, in float32."""
+def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "*batch cells"]:
+    """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
     with torch.no_grad():
-        return model(input_ids=ids.to(next(model.parameters()).device), **without_cache(model)).logits.float()
+        found = answer_of(model(input_ids=ids.to(next(model.parameters()).device), **without_cache(model)))
+    assert found is not None  # a model is checked before it is used
+    return found.float()
 
 
 def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:

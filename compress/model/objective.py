@@ -1,4 +1,4 @@
-"""The objectives of language models on a text: predict the next token at each position, or predict masked tokens."""
+"""The objectives on a text: predict the next token at each position, predict masked tokens, or none at all."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-import transformers
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import SequenceClassifierOutput
 
-from compress.errors import CalibrationError, ModelError
+from compress.errors import CalibrationError, ModelError, RecipeError
+from compress.model.kinds import CAUSAL, DISTRIBUTIONS, HEADLESS, Compared, answer_of, described, is_masked, kind_of
 from compress.model.structure.ends import vocabulary_size
 
 IGNORED = -100
@@ -29,6 +30,8 @@ class LMObjective(Protocol):
 
     of: ClassVar[str]
     """The predicted tokens, as named in reports."""
+    learns: ClassVar[bool]
+    """Whether there is a loss on the text alone."""
 
     def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
         """Run the model on its inputs for these sequences; asked: further arguments of the model."""
@@ -44,17 +47,22 @@ class LMObjective(Protocol):
         """The logits at the positions with a target, and the targets."""
         ...
 
+    def predictions(self, output: Any) -> Float[Tensor, "rows places cells"] | None:
+        """The logits of all distributions in an output of the model; None if it has none."""
+        ...
+
 
 @dataclass(frozen=True)
 class NextTokens:
     """Causal language modelling: predict each token from the tokens before it; the first token is no target."""
 
     of: ClassVar[str] = "next tokens"
+    learns: ClassVar[bool] = True
 
     def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
-        """Run a causal model. Raises ModelError for a model that predicts masked tokens."""
-        if is_masked(type(model), getattr(model, "config", None)):
-            raise ModelError(f"model: {type(model).__name__} predicts masked tokens, not next tokens; use objective_of")
+        """Run a causal model. Raises ModelError for a model of another kind."""
+        if kind_of(model) is not CAUSAL:
+            raise ModelError(f"model: {described(model)}, not next tokens; use objective_of")
         return model(input_ids=ids, **without_cache(model), **asked)
 
     def targets(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Int[Tensor, "rows length"]:
@@ -64,6 +72,9 @@ class NextTokens:
 
     def answers(self, logits: Tensor, ids: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
         return logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+
+    def predictions(self, output: Any) -> Tensor:
+        return output.logits
 
 
 NEXT_TOKENS = NextTokens()
@@ -82,6 +93,7 @@ class MaskedTokens:
     """
 
     of: ClassVar[str] = "masked tokens"
+    learns: ClassVar[bool] = True
 
     mask: int
     vocabulary: int
@@ -99,6 +111,9 @@ class MaskedTokens:
         targets = self.targets(ids, rows)
         asked = targets != IGNORED
         return logits[asked], targets[asked]
+
+    def predictions(self, output: Any) -> Tensor:
+        return output.logits
 
     def draw(
         self, ids: Int[Tensor, "rows length"], rows: Sequence[int]
@@ -123,11 +138,65 @@ class MaskedTokens:
         return shown.to(ids.device), targets.to(ids.device)
 
 
-def is_masked(kind: type, config: PretrainedConfig | None) -> bool:
-    """Whether transformers lists a class among the masked language models and not among the causal ones."""
-    autos: tuple[Any, Any] = transformers.AutoModelForMaskedLM, transformers.AutoModelForCausalLM
-    masked, causal = (issubclass(kind, auto._model_mapping.get(type(config), ())) for auto in autos)
-    return masked and not causal and not getattr(config, "is_encoder_decoder", False)
+@dataclass(frozen=True)
+class Outputs:
+    """The objective of a model without a language-model head: a text has no targets, only a teacher has outputs.
+
+    model: in the words of a message. compared: what two models are compared by.
+    """
+
+    of: ClassVar[str] = "outputs"
+    learns: ClassVar[bool] = False
+
+    model: str
+    compared: Compared
+
+    def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
+        asked |= without_cache(model)
+        if len(ids) == 1 or not needs_single_rows(model):
+            return model(input_ids=ids, **asked)
+        return joined([model(input_ids=row, **asked) for row in ids.split(1)])
+
+    def targets(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Int[Tensor, "rows length"]:
+        return torch.full_like(ids, IGNORED)
+
+    def answers(self, logits: Tensor, ids: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        raise ModelError(f"model: {self.model} without a language-model head: it has no loss on a text")
+
+    def predictions(self, output: Any) -> Tensor | None:
+        return DISTRIBUTIONS[self.compared](_answer(output))
+
+    def features(self, output: Any) -> Float[Tensor, "*rows width"]:
+        """The values of an answer without distributions: hidden states of tokens, or the scores of a batch."""
+        answer = _answer(output)
+        return answer.flatten()[None] if self.compared == "score" else answer
+
+
+def needs_single_rows(model: nn.Module) -> bool:
+    """Whether transformers may refuse a batch: of classifiers that look for the last token that is no padding."""
+    kind, config = kind_of(model), text_config(getattr(model, "config", None))
+    return kind is not None and not kind.each and getattr(config, "pad_token_id", None) is None
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The output of a batch from those of its rows: the answer and, if asked for, the hidden states."""
+    states = zip(*(one.hidden_states for one in outputs), strict=True) if outputs[0].hidden_states else ()
+    logits = torch.cat([one.logits for one in outputs])
+    return SequenceClassifierOutput(logits=logits, hidden_states=tuple(torch.cat(each) for each in states) or None)
+
+
+def _answer(output: Any) -> Tensor:
+    answer = answer_of(output)
+    assert answer is not None  # a model is checked before it is used
+    return answer
+
+
+def check_learns(lm_objective: LMObjective, where: str, remedy: str) -> None:
+    """Raise RecipeError where a pass needs a loss on the text and there is none. where: the label of the pass."""
+    if isinstance(lm_objective, Outputs):
+        raise RecipeError(
+            f"{where}: {lm_objective.model} without a language-model head, so it has no loss on the text; {remedy}"
+        )
 
 
 def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, seed: int = 0) -> LMObjective:
@@ -135,6 +204,9 @@ def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
 
     Raises ModelError when the model predicts masked tokens but its tokenizer has no mask token.
     """
+    kind = kind_of(model)
+    if kind in HEADLESS:
+        return Outputs(described(model), kind.compared_in(model.config))
     if not is_masked(type(model), model.config):
         return NEXT_TOKENS
     size = vocabulary_size(model)

@@ -169,9 +169,12 @@ def write_description(
 
 
 def _write_others(opened: OpenModel, folder: Path) -> list[str]:
-    """Write generation config, tokenizer and processor; returns the names of the files. Raises SaveError."""
+    """Write generation config, tokenizer and processor; returns the names of the files, without those in folders.
+
+    Raises SaveError.
+    """
     generation = getattr(opened.model, "generation_config", None)
-    written: list[str] = list(opened.processor)
+    written: list[str] = [name for name in opened.processor if "/" not in name]
     try:
         if generation is not None:
             generation.save_pretrained(folder)
@@ -180,6 +183,7 @@ def _write_others(opened: OpenModel, folder: Path) -> list[str]:
             saved = [Path(path) for path in opened.tokenizer.save_pretrained(folder)]
             written += [path.name for path in saved if path.is_file() and path.parent == folder]
         for name, text in opened.processor.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise SaveError(f"{folder}: {reason_of(error)}") from error

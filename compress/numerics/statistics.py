@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 NORMAL_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 JACKKNIFE_GROUPS = 50
 
@@ -95,3 +97,16 @@ def quantile(values: Sequence[float], share: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; equal values share their mean rank. None where all values of a side are equal."""
+    both = [ranks(values) - (len(values) + 1) / 2 for values in (first, second)]
+    size = math.sqrt(float((both[0] ** 2).sum()) * float((both[1] ** 2).sum()))
+    return float((both[0] * both[1]).sum()) / size if size else None
+
+
+def ranks(values: Sequence[float]) -> Any:
+    """The ranks of values from 1, a numpy array; equal values share their mean rank."""
+    _, inverse, counts = np.unique(np.asarray(values, dtype=np.float64), return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[inverse]

@@ -18,6 +18,7 @@ from compress.errors import ModelError, TargetError
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of, mean_loss, skipping, states
 from compress.model.linear import linears
+from compress.model.objective import LMObjective, check_learns
 from compress.model.reshape.reconfigure import build, renumbered, replace_in_place, tensors, with_blocks
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.metrics import relative_error
@@ -66,6 +67,10 @@ class DropBlocks(ReshapingPass):
     @property
     def requires(self) -> Requirements:
         return replace(super().requires, objective=self.by == "loss")
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        check_learns(lm_objective, where, "write by: influence")
+        return lm_objective
 
     def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
         """The configuration with fewer blocks; the calibration text decides later which blocks are removed."""

@@ -13,13 +13,13 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from compress.api.context import Run
 from compress.api.passes import ModelPass, Step
 from compress.api.processes import ALONE
 from compress.kernels.dispatch import plain_torch
+from compress.model.forward import logits_of
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block, find_blocks
 from compress.pipeline.resolve import update_targets
@@ -120,7 +120,7 @@ def engine(
             for block in opened.blocks:
                 absorb_transforms(block, run, segment.last)
                 sink.done(segment, block, [])
-            logits = partial(_logits, opened, probe)
+            logits = partial(logits_of, opened.model, probe)
         sink.close(segment, logits, ends)
 
 
@@ -133,8 +133,3 @@ def _apply_model_pass(segment: Segment, steps: Sequence[Step], opened: OpenModel
             opened.blocks = find_blocks(opened.model)
             update_targets(steps, opened, run.format, segment.first + 1)
         round_to_storage(opened.model, run)
-
-
-def _logits(opened: OpenModel, probe: Tensor) -> Tensor:
-    with torch.no_grad():
-        return opened.model(input_ids=probe).logits

@@ -23,16 +23,19 @@ from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
+from compress.model.kinds import Kind, described, is_headless, kind_of
 from compress.model.objective import objective_of
 from compress.model.open.files import fingerprint_of
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import dtype_to_compare, load
 from compress.model.open.opening import InMemory, OpenModel
+from compress.model.open.sentence import pooling_in, read_sentence_files
 from compress.model.open.stored import weight_files
-from compress.model.open.supported import check_language_model
+from compress.model.open.supported import check_supported
 from compress.model.open.vocabulary import first_difference
 from compress.model.structure.blocks import find_blocks
 from compress.pipeline.progress import shown_progress
+from compress.pipeline.texts import texts_of as asked_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.evaluation import Evaluation, ModelEvaluation
 from compress.stream.capture import ModelShell
@@ -73,7 +76,8 @@ def evaluate_models(
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
     found: list[ModelEvaluation] = []
     measured: dict[str, Any] = {}
-    first: tuple[dict[str, Tensor], PreTrainedTokenizerBase | None] | None = None
+    first: tuple[dict[str, Tensor], PreTrainedTokenizerBase | None, Kind | None] | None = None
+    pooling = pooling_in(read_sentence_files(folders[order[0]])[0])
     console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
     with shown_progress(journal, console) if progress and processes.first else nullcontext():
         for source in order:
@@ -82,11 +86,15 @@ def evaluate_models(
             model, tokenizer = load(folders[source], dtype_to_compare(folders[source], dtype, where), where)
             checked(model, tokenizer, source, where)
             if first is None:
-                first = texts_of(model, tokenizer, settings), tokenizer
+                first = texts_of(model, tokenizer, settings), tokenizer, kind_of(model)
+                if base is None and is_headless(model):
+                    raise alone(model, source)
             else:
-                check_same(model, tokenizer, source, first[1], order[0])
+                check_same(model, tokenizer, source, first[1], order[0], first[2])
             state = Run(where, model.dtype, journal=journal)
-            context = EvaluationContext(state, texts=first[0], tokenizer=tokenizer, settings=settings, store=store)
+            context = EvaluationContext(
+                state, texts=first[0], tokenizer=tokenizer, settings=settings, store=store, pooling=pooling
+            )
             values = measure(model, context.of_base() if source == base else context)
             measured[source] = values
             compared = combine_all(values, measured[base]) if base is not None and source != base else {}
@@ -103,6 +111,14 @@ def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any
     return {key: kind().measure(model, context) for key, kind in EVALUATORS.items() if kind.needs_base}
 
 
+def alone(model: PreTrainedModel, source: str) -> ModelError:
+    """The error of a model without a language-model head that is not compared with another."""
+    return ModelError(
+        f"model: {described(model)}, whose quality is its agreement with a base model; name that first: compress eval "
+        f"BASE {source}"
+    )
+
+
 def model_folder(source: str) -> Path:
     """The local folder of a model. Raises ModelError for a folder without a model."""
     folder = checkpoint_of(source)
@@ -112,8 +128,8 @@ def model_folder(source: str) -> Path:
 
 
 def checked(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, device: Any) -> None:
-    """Check that a model is a language model that runs. Raises ModelError."""
-    check_language_model(model)
+    """Check that a model is of a supported kind and runs. Raises ModelError."""
+    check_supported(model)
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, source, "", device, first.dtype)
     ModelShell(opened).check()
@@ -125,15 +141,20 @@ def texts_of(
 ) -> dict[str, Tensor]:
     """The token ids of all texts by name. Raises CalibrationError."""
     shape = settings.windows, settings.length, settings.stride
-    labels = [as_source(text).label for text in settings.perplexity]
-    found = [evaluation_ids(model, tokenizer, text, *shape)[0] for text in settings.perplexity]
+    texts = asked_texts(settings, model)
+    labels = [as_source(text).label for text in texts]
+    found = [evaluation_ids(model, tokenizer, text, *shape)[0] for text in texts]
     return dict(zip(labels, found, strict=True))
 
 
 def check_same(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, other: Any, base: str
-) -> None:
-    """Check that a model has the tokenizer of the base model. Raises ModelError."""
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, other: Any, base: str,
+    kind: Kind | None,
+) -> None:  # fmt: skip
+    """Check that a model has the tokenizer and the kind of the base model. Raises ModelError."""
+    own = kind_of(model)
+    if own != kind and own is not None and kind is not None:
+        raise ModelError(f"model: {base} {kind.name}, {source} {own.name}; evaluate them in two calls")
     difference = first_difference(other, tokenizer)
     if difference is not None:
         difference = difference.replace("in the teacher", f"in {base}").replace("in the model", f"in {source}")

@@ -17,6 +17,7 @@ from compress.api.observers import Sample
 from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.data.ids import extent
 from compress.data.text_source import TextSource
+from compress.model.kinds import is_headless
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
@@ -25,6 +26,7 @@ from compress.model.structure.blocks import Block
 from compress.model.structure.ends import find_ends
 from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
+from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.stream.store import STORE_BYTES
 from compress.train.options import TrainingOptions
@@ -67,7 +69,7 @@ class Footprint:
         self.tokens, self.per_batch = sequences * self.length, batch * self.length
         self.itemsize = self.opened.dtype.itemsize
         described = text_config(self.opened.config)
-        self.vocabulary: int = getattr(described, "vocab_size", 0)
+        self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
         self.states_bytes = self.tokens * self.hidden * self.itemsize
@@ -135,7 +137,7 @@ class Footprint:
     @property
     def texts(self) -> tuple[TextSource | str, ...]:
         """Texts to evaluate on."""
-        return () if self.recipe.eval is None else self.recipe.eval.perplexity
+        return texts_of(self.recipe.eval, self.opened.model)
 
     # Sweeps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from compress.errors import ModelError
+from compress.model.kinds import described
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
 
@@ -21,7 +22,7 @@ def generate_text(
     """
     model, tokenizer = load(checkpoint_of(source), dtype, activations=activations)
     if not model.can_generate():
-        raise ModelError(f"model: {source} predicts masked tokens and generates no text; measure it with compress eval")
+        raise ModelError(f"model: {described(model)} and generates no text; measure it with compress eval")
     if tokenizer is None:
         raise ModelError(f"model: {source} has no tokenizer; add its tokenizer files to the folder")
     if plain or tokenizer.chat_template is None:

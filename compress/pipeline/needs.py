@@ -13,6 +13,7 @@ from compress.model.open.opening import OpenModel
 from compress.model.open.vocabulary import check_teacher
 from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
+from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.stream.original import looks_back
 
@@ -26,7 +27,7 @@ def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMO
     check_teachers(recipe, steps, opened)
     check_original(recipe, steps, opened)
     found = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval is not None and recipe.eval.perplexity:
+    if texts_of(recipe.eval, opened.model):
         objective_of(opened.model, opened.tokenizer)  # an evaluation needs the mask token, too
     return found
 

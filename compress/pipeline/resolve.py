@@ -22,7 +22,7 @@ from compress.model.linear import CompressedLinear, linears, scheme_of, shape_of
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import open_input
-from compress.model.open.supported import check_language_model
+from compress.model.open.supported import check_supported
 from compress.model.open.vocabulary import check_kind, check_teacher
 from compress.model.reshape.reconfigure import sketch
 from compress.model.structure.blocks import find_blocks
@@ -327,8 +327,8 @@ def teachers(
         check_teacher(source, opened, trust_remote_code=False)
     known = copy.deepcopy(model) if teacher is None and True in sources else teacher
     if known is not None:
-        check_language_model(known, "teacher")
-        check_kind("it", type(known), known.config, opened)
+        check_supported(known, "teacher")
+        check_kind("it", known, model)
         there, here = (text_config(each.config).vocab_size for each in (known, model))
         if there != here:
             sizes = f"it has a vocabulary of {there} tokens, the model of {here}"

@@ -35,7 +35,8 @@ from compress.model.open.load import load
 from compress.model.open.masks import MaskPolicy
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input, with_masks
-from compress.model.open.supported import check_language_model
+from compress.model.open.sentence import pooling_in
+from compress.model.open.supported import check_supported
 from compress.model.saving import guard_saving
 from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
@@ -150,7 +151,7 @@ def apply(
     """
     passes = read_passes([passes] if isinstance(passes, Pass) else passes)
     check_order(passes, begun=True)
-    check_language_model(model)
+    check_supported(model)
     if not any(isinstance(module, CompressedLinear) for module in model.modules()):
         check_order(passes)
     guard_saving(model)
@@ -165,6 +166,9 @@ def apply(
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
+    if calibration is not None and (calibration.dim() != 2 or not calibration.numel()):
+        shape = list(calibration.shape)
+        raise CalibrationError(f"calibration: holds no tokens ({shape}); use token ids [sequences, length]")
     ids = (
         torch.arange(PROBE_TOKENS)[None] % text_config(model.config).vocab_size if calibration is None else calibration
     )
@@ -316,7 +320,7 @@ def finish(job: Job) -> Result:
     )
     write_text(folder / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder)
-    write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model.can_generate()))
+    write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model))
     return Result(folder, report.to_json(), context.journal)
 
 
@@ -347,7 +351,7 @@ def evaluation_context(job: Job) -> EvaluationContext:
     )
     return EvaluationContext(
         job.context, "compressed", job.texts, job.opened.tokenizer, steps=job.steps, settings=settings, store=store,
-        base=job.recipe.model,
+        base=job.recipe.model, pooling=pooling_in(job.opened.processor),
     )  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from compress.api.context import device_of
 from compress.api.journal import Journal
 from compress.api.passes import Pass
 from compress.data.ids import model_sample
-from compress.errors import RecipeError, TargetError, did_you_mean
+from compress.errors import ModelError, RecipeError, TargetError, did_you_mean
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
+from compress.model.kinds import described, is_headless
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.load import load
 from compress.model.open.opening import fingerprint_of
@@ -98,6 +99,8 @@ def sensitivity(
         raise RecipeError("--choice: write at least one, such as --choice int4")
     folder = model_folder(model)
     base, tokenizer = load(folder, dtype, where)
+    if is_headless(base):
+        raise ModelError(f"model: {described(base)}; the sensitivity of layers is measured on next tokens")
     fingerprint = fingerprint_of(folder, weight_files(folder))
     ids = model_sample(base, tokenizer, text, "test", windows, length)[0]
     needed = any(step.requires.data for step in read.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from compress.errors import CalibrationError, OutputError, TargetError
+from compress.errors import CalibrationError, OutputError, RecipeError, TargetError
 from compress.formats.containers.files import write_text
 from compress.pipeline.plan import Plan, plan
 from compress.recipe.schema import Recipe
@@ -47,17 +47,27 @@ def start_recipe(model: str, target: str, path: Path, overwrite: bool = False, c
     return made
 
 
-def _spelled(start: Start, model: str, target: str, path: Path, group: int | None = None, length: int = LENGTH) -> str:
-    return recipe_text(start, model, target, path.as_posix(), group, length)
+def _spelled(
+    start: Start, model: str, target: str, path: Path, group: int | None = None, length: int = LENGTH,
+    measure: str = "perplexity",
+) -> str:  # fmt: skip
+    return recipe_text(start, model, target, path.as_posix(), group, length, measure)
 
 
-def _fitted(start: Start, model: str, target: str, path: Path) -> Started:
-    """The first variant that can be planned. Raises the error of the last one where there is none."""
+def _fitted(start: Start, model: str, target: str, path: Path, measure: str = "perplexity") -> Started:
+    """The first variant that can be planned. Raises the error of the last one where there is none.
+
+    A model without a language-model head gets agreement in place of perplexity.
+    """
     first = last = None
     for group, length, changed in _variants(start):
-        text = _spelled(start, model, target, path, group, length)
+        text = _spelled(start, model, target, path, group, length, measure)
         try:
             planned = plan(Recipe.from_text(text, str(path)))
+        except RecipeError as error:
+            if error.path != ("eval", measure):
+                raise
+            return _fitted(start, model, target, path, "agreement")
         except (TargetError, CalibrationError) as error:
             first, last = first or error, error
             continue

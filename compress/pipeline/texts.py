@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from compress.data.ids import Sample, TextUse, check_text, model_sample, needs_tokenizer
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
 from compress.evaluate.windows import evaluation_ids
+from compress.model.kinds import described, is_headless
 from compress.model.open.opening import OpenModel
+from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
+
+
+def texts_of(wanted: Evaluate | None, model: PreTrainedModel) -> tuple[TextSource | str, ...]:
+    """The texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for texts that do not suit it."""
+    return () if wanted is None else wanted.texts_for(not is_headless(model), described(model))
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:
@@ -23,7 +31,7 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
     for text, count in recipe.calibration.texts():
         check_text(*known, text, "calibration", count, recipe.calibration.length)
     if recipe.eval is not None:
-        for text in recipe.eval.perplexity:
+        for text in texts_of(recipe.eval, opened.model):
             check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
 
 
@@ -58,4 +66,4 @@ def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
     if wanted is None:
         return []
     shape = wanted.windows, wanted.length, wanted.stride
-    return [evaluation_ids(*known, text, *shape, recipe.seed) for text in wanted.perplexity]
+    return [evaluation_ids(*known, text, *shape, recipe.seed) for text in texts_of(wanted, opened.model)]

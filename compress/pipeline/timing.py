@@ -22,6 +22,7 @@ from compress.evaluate.store import digest_of
 from compress.formats.containers.files import write_text
 from compress.model.open.opening import OpenModel
 from compress.pipeline.resolve import layer_shapes
+from compress.pipeline.texts import texts_of
 from compress.pipeline.trial import STEPS, Trial, chosen_block, repeated, trial, unlike
 from compress.recipe.schema import Recipe
 from compress.version import __version__
@@ -69,7 +70,7 @@ def timing(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], measure: bo
         return Timing({}, (f"the passes: {reason}",))
     if found is None:
         try:
-            found = trial(recipe, opened, steps, window_of(recipe))
+            found = trial(recipe, opened, steps, window_of(recipe, opened))
         except CompressError as error:
             return Timing({}, (f"the passes: {error}",))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def predicted(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], found: T
         scale = whole if isinstance(step, ModelPass) else 1.0 if name in ONCE else scale
         phases[name] = scale * rate.seconds(batches, count_of(step))
     unknown: list[str] = []
-    windows = windows_of(recipe, unknown)
+    windows = windows_of(recipe, opened, unknown)
     if windows:
         phases["evaluate"] = windows * (found.before.seconds(blocks) + found.after.seconds(blocks))
     if recipe.eval is not None and recipe.eval.tasks:
@@ -111,16 +112,16 @@ def batches_of(recipe: Recipe, steps: Sequence[Step]) -> float:
     return ceil(sequences / asked.batch) if any(step.requires.data for _, step, _ in steps) else 1
 
 
-def window_of(recipe: Recipe) -> int:
+def window_of(recipe: Recipe, opened: OpenModel) -> int:
     """The tokens of an evaluation window."""
-    texts = () if recipe.eval is None else recipe.eval.perplexity
+    texts = texts_of(recipe.eval, opened.model)
     return (extent(texts[0], None, recipe.eval.length)[1] if texts and recipe.eval else 0) or WINDOW
 
 
-def windows_of(recipe: Recipe, unknown: list[str]) -> int:
+def windows_of(recipe: Recipe, opened: OpenModel, unknown: list[str]) -> int:
     """The number of evaluation windows of all texts; a text of unknown length is added to `unknown`."""
     total = 0
-    for text in () if recipe.eval is None else recipe.eval.perplexity:
+    for text in texts_of(recipe.eval, opened.model):
         count = extent(text, recipe.eval.windows, recipe.eval.length)[0] if recipe.eval else 0
         if not count:
             unknown.append(f"the evaluation on all windows of {as_source(text).label}")
@@ -148,5 +149,5 @@ def kept_file(recipe: Recipe, opened: OpenModel, steps: Sequence[Step]) -> Path:
         if step.repeats is not None and repeated(step) is not None:
             options.pop(step.repeats)  # a trial takes few steps, whatever the recipe asks for
     asked = recipe.calibration
-    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(recipe)
+    texts = asked.batch, extent(asked, 1, asked.length)[1], window_of(recipe, opened)
     return Path(HF_HOME) / KEPT / f"{digest_of(machine, versions, shapes, passes, texts)}.json"

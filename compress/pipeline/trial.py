@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +24,8 @@ from compress.api.passes import Pass, Step
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
+from compress.model.forward import logits_of
+from compress.model.kinds import is_headless
 from compress.model.objective import objective_of
 from compress.model.open.opening import OpenModel
 from compress.model.reshape.reconfigure import build, renumbered, tensors, with_blocks
@@ -158,10 +161,12 @@ def trial(recipe: Recipe, opened: OpenModel, steps: Sequence[Step], window: int)
 def forward(model: PreTrainedModel, length: int) -> Forward:
     """Measure the forward pass of a model with one block."""
     opened, ids = in_memory(model), random_ids(model, 1, length)
-    shell, task = ModelShell(opened), WindowTask(objective_of(model, None))
+    shell, work = ModelShell(opened), partial(logits_of, model, ids)
+    if not is_headless(model):
+        work = partial(measure_window, model, ids[0], 0, WindowTask(objective_of(model, None)))
     hidden = shell.capture(ids).hidden
-    measure_window(model, ids[0], 0, task)
-    whole = _seconds(lambda: measure_window(model, ids[0], 0, task))
+    work()
+    whole = _seconds(work)
     plain = _seconds(lambda: shell.logits(ids, shell.capture(ids).hidden))
     calls = shell.capture(ids).calls
     with torch.no_grad():

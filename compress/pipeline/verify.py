@@ -22,6 +22,7 @@ from compress.formats.base import Format
 from compress.formats.containers.files import tensor_file_bytes
 from compress.kernels.dispatch import plain_torch
 from compress.model.embedding import layer_of
+from compress.model.forward import logits_of
 from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import open_experts
@@ -92,7 +93,7 @@ def verify(
     if kinds:
         names = " and ".join(sorted(map(dtype_name, kinds)))
         run.journal.add(
-            "note", "verify", f"transformers dequantizes these weights in {names}, so its logits differ slightly"
+            "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
     _copy_cache_rounding(model, other, run)
@@ -237,13 +238,12 @@ def _compare(
     tolerance: float = TOLERANCE,
 ) -> float:
     """The largest absolute difference of logits. Raises VerificationError when it exceeds the tolerance."""
-    with torch.no_grad():
-        found = model(input_ids=reference["ids"].to(device)).logits.float().cpu()
+    found = logits_of(model, reference["ids"].to(device)).cpu()
     wanted = reference["logits"].float()
     difference = float((found - wanted).abs().max())
     if not difference <= tolerance * max(float(wanted.abs().max()), 1.0):
         raise VerificationError(
-            f"{folder}: reloaded by {reader}, the model's logits differ by up to {difference:.3g} "
+            f"{folder}: reloaded by {reader}, the model's outputs differ by up to {difference:.3g} "
             "from the computed ones"
         )
     return difference

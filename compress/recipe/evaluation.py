@@ -36,6 +36,11 @@ class Evaluate(Options):
     perplexity: EvaluatedTexts = Field(
         default=("embedded",), description="texts: sources, or mappings such as {dataset: NAME, split: test}"
     )
+    agreement: EvaluatedTexts = Field(
+        default=("embedded",),
+        description="instead of perplexity, for models without a language-model head: texts on which their embeddings, "
+        "classes or spans are compared with the base model's",
+    )
     windows: int | None = Field(default=16, gt=0, description="windows per text; null: all")
     length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
     stride: int | None = Field(
@@ -71,7 +76,23 @@ class Evaluate(Options):
         except RecipeError as error:
             raise OptionError((SUITE,), str(error)) from error
 
-    @field_validator("perplexity")
+    def texts_for(self, head: bool, model: str) -> tuple[TextSource | str, ...]:
+        """The texts for a model with or without a language-model head. model: in the words of an error.
+
+        Raises RecipeError where only texts for the other kind of models are written.
+        """
+        wanted, other = ("perplexity", "agreement") if head else ("agreement", "perplexity")
+        if other in self.model_fields_set and wanted not in self.model_fields_set:
+            written: tuple[TextSource | str, ...] = getattr(self, other)
+            if written:
+                texts = ", ".join(as_source(text).label for text in written)
+                reason = "so its loss is measured" if head else "which has no perplexity"
+                message = f"eval: {model}, {reason}; write {wanted}: [{texts}] instead of {other}"
+                raise RecipeError(message, ("eval", other))
+            return ()
+        return getattr(self, wanted)
+
+    @field_validator("perplexity", "agreement")
     @classmethod
     def _different(cls, texts: tuple[TextSource | str, ...]) -> tuple[TextSource | str, ...]:
         labels = [as_source(text).label for text in texts]

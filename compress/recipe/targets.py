@@ -30,7 +30,7 @@ calibration:                  # text that shows the model's usual inputs; errors
 """
 EVALUATION = """\
 eval:                         # of the written checkpoint and of the model as it was; null: none
-  perplexity: [embedded]      # or wikitext, or a file
+  {measure:<27} # or wikitext, or a file
   windows: 16                 # pieces of the text; more: smaller errors
   length: {length:<19} # tokens of a window
   # tasks: [arc_easy, piqa]   # zero-shot tasks, after pip install lm-eval
@@ -126,9 +126,13 @@ def listed() -> str:
 
 
 def recipe_text(
-    start: Start, model: str, target: str, path: str, group_size: int | None = None, length: int = LENGTH
-) -> str:
-    """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence."""
+    start: Start, model: str, target: str, path: str, group_size: int | None = None, length: int = LENGTH,
+    measure: str = "perplexity",
+) -> str:  # fmt: skip
+    """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence.
+
+    measure: of quality, perplexity or agreement.
+    """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
     head += ["", f"compress plan {path}", "    shows what becomes of each module, the bytes and the memory"]
@@ -141,7 +145,7 @@ def recipe_text(
         body = re.sub(r"(group_size: )\d+ *", lambda found: f"{found[1]}{group_size}".ljust(len(found[0])), body)
     if start.sequences is not None:
         lines.append(CALIBRATION.format(sequences=start.sequences, length=length).rstrip())
-    return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length)])
+    return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length, measure=f"{measure}: [embedded]")])
 
 
 def group_sizes(start: Start) -> list[int]:

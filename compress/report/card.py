@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedModel
 
 from compress.api.facts import Fact
 from compress.api.passes import Step
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
+from compress.model.kinds import CAUSAL, Kind, kind_of
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
 from compress.report.schema import Report
@@ -30,15 +32,20 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates."""
+    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates.
+
+    kind: of the model.
+    """
 
     facts: frozenset[Fact]
     generates: bool
+    kind: Kind
 
     @classmethod
-    def of(cls, steps: Sequence[Step], generates: bool) -> CardFacts:
+    def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
         """The facts after all passes."""
-        return cls(frozenset(fact for _, step, _ in steps for fact in step.facts()), generates)
+        facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.facts())
+        return cls(facts, model.can_generate(), kind_of(model) or CAUSAL)
 
 
 def write_card(report: Report, folder: Path, source: str, known: CardFacts) -> None:
@@ -60,7 +67,7 @@ def card(report: Report, source: str, known: CardFacts, inherited: dict[str, Any
         f"{base}, compressed by compress {report.compress} with {steps}. The checkpoint was read back and compared "
         "with the computed model before this card was written; the figures below are those of the stored checkpoint.",
         f"## Size and quality\n\n{table(size_and_quality.HEAD, rows)}",
-        f"## Use\n\n{_use(report, known.generates)}",
+        f"## Use\n\n{_use(report, known)}",
         f"## Recipe\n\n`compress run recipe.yaml` makes the same checkpoint again:\n\n```yaml\n{recipe}```",
         f"`report.md` has the errors of all layers, times, memory and versions. Digest of the checkpoint: "
         f"`{report.checkpoint_sha256}`.",
@@ -81,7 +88,7 @@ def _metadata(report: Report, source: str, known: CardFacts, inherited: dict[str
         **(base if _on_hub(source) else {}),
         **inherited,
         "library_name": "transformers" if "transformers" in _readers(report) else PROJECT,
-        "pipeline_tag": "text-generation" if known.generates else "fill-mask",
+        "pipeline_tag": known.kind.task,
         "tags": tags,
     }
 
@@ -94,10 +101,10 @@ def _readers(report: Report) -> tuple[str, ...]:
     return tuple(reader for reader in readers if not (unread and reader == "transformers"))
 
 
-def _use(report: Report, generates: bool) -> str:
+def _use(report: Report, known: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
     readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
-    auto = "AutoModelForCausalLM" if generates else "AutoModelForMaskedLM"
+    auto, generates = known.kind.auto, known.generates
     parts = [
         "With compress (`FOLDER`: a local copy of this repository):\n\n"
         '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'

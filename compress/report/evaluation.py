@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, TypeAdapter
 from typing_extensions import Self
 
 from compress.evaluate import EVALUATORS
+from compress.evaluate.agreement import WORDS
 from compress.evaluate.base import Record
 from compress.evaluate.divergence import Divergence
 from compress.evaluate.generation import GenerationResult
@@ -19,6 +20,7 @@ from compress.recipe.evaluation import Evaluate
 
 TEXT_HEAD = ("model", "text", "predicted", "perplexity", "loss ± se", "bits per byte", "loss - base", "KL", "top-1")
 TASK_HEAD = ("model", "task", "metric", "items", "value ± se", "against the base: difference [95%], flips, McNemar p")
+AGREEMENT_HEAD = ("model", "text", "agreement with the base", "value ± se", "if equal")
 ANSWER_HEAD = ("model", "tokens before they differ", "answers that end", "repeated 4-grams")
 
 
@@ -116,6 +118,14 @@ class Evaluation(BaseModel):
                     "" if found is None else plus_minus(found.mean, found.stderr, ".5f"),
                     "" if found is None else f"{found.agreement:.2%}",
                 )
+
+    def agreement_rows(self) -> Iterator[tuple[str, ...]]:
+        """Rows of `AGREEMENT_HEAD`."""
+        for model in self.models:
+            for text in model.compared.get("agreement") or ():
+                for name, found in text.measures.items():
+                    words = WORDS[name]
+                    yield self.labels[model.source], text.text, words.name, words.shown(found), words.perfect
 
     def task_rows(self) -> Iterator[tuple[str, ...]]:
         """Rows of `TASK_HEAD`."""

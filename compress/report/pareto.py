@@ -6,22 +6,26 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from compress.evaluate.agreement import TextAgreement
 from compress.evaluate.base import Record
 from compress.report.evaluation import Evaluation, plus_minus
 from compress.report.page.blocks import Items, Prose, Table
 from compress.report.page.charts import Point, Scatter
+from compress.report.page.numbers import upper_first
 from compress.report.page.render import Part, page
-from compress.report.verdict import of_loss
+from compress.report.verdict import agreements, of_loss
 from compress.report.write import FILE, ReportError, read_report
 
 HEAD = ("model", "MB", "smaller", "loss - base", "KL", "top-1", "tasks, mean difference", "front")
 MB = 1e6
+LOSS = "loss - base"
 WIDE, TALL, EDGE, FOOT = 640, 400, 70, 48  # pixels of the picture, and of its margins on the left and below
 
 
 class Variant(Record):
     """One model of a comparison. size_bytes: of its weight files. loss: the paired difference from the base in nats.
 
+    measure: what `loss` is; of models without a language-model head, the distance from two equal models.
     kl, agreement: the divergence from the base. tasks: the mean over tasks of the accuracy difference. text: the name
     and the digest of the text, which must be equal for all.
     """
@@ -32,6 +36,7 @@ class Variant(Record):
     text: str
     loss: float
     loss_stderr: float | None = None
+    measure: str = LOSS
     kl: float | None = None
     kl_stderr: float | None = None
     agreement: float | None = None
@@ -41,14 +46,17 @@ class Variant(Record):
 def from_report(folder: Path) -> Variant:
     """The variant that a run wrote, from its report.json. Raises ReportError."""
     path, report = folder / FILE, read_report(folder)
+    sizes = report.size.checkpoint_bytes, report.size.dense_bytes
+    if compared := agreements(report):
+        return _of_agreement(str(folder), sizes, compared[0])
     texts = report.evaluations.get("perplexity") or []
     if not texts or texts[0].difference is None:
         raise ReportError(f"{path}: has no paired loss on a text; run compress compare --measure")
     text, found = texts[0], texts[0].divergence
     return Variant(
         source=str(folder),
-        size_bytes=report.size.checkpoint_bytes,
-        base_bytes=report.size.dense_bytes,
+        size_bytes=sizes[0],
+        base_bytes=sizes[1],
         text=f"{text.text}, {text.windows} x {text.length} tokens, sha256 {text.sha256[:12]}",
         loss=text.difference.loss,
         loss_stderr=text.difference.stderr,
@@ -59,11 +67,27 @@ def from_report(folder: Path) -> Variant:
     )
 
 
+def _of_agreement(source: str, sizes: tuple[int, int], text: TextAgreement) -> Variant:
+    """The variant of a model that is compared by its answers. sizes: bytes of its weights, and of the base's."""
+    (words, found), kl = text.main, text.measures.get("kl")
+    return Variant(
+        source=source,
+        size_bytes=sizes[0],
+        base_bytes=sizes[1],
+        text=f"{text.text}, {text.windows} x {text.length} tokens, sha256 {text.sha256[:12]}",
+        loss=words.exact - found.value,
+        loss_stderr=found.stderr,
+        measure=words.lost,
+        kl=None if kl is None else kl.value,
+        kl_stderr=None if kl is None else kl.stderr,
+    )
+
+
 def from_reports(folders: Sequence[Path]) -> list[Variant]:
     """The variants of some runs. Raises ReportError when they were measured on different texts or models."""
     found = [from_report(folder) for folder in folders]
     for other in found[1:]:
-        for name in ("text", "base_bytes"):
+        for name in ("text", "base_bytes", "measure"):
             if getattr(other, name) != getattr(found[0], name):
                 raise ReportError(
                     f"{other.source}: its {name.replace('_', ' ')} is {getattr(other, name)}, but that of "
@@ -78,6 +102,10 @@ def from_evaluation(found: Evaluation) -> list[Variant]:
     variants = []
     for model in found.models:
         if model.source == found.base:
+            continue
+        if found.base is not None and (compared := model.compared.get("agreement")):
+            both = model.size_bytes, sizes[found.base]
+            variants.append(_of_agreement(model.source, both, compared[0]))
             continue
         if found.base is None or not model.texts or model.texts[0].difference is None:
             raise ReportError(f"{model.source}: was not compared with a base on a text; give --base and a --text")
@@ -136,8 +164,16 @@ def rows(variants: Sequence[Variant]) -> list[tuple[str, ...]]:
     ]
 
 
+def head(variants: Sequence[Variant]) -> tuple[str, ...]:
+    """`HEAD` with the name of what is measured."""
+    return tuple(variants[0].measure if name == LOSS else name for name in HEAD)
+
+
 def verdict(one: Variant) -> str:
     """A variant in words: its size, its loss, and whether the loss is more than chance."""
+    if one.measure != LOSS:
+        distance = plus_minus(one.loss, one.loss_stderr, ".4f")
+        return f"{one.base_bytes / one.size_bytes:.2f}x smaller; {one.measure} {distance}"
     return of_loss(one.base_bytes / one.size_bytes, one.loss, one.loss_stderr)
 
 
@@ -166,28 +202,33 @@ def picture(variants: Sequence[Variant]) -> str:
         side = 'text-anchor="end"' if x > WIDE * 0.7 else ""
         shift = -8 if side else 8
         parts.append(f'<text x="{x + shift:.1f}" y="{y - 6:.1f}" {side}>{escape(Path(one.source).name)}</text>')
-    return _frame(parts, right, low, low + span, variants[0].text)
+    return _frame(parts, right, low, low + span, f"{axis(variants)}, on {variants[0].text}")
 
 
 def html(variants: Sequence[Variant]) -> str:
     """The comparison as an HTML page: the Pareto plot, the verdicts and the table."""
-    best = front(variants)
+    best, per_token = front(variants), " per token" if variants[0].measure == LOSS else ""
     points = [_point(one, on) for one, on in zip(variants, best, strict=True)]
-    plot = Scatter(points, "size of the checkpoint in MB", "Loss minus that of the base model, in nats per token")
+    plot = Scatter(points, "size of the checkpoint in MB", upper_first(axis(variants)) + per_token)
     sentences = Items([f"{one.source}: {verdict(one)}" for one in variants])
     text = f"Measured on {variants[0].text}. Bars are one standard error; the line joins the Pareto front."
     parts = [
         Part("plot", "", [Prose(text), plot]),
         Part("verdicts", "Verdicts", [sentences]),
-        Part("table", "Table", [Table(*_measured(rows(variants)))]),
+        Part("table", "Table", [Table(*_measured(head(variants), rows(variants)))]),
     ]
     return page(f"{len(variants)} variants of one model", "compress compare", parts)
 
 
-def _measured(found: Sequence[tuple[str, ...]]) -> tuple[list[str], list[list[str]]]:
+def axis(variants: Sequence[Variant]) -> str:
+    """The name of the axis of the loss."""
+    return "loss minus that of the base model, in nats" if variants[0].measure == LOSS else variants[0].measure
+
+
+def _measured(names: Sequence[str], found: Sequence[tuple[str, ...]]) -> tuple[list[str], list[list[str]]]:
     """The head and the rows without the columns that are empty."""
-    kept = [i for i in range(len(HEAD)) if any(row[i] for row in found)]
-    return [HEAD[i] for i in kept], [[row[i] for i in kept] for row in found]
+    kept = [i for i in range(len(names)) if any(row[i] for row in found)]
+    return [names[i] for i in kept], [[row[i] for i in kept] for row in found]
 
 
 def _point(one: Variant, on_front: bool) -> Point:
@@ -203,7 +244,7 @@ def _frame(parts: Sequence[str], right: float, low: float, high: float, text: st
         f'<text x="{WIDE - 20}" y="{base + 18}" text-anchor="end">{right:.0f} MB</text>',
         f'<text x="{EDGE - 6}" y="28" text-anchor="end">{high:+.3f}</text>',
         f'<text x="{EDGE - 6}" y="{base}" text-anchor="end">{low:+.3f}</text>',
-        f'<text x="{EDGE}" y="{base + 38}">loss minus that of the base model, in nats, on {escape(text)}</text>',
+        f'<text x="{EDGE}" y="{base + 38}">{escape(text)}</text>',
     ]
     axes = f'<path d="M{EDGE} 20V{base}H{WIDE - 20}" fill="none" stroke="#444"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {TALL}" width="{WIDE}" height="{TALL}"'

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from compress.evaluate.agreement import WORDS, TextAgreement
 from compress.evaluate.perplexity import Difference
 from compress.evaluate.speed import SpeedResult
 from compress.report.page.numbers import with_error
@@ -45,7 +48,11 @@ def headline(report: Report) -> str:
     if rate is not None:
         parts.append(f"{rate:.2f} times faster" if rate >= 1 else f"{1 / rate:.2f} times slower")
     texts = [text for text in report.evaluations.get("perplexity") or [] if text.difference is not None]
-    parts.append(in_words(texts[0].difference) if texts else "the quality was not measured")
+    compared = agreements(report)
+    if texts:
+        parts.append(in_words(texts[0].difference))
+    else:
+        parts.append(in_sentences(compared[0])[0] if compared else "the quality was not measured")
     return ", ".join(parts) + "."
 
 
@@ -64,6 +71,8 @@ def of_report(report: Report) -> list[str]:
     size = report.size
     smaller = size.dense_bytes / size.checkpoint_bytes
     texts = [text for text in report.evaluations.get("perplexity") or [] if text.difference is not None]
+    if not texts and (compared := agreements(report)):
+        return _of_agreement(f"{smaller:.2f}x smaller", compared) + of_tasks(report)
     if not texts:
         return [f"{smaller:.2f}x smaller; the quality was not measured (eval: null)"]
     found = [f"{of_loss(smaller, text.difference.loss, text.difference.stderr)} on {text.text}" for text in texts]
@@ -77,6 +86,22 @@ def of_report(report: Report) -> list[str]:
     if rate is not None:
         found.append(f"decodes {rate:.2f}x as fast as the base model (one sequence)")
     return found + of_tasks(report)
+
+
+def agreements(report: Report) -> list[TextAgreement]:
+    """The agreement with the base model on each text, of models without a language-model head."""
+    return report.evaluations.get("agreement") or []
+
+
+def in_sentences(text: TextAgreement) -> list[str]:
+    """The measures on one text in words, the most important first."""
+    return [WORDS[name].sentence.format(WORDS[name].shown(found)) for name, found in text.measures.items()]
+
+
+def _of_agreement(size: str, compared: Sequence[TextAgreement]) -> list[str]:
+    """A sentence for each text; the first begins with the size."""
+    found = [f"{', '.join(in_sentences(text))} on {text.text}" for text in compared]
+    return [f"{size}; {found[0]}", *found[1:]]
 
 
 def of_tasks(report: Report) -> list[str]:

@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError, NumericError
+from compress.model.kinds import SUPPORTED, answer_of, kind_of
 from compress.model.objective import without_cache
 from compress.model.open.experts import exercised
 from compress.model.open.opening import OpenModel, is_finite
-from compress.model.open.supported import SUPPORTED
 from compress.model.structure.blocks import Block, hidden_of
 from compress.model.structure.ends import vocabulary_size
 
@@ -86,7 +86,7 @@ class _Found(_Enough):
 
 
 class ModelShell:
-    """The model around its blocks: ids -> first block's input, last block's output -> logits."""
+    """The model around its blocks: ids -> first block's input, last block's output -> logits or another answer."""
 
     def __init__(self, opened: OpenModel) -> None:
         self._opened = opened
@@ -123,19 +123,29 @@ class ModelShell:
             )
         return Captured(seen[0][0], [call for _, call in seen])
 
-    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "batch length vocab"]:
-        """The model's logits for the last block's output hidden states on these ids."""
+    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "*batch cells"]:
+        """The model's answer (`answer_of`) for the last block's output hidden states on these ids, such as its logits.
+
+        Raises ModelError for an output without an answer for every token, or for every sequence where the kind has one.
+        """
         form = self._form or self._learn_form(ids)
-        last = self._opened.blocks[-1].index
+        last, seen = self._opened.blocks[-1].index, set[int]()
 
         def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
+            if block.index in seen:
+                raise ModelError(
+                    f"model: {type(self._opened.model).__name__} runs {block.name} several times in a forward pass; "
+                    "use a model that runs every block once"
+                )
+            seen.add(block.index)
             return form(hidden if block.index == last else _split(block, args, kwargs)[0])
 
-        logits = getattr(self._run(ids, replay), "logits", None)
-        if logits is None or logits.shape[:-1] != ids.shape:
-            found = "no logits" if logits is None else f"logits of shape {list(logits.shape)} for ids {list(ids.shape)}"
+        answer, kind = answer_of(self._run(ids, replay)), kind_of(self._opened.model)
+        rows = ids.shape if kind is None or kind.each else ids.shape[:1]
+        if answer is None or answer.shape[:-1] != rows:
+            found = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for ids {list(ids.shape)}"
             raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
-        return logits
+        return answer
 
     def inputs_of(self, module: nn.Module, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Tensor:
         """The input of a module after the last block, such as the output head. hidden: the last block's output."""
@@ -214,7 +224,7 @@ class ModelShell:
         """Run the model on a few token ids while its blocks return their input; weights of blocks are not read.
 
         Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other,
-        returns logits for every token, and writes no weight of a block.
+        returns the answer of its kind, and writes no weight of a block.
         """
         model = self._opened.model
         size = vocabulary_size(model)

@@ -1,18 +1,19 @@
-"""The training loss of a language model: cross-entropy with the text, divergence from a teacher, or both."""
+"""The training loss of a model: cross-entropy with the text, divergence from a teacher, or both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError
-from compress.model.objective import NEXT_TOKENS, LMObjective
-from compress.numerics.metrics import DivergenceName, SoftTargets, distillation_loss, token_weights
-from compress.train.teacher import OnlineTeacher, Teacher
+from compress.model.objective import NEXT_TOKENS, LMObjective, Outputs
+from compress.numerics.metrics import DivergenceName, distillation_loss, token_weights
+from compress.train.teacher import Features, OnlineTeacher, Targets, Teacher
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class LanguageLoss:
 
     The cross-entropy is over the targets of `lm_objective`; the other terms are over all tokens. With masked tokens,
     where teacher and student read the same input, and hidden 0 this is the triple loss of Sanh 2019 (arXiv 1910.01108,
-    section 3).
+    section 3). Hidden states of an encoder and scores are no distributions; their relative squared difference
+    (`relative`) replaces the divergence.
 
     teacher: required if ce_weight < 1; for hidden states an `OnlineTeacher`. token_scale: the temperature of
     `token_weights`, for the divergence. layer_map: pairs (student block, teacher block), counted from 0; None: evenly
@@ -46,9 +48,8 @@ class LanguageLoss:
         needs_states = self.hidden > 0 or self.cosine > 0
         asked = {"output_hidden_states": True} if needs_states else {}
         found = self.lm_objective.read(model, ids, rows, **asked)
-        logits: Tensor = found.logits
-        loss = torch.zeros((), device=logits.device)
-        targets: SoftTargets | None = None
+        loss = torch.zeros((), device=ids.device)
+        targets: Targets | None = None
         if needs_states:
             assert isinstance(self.teacher, OnlineTeacher)
             targets, wanted = self.teacher.with_states(ids, rows)
@@ -56,14 +57,19 @@ class LanguageLoss:
         if self.ce_weight < 1:
             assert self.teacher is not None
             targets = self.teacher(ids, rows) if targets is None else targets
-            loss = loss + (1 - self.ce_weight) * self._soft(logits, targets)
+            loss = loss + (1 - self.ce_weight) * self._learned(found, targets)
         if self.ce_weight > 0:
-            predicted, tokens = self.lm_objective.answers(logits, ids, rows)
+            predicted, tokens = self.lm_objective.answers(found.logits, ids, rows)
             loss = loss + self.ce_weight * nn.functional.cross_entropy(predicted.float(), tokens)
         return loss
 
-    def _soft(self, logits: Float[Tensor, "rows length vocabulary"], targets: SoftTargets) -> Tensor:
-        weights = None
+    def _learned(self, output: Any, targets: Targets) -> Tensor:
+        """The difference of an output from the teacher's."""
+        if isinstance(targets, Features):
+            assert isinstance(self.lm_objective, Outputs)
+            return relative(self.lm_objective.features(output), targets.values)
+        logits, weights = self.lm_objective.predictions(output), None
+        assert logits is not None
         if self.token_scale is not None:
             assert targets.text is not None
             weights = token_weights(targets.text, self.token_scale, logits.shape[0])

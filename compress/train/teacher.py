@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -18,36 +18,69 @@ from torch import Tensor, nn
 from compress.api.processes import Processes
 from compress.errors import NumericError
 from compress.formats.containers.files import atomic
-from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
+from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective, Outputs
 from compress.numerics.metrics import CHUNK, SoftTargets, soft_targets
 from compress.train.checkpoint import digest
 
 PARTS = ("log_probs", "index", "log_rest", "text")
+VALUES = "values"
+"""The name of stored `Features`."""
 
 Teach = Callable[[], AbstractContextManager[nn.Module]]
 """Open the teacher as a context manager of a runnable model."""
 
 
-class Teacher(Protocol):
-    """Soft targets for sequences of the calibration text."""
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The teacher's answers without distributions, `Outputs.features`: hidden states, or the scores of a batch."""
 
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
+    values: Float[Tensor, "*rows width"]
+
+
+Targets = SoftTargets | Features
+
+
+class Teacher(Protocol):
+    """Targets for sequences of the calibration text."""
+
+    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
         """The targets of all tokens of these sequences; rows: their numbers."""
         ...
 
 
+def taught(
+    output: Any, lm_objective: LMObjective, ids: Int[Tensor, "rows length"], rows: Sequence[int], temperature: float,
+    top_k: int | None, where: str,
+) -> Targets:  # fmt: skip
+    """The targets in an output of the teacher. Raises NumericError."""
+    logits = lm_objective.predictions(output)
+    if logits is not None:
+        wanted = lm_objective.targets(ids, rows) if lm_objective.learns else None
+        return reduced(logits, wanted, temperature, top_k, where)
+    assert isinstance(lm_objective, Outputs)
+    values = lm_objective.features(output)
+    if not bool(values.isfinite().all()):
+        raise NumericError(f"{where}: the teacher's outputs are not finite")
+    return Features(values)
+
+
 def reduced(
-    logits: Float[Tensor, "rows length vocabulary"], wanted: Int[Tensor, "rows length"], temperature: float,
+    logits: Float[Tensor, "rows length vocabulary"], wanted: Int[Tensor, "rows length"] | None, temperature: float,
     top_k: int | None, where: str,
 ) -> SoftTargets:  # fmt: skip
-    """Compute soft targets from logits, in chunks; wanted: `LMObjective.targets` of the text. Raises NumericError."""
+    """Compute soft targets from logits, in chunks. Raises NumericError.
+
+    wanted: `LMObjective.targets` of the text; None: the objective has none.
+    """
     flat = logits.flatten(0, 1)
     parts = [soft_targets(part, temperature, top_k) for part in flat.split(CHUNK)]
     cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
     found = {name: torch.cat(pieces) for name, pieces in cells.items()}
-    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), wanted.flatten().split(CHUNK), strict=True)])
     if not bool(found["log_probs"].isfinite().all()):
         raise NumericError(f"{where}: the teacher's logits are not finite")
+    if wanted is None:
+        return SoftTargets(**found)
+    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), wanted.flatten().split(CHUNK), strict=True)])
     return SoftTargets(**found, text=text)
 
 
@@ -65,33 +98,36 @@ class OnlineTeacher:
         self.model, self.temperature, self.where, self.lm_objective = model, temperature, where, lm_objective
 
     @torch.no_grad()
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
+    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
         return self.with_states(ids, rows, False)[0]
 
     @torch.no_grad()
     def with_states(
         self, ids: Int[Tensor, "rows length"], rows: Sequence[int], wanted: bool = True
-    ) -> tuple[SoftTargets, Sequence[Tensor]]:
-        """Soft targets, and the hidden states before the first block and after each block, [rows, length, width]."""
+    ) -> tuple[Targets, Sequence[Tensor]]:
+        """Targets, and the hidden states before the first block and after each block, [rows, length, width]."""
         with torch.autocast(ids.device.type, enabled=False):
             found = self.lm_objective.read(self.model, ids, rows, output_hidden_states=wanted)
-        targets = reduced(found.logits, self.lm_objective.targets(ids, rows), self.temperature, None, self.where)
+        targets = taught(found, self.lm_objective, ids, rows, self.temperature, None, self.where)
         return targets, found.hidden_states if wanted else ()
 
 
 class CachedTeacher:
-    """A teacher whose most likely tokens are computed in advance, one sequence at a time, in files or in memory."""
+    """A teacher whose targets are computed in advance, one sequence at a time, in files or in memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._items: list[dict[str, Tensor] | Path] = []
 
     def append(self, item: dict[str, Tensor] | Path) -> None:
-        """Add the targets of the next sequence, as the fields of `SoftTargets` by name."""
+        """Add the targets of the next sequence, as the fields of `SoftTargets` or `Features` by name."""
         self._items.append(item)
 
-    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> SoftTargets:
+    def __call__(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Targets:
         found = [item if isinstance(item := self._items[row], dict) else load_file(item) for row in rows]
+        if VALUES in found[0]:  # the rows of a batch of hidden states, or the scores of a batch as one row
+            values = [part[VALUES] for part in found]
+            return Features(torch.cat(values, dim=0 if values[0].dim() == 3 else 1).to(self.device))
         whole = {name: torch.cat([part[name] for part in found]).to(self.device) for name in found[0]}
         return SoftTargets(**whole)
 
@@ -137,10 +173,9 @@ def cached_teacher(
             for done, i in enumerate(missing):
                 report_progress(done, len(missing))
                 row = ids[i : i + 1].to(device)
-                logits = options.lm_objective.read(model, row, [i]).logits
-                wanted = options.lm_objective.targets(row, [i])
-                targets = reduced(logits, wanted, options.temperature, options.top_k, where)
-                made[i] = {name: t.cpu().contiguous() for name in PARTS if (t := getattr(targets, name)) is not None}
+                output = options.lm_objective.read(model, row, [i])
+                targets = taught(output, options.lm_objective, row, [i], options.temperature, options.top_k, where)
+                made[i] = {name: t.cpu().contiguous() for name, t in vars(targets).items() if t is not None}
                 if (path := paths[i]) is not None:
                     with atomic(path) as part:
                         save_file(made.pop(i), part)
@@ -155,6 +190,6 @@ def _whole(path: Path) -> bool:
     """Whether a file exists and is complete."""
     try:
         with safe_open(path, framework="pt") as file:
-            return "log_probs" in file.keys()  # noqa: SIM118  not a dict
+            return not {"log_probs", VALUES}.isdisjoint(file.keys())
     except (FileNotFoundError, SafetensorError):
         return False

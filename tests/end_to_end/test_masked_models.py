@@ -203,7 +203,7 @@ def test_a_share_of_masks_says_nothing_of_next_tokens(tiny, ids):
 
 
 def test_a_teacher_in_memory_must_predict_the_same(tiny, ids):
-    with pytest.raises(ModelError, match="teacher: it predicts next tokens, the model masked tokens"):
+    with pytest.raises(ModelError, match="teacher: it predicts next tokens, the model predicts masked tokens"):
         compress.apply(tiny("bert"), [Distill()], ids(), teacher=tiny("llama"), tokenizer=tokenizer())
 
 

@@ -6,11 +6,11 @@ from encoders import MASK, VOCAB, tokenizer
 from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM, BertLMHeadModel
 
 from compress.errors import CalibrationError, ModelError
+from compress.model.kinds import is_masked
 from compress.model.objective import (
     IGNORED,
     NEXT_TOKENS,
     MaskedTokens,
-    is_masked,
     objective_of,
     special_ids,
     without_cache,

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import compress
+from compress.model.kinds import CAUSAL, MASKED
 from compress.report.card import CardFacts, base_metadata, card
 from compress.report.schema import Report
 
@@ -29,7 +30,7 @@ def changed(report: Report, **save) -> Report:
     return Report.from_json(json.loads(json.dumps(values)))
 
 
-FACTS = CardFacts(frozenset({"quantized", "masked"}), generates=True)
+FACTS = CardFacts(frozenset({"quantized", "masked"}), generates=True, kind=CAUSAL)
 
 
 def test_a_run_writes_its_card(finished):
@@ -50,7 +51,7 @@ def test_the_base_model_and_its_license_are_stated(finished, tmp_path):
     assert front(text)["base_model"] == "owner/some-model" and front(text)["license"] == "apache-2.0"
     assert front(text)["base_model_relation"] == "quantized"
     assert "[owner/some-model](https://huggingface.co/owner/some-model)" in text
-    pruned = card(report, "owner/some-model", CardFacts(frozenset({"masked"}), generates=True), {})
+    pruned = card(report, "owner/some-model", CardFacts(frozenset({"masked"}), generates=True, kind=CAUSAL), {})
     assert front(pruned)["base_model_relation"] == "finetune" and "license" not in front(pruned)
     (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [en]\ntags: [x]\n---\n# A model\n")
     assert base_metadata(str(tmp_path)) == {"license": "mit", "language": ["en"]}
@@ -65,7 +66,7 @@ def test_only_programs_that_read_the_format_are_named(finished):
     native = card(changed(report, format="native"), "m", FACTS, {})
     assert "Other programs do not read the format native" in native and "AutoModel" not in native
     assert front(native)["library_name"] == "compress-llm"
-    masked = card(report, "m", CardFacts(frozenset(), generates=False), {})
+    masked = card(report, "m", CardFacts(frozenset(), generates=False, kind=MASKED), {})
     assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked and "vLLM" not in masked
 
 

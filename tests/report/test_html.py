@@ -130,6 +130,8 @@ def test_the_verdict_in_one_sentence():
     values["perplexity"][0]["difference"] = {"loss": 0.02, "stderr": None}
     assert "of unknown error" in headline(report())
     values |= {"perplexity": None, "speed": None}
+    assert headline(report()) == "3.12 times smaller, the embeddings agree to 0.98700 ± 0.00030 (cosine)."
+    values["agreement"] = None
     assert headline(report()) == "3.12 times smaller, the quality was not measured."
     values["size"]["checkpoint_bytes"] *= 4
     assert headline(report()).startswith("1.28 times larger, ")
@@ -147,7 +149,9 @@ def test_the_options_of_passes_are_spelled_as_in_yaml():
 
 
 def test_sections_without_data_are_left_out():
-    values = sample() | dict.fromkeys(("perplexity", "tasks", "generation", "speed", "kv_cache", "sparsity"))
+    values = sample() | dict.fromkeys(
+        ("perplexity", "agreement", "tasks", "generation", "speed", "kv_cache", "sparsity")
+    )
     values |= {"training": {}, "layers": [], "sensitivity": None, "journal": {"counts": {}, "entries": []}}
     ids = [known["id"] for known in Reader(page(values)).found("section")]
     assert ids == ["verdict", "size_and_quality", "time_and_memory", "checks", "journal", "reproduction"]

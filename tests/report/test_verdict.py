@@ -8,8 +8,10 @@ from click.testing import CliRunner
 
 import compress
 from compress.cli import main
+from compress.report.page.blocks import Tiles
 from compress.report.schema import Report, json_schema
-from compress.report.verdict import of_report
+from compress.report.sections.verdict import Verdict
+from compress.report.verdict import headline, of_report
 from compress.stream.install import WORST
 
 
@@ -46,11 +48,25 @@ def test_tasks_in_words(finished):
     assert "was not measured" in of_report(unmeasured)[0]
 
 
+def test_the_verdict_on_a_model_without_a_head_speaks_of_agreement(finished):
+    same, kl = {"value": 0.984, "stderr": 0.003}, {"value": 0.0012, "stderr": None}
+    text = {"text": "a", "windows": 8, "length": 16, "sha256": "", "compared": "classes"}
+    texts = [{**text, "measures": {"same": same, "kl": kl}}, {**text, "text": "b", "measures": {"kl": kl}}]
+    report = Report.from_json(values(finished) | {"perplexity": [], "agreement": texts, "tasks": None})
+    first, second = of_report(report)
+    words = "the predicted class is that of the base model in 98.4% ± 0.3% of the cases"
+    assert first.endswith(f"x smaller; {words}, KL divergence 0.0012 nats on a")
+    assert second == "KL divergence 0.0012 nats on b"
+    assert headline(report).endswith(f"{words}.")
+    tiles = next(block for block in Verdict().blocks(report) if isinstance(block, Tiles)).tiles
+    assert [(tile.figure, tile.note) for tile in tiles[1:]] == [("98.4%", "± 0.3%, a"), ("0.0012", "a")]
+
+
 def test_the_schema_names_every_key_of_a_report(finished):
     schema = json_schema()
     assert values(finished).keys() <= schema["properties"].keys()
-    assert {"perplexity", "tasks", "generation"} <= schema["properties"].keys()
-    assert {"Divergence", "TasksResult", "GenerationResult", "Sizes"} <= schema["$defs"].keys()
+    assert {"perplexity", "agreement", "tasks", "generation"} <= schema["properties"].keys()
+    assert {"Divergence", "TextAgreement", "TasksResult", "GenerationResult", "Sizes"} <= schema["$defs"].keys()
     assert json.loads(CliRunner().invoke(main, ["report", "--schema"]).stdout) == schema
 
 

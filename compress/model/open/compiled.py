@@ -10,6 +10,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from compress.errors import ModelError
 from compress.kernels import dispatch
+from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
 
 SERIAL = 16384
@@ -22,7 +23,7 @@ def compile_generation(model: PreTrainedModel) -> None:
     Raises ModelError for a model that generates no text, and on a CPU without a C++ compiler.
     """
     if not model.can_generate():
-        raise ModelError("compile=True: the model predicts masked tokens and generates no text; load it without")
+        raise ModelError(f"compile=True: {described(model)} and generates no text; load it without")
     device = next(model.parameters()).device
     if device.type == "cpu":
         check_compiler()

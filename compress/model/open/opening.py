@@ -35,8 +35,9 @@ from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.limits import limited, limited_modules
 from compress.model.open.matching import lacking, match
 from compress.model.open.narrow import narrow_dtype
+from compress.model.open.sentence import read_sentence_files
 from compress.model.open.stored import headers_of, opened_file, stored_tensors
-from compress.model.open.supported import check_language_model, class_of
+from compress.model.open.supported import check_supported, class_of
 from compress.model.open.tokenizer import read_tokenizer
 from compress.model.open.untrusted import check_config, check_folder, read_json
 from compress.model.structure.blocks import Block, find_blocks
@@ -116,9 +117,9 @@ class OpenModel:
 
     model: its block weights may be on the meta device until `weights.bring`. source: the model's name in the recipe.
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
-    `PROCESSOR_FILES` that exists. narrow: the 16-bit dtype that holds the weights of the source; None: the source needs
-    wider ones, or is unknown. widened_from: the dtype of the checkpoint if `auto` chose a wider one for the
-    computation.
+    `PROCESSOR_FILES` and of the files of sentence-transformers that exists. narrow: the 16-bit dtype that holds the
+    weights of the source; None: the source needs wider ones, or is unknown. widened_from: the dtype of the checkpoint
+    if `auto` chose a wider one for the computation.
     """
 
     model: PreTrainedModel
@@ -215,11 +216,12 @@ def open_model(
     compute, widened_from = compute_dtype(config, dtype, device)
     stored = stored_tensors(folder)
     model = empty_model(folder, config, compute, trust_remote_code).eval()
-    check_language_model(model, f"model: {source}")
+    check_supported(model, f"model: {source}")
     common: dict[str, Any] = {"source": source, "device": device, "dtype": compute, "widened_from": widened_from}
-    common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder)}
+    sentence, left_out = read_sentence_files(folder)
+    common |= {"tokenizer": read_tokenizer(folder, trust_remote_code), "processor": read_processor(folder) | sentence}
     with limited_modules(folder):
-        notes, files = open_experts(model) + widened(widened_from), match(model, stored)
+        notes, files = left_out + open_experts(model) + widened(widened_from), match(model, stored)
     fingerprint = fingerprint_of(folder, sorted({path for path, _ in stored.values()}))
     common["narrow"] = narrow_dtype(folder, stored)
     if files is None:

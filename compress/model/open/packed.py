@@ -27,7 +27,8 @@ from compress.model.open.load import describe, fill, fill_caches, masked_in, wei
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.narrow import narrow_dtype
 from compress.model.open.opening import Mapped, OpenModel
-from compress.model.open.supported import check_language_model
+from compress.model.open.sentence import read_sentence_files
+from compress.model.open.supported import check_supported
 from compress.model.open.untrusted import read_json
 from compress.model.structure.blocks import Block, find_blocks
 from compress.model.structure.ends import find_ends
@@ -193,7 +194,7 @@ def _open_compressed(
     """Open a compressed checkpoint; the weights of its blocks are loaded when they are needed. Raises ModelError."""
     found = describe(folder, source, dtype, device, trust_remote_code)
     model = found.model.eval()
-    check_language_model(model, f"model: {source}")
+    check_supported(model, f"model: {source}")
     if found.files is None:
         raise opening.lacking(model, folder, found.stored, weights_in_codes(model, found.schemes))
     blocks = find_blocks(model)
@@ -214,8 +215,10 @@ def _open_compressed(
         packed = scales.read_raw([name for name in found.stored if outside and name.startswith(starts)])
         fill(model, "", packed, outside, found.format, found.dtype, found.stored)
     paths = sorted({path for path, _ in found.stored.values()})
+    sentence, left_out = read_sentence_files(folder)
     return OpenModel(
         model, blocks, weights, opening.read_tokenizer(folder, trust_remote_code), source,
-        fingerprint_of(folder, paths), device, found.dtype, widened(found.widened_from), read_processor(folder),
+        fingerprint_of(folder, paths), device, found.dtype, left_out + widened(found.widened_from),
+        read_processor(folder) | sentence,
         narrow_dtype(folder, files), found.widened_from,
     )  # fmt: skip

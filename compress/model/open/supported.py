@@ -1,4 +1,4 @@
-"""Check, without weights, that a model is a language model: token ids in, logits for tokens out."""
+"""Check, without weights, that a model is of a supported kind: token ids in, a known answer out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError
-
-SUPPORTED = "supported are models that predict the next token, and encoders that predict masked tokens"
+from compress.model.kinds import SUPPORTED, kind_of
 
 
 def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
@@ -29,8 +28,9 @@ def class_of(config: PretrainedConfig, trust_remote_code: bool) -> Any:
     )
 
 
-def check_language_model(model: PreTrainedModel, where: str = "model") -> None:
-    """Raise ModelError unless a model takes token ids, is no encoder-decoder, and has a head that predicts tokens.
+def check_supported(model: PreTrainedModel, where: str = "model") -> None:
+    """Raise ModelError unless a model takes token ids, is no encoder-decoder, and is of a kind of
+    `compress.model.kinds`.
 
     Only the class, the configuration and the modules are read. where: the beginning of the message.
     """
@@ -45,9 +45,10 @@ def _unsupported(model: PreTrainedModel) -> str | None:
         return f"does not take token ids (input_ids); {SUPPORTED}"
     if getattr(model.config, "is_encoder_decoder", False):
         return f"is an encoder-decoder model, which is not supported yet; {SUPPORTED}"
-    if model.get_output_embeddings() is None:
-        return (
-            "has no language-model head; use a checkpoint that was saved with one "
-            "(architectures in its config.json: ...ForCausalLM, ...ForMaskedLM or ...ForConditionalGeneration)"
-        )
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        return f"has no one table of token embeddings; {SUPPORTED}"
+    if kind_of(model) is None:
+        return f"has no language-model head and is of no other supported kind; {SUPPORTED}"
     return None

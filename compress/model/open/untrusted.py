@@ -45,6 +45,21 @@ def check_folder(folder: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object of a file. Raises ValueError with the reason if there is none, or if it is too large or deep."""
+    value = _read(path)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a valid JSON file: it holds no object at the top")
+    return value
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The JSON list of objects of a file. Raises ValueError as `read_json` does."""
+    value = _read(path)
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError("it is not a valid JSON file: it holds no list of objects at the top")
+    return value
+
+
+def _read(path: Path) -> Any:
     try:
         about = path.stat()
         if about.st_size > LARGEST_JSON:
@@ -62,9 +77,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"it is not a valid JSON file: {error}") from error
     except RecursionError as error:
         raise ValueError(f"its values are nested in more than {DEEPEST_JSON} levels") from error
-    if not isinstance(value, dict):
-        raise ValueError("it is not a valid JSON file: it holds no object at the top")
-    _check_depth(value)
+    if isinstance(value, (dict, list)):
+        _check_depth(value)
     return value
 
 

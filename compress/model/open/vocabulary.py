@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from compress.errors import ModelError
-from compress.model.objective import is_masked, text_config
+from compress.model.kinds import HEADLESS, UNKNOWN, kind_of
+from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel, empty_model, folder_of, read_config
-from compress.model.open.supported import check_language_model
+from compress.model.open.supported import check_supported
 from compress.model.open.tokenizer import read_tokenizer
+
+EQUAL = {"classes": ("num_labels", "problem_type"), "embeddings": ("hidden_size",)}
+"""The entries of the configurations that a teacher and its student share, by what is compared of them."""
 
 
 def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> PreTrainedModel:
@@ -22,8 +26,8 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     folder = folder_of(source)
     config = read_config(folder, source, trust_remote_code)
     teacher = empty_model(folder, config, student.dtype, trust_remote_code)
-    check_language_model(teacher, f"teacher: {source}")
-    check_kind(source, type(teacher), config, student)
+    check_supported(teacher, f"teacher: {source}")
+    check_kind(source, teacher, student.model)
     teacher_size, student_size = (getattr(text_config(known), "vocab_size", None) for known in (config, student.config))
     if teacher_size != student_size:
         raise ModelError(
@@ -39,14 +43,19 @@ def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> P
     return teacher
 
 
-def check_kind(source: str, kind: type, config: PretrainedConfig, student: OpenModel) -> None:
-    """Raise ModelError when one of the two models predicts masked tokens and the other next tokens."""
-    teacher, own = is_masked(kind, config), is_masked(type(student.model), student.config)
-    if teacher != own:
-        names = {True: "masked tokens", False: "next tokens"}
-        raise ModelError(
-            f"teacher: {source} predicts {names[teacher]}, the model {names[own]}; use a teacher of the model's kind"
-        )
+def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    """Raise ModelError when a teacher's outputs cannot be learned: it is of another kind, or has other answers."""
+    kinds = kind_of(teacher), kind_of(student)
+    if kinds[0] != kinds[1]:
+        there, here = (UNKNOWN if kind is None else kind.name for kind in kinds)
+        raise ModelError(f"teacher: {source} {there}, the model {here}; use a teacher of the model's kind")
+    for name in EQUAL.get(kinds[0].compared, ()) if kinds[0] in HEADLESS else ():
+        there, here = (getattr(text_config(model.config), name, None) for model in (teacher, student))
+        if there != here:
+            raise ModelError(
+                f"teacher: {source} has {name} {there}, the model {here}, so its outputs cannot be learned; use a "
+                f"teacher with the model's {name}"
+            )
 
 
 def first_difference(teacher: Any, student: Any) -> str | None:

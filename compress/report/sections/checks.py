@@ -32,10 +32,10 @@ def lines(report: Report) -> list[str]:
     checked = [
         f"tensor bytes: {written}, {as_planned}",
         f"codes of {found.layers} layers read back bit for bit",
-        f"reloaded by compress.load: logits differ by at most {found.own:.3g}",
+        f"reloaded by compress.load: outputs differ by at most {found.own:.3g}",
     ]
     if found.transformers is None:
         checked.append(f"not reloaded by transformers: {found.skipped}")
     else:
-        checked.append(f"reloaded by transformers: logits differ by at most {found.transformers:.3g}, weights equal")
+        checked.append(f"reloaded by transformers: outputs differ by at most {found.transformers:.3g}, weights equal")
     return checked

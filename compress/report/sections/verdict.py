@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from compress.evaluate.agreement import WORDS, Measure
 from compress.evaluate.divergence import Divergence
 from compress.evaluate.perplexity import TextQuality
 from compress.evaluate.speed import SpeedResult
@@ -12,7 +13,7 @@ from compress.report.page.blocks import Block, Items, Lead, Tile, Tiles
 from compress.report.page.numbers import PLUS_MINUS, data_size, number, signed, upper_first, with_error
 from compress.report.schema import Report
 from compress.report.sections.base import Section
-from compress.report.verdict import decided, faster, headline, in_words, of_report, of_tasks
+from compress.report.verdict import agreements, decided, faster, headline, in_sentences, in_words, of_report, of_tasks
 
 
 class Verdict(Section):
@@ -30,7 +31,11 @@ class Verdict(Section):
         if texts:
             tiles.append(_loss(texts[0]))
             tiles += [] if texts[0].divergence is None else [_agreement(texts[0].text, texts[0].divergence)]
+        compared = agreements(report)
+        for text in compared[:1]:
+            tiles += [_measure(text.text, name, found) for name, found in text.measures.items()][:2]
         others = [f"On {t.text}: {in_words(t.difference)}." for t in texts[1:] if t.difference is not None]
+        others += [f"On {text.text}: {', '.join(in_sentences(text))}." for text in compared[1:]]
         others += [f"{upper_first(sentence)}." for sentence in of_tasks(report)]
         return [Lead(headline(report)), Tiles(tiles), *([Items(others)] if others else [])]
 
@@ -63,6 +68,12 @@ def _loss(text: TextQuality) -> Tile:
     note = f"± {error}, {'' if decided(change) else 'not '}significant" if error else "of unknown error"
     tone = "plain" if not decided(change) else "bad" if change.loss > 0 else "good"
     return Tile(value, f"loss in nats per token, {text.text}", note, tone)
+
+
+def _measure(text: str, name: str, found: Measure) -> Tile:
+    """A measure of agreement with the base model."""
+    value, _, error = WORDS[name].shown(found).partition(" ± ")
+    return Tile(value, WORDS[name].name, f"± {error}, {text}" if error else text)
 
 
 def _agreement(name: str, found: Divergence) -> Tile:

@@ -25,7 +25,7 @@ REPORT = {
     "checkpoint_sha256", "masked", "sensitivity", "perplexity", "tasks",
 }  # fmt: skip
 VARIANT = {
-    "source", "size_bytes", "base_bytes", "text", "loss", "loss_stderr", "kl", "kl_stderr", "agreement", "tasks",
+    "source", "size_bytes", "base_bytes", "text", "loss", "loss_stderr", "kl", "kl_stderr", "agreement", "tasks", "measure",
 }  # fmt: skip
 SENSITIVITIES = {
     "compress", "model", "fingerprint", "text", "windows", "length", "level", "choices", "found", "passes",

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import torch
-from awq.modules.linear.gemm import WQLinear_GEMM
+from awq.modules.linear import gemm
 from awq.utils.packing_utils import dequantize_gemm
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+gemm.TRITON_AVAILABLE = False  # its kernels need a GPU
 
 
 def read(folder, ids, out):
@@ -25,7 +27,9 @@ def read(folder, ids, out):
     layers = {}
     for name, dense in list(model.named_modules()):
         if f"{name}.qweight" in stored:
-            layers[name] = WQLinear_GEMM.from_linear(dense, settings["bits"], settings["group_size"], init_only=True)
+            layers[name] = gemm.WQLinear_GEMM.from_linear(
+                dense, settings["bits"], settings["group_size"], init_only=True
+            )
             model.set_submodule(name, layers[name])
     missing, unknown = model.load_state_dict(stored, strict=False)
     if not layers or unknown or set(missing) > {"lm_head.weight"}:

@@ -38,8 +38,8 @@ def test_other_numbers_of_tokens_are_told(pico, tiny_folder):
 
 def test_a_teacher_that_predicts_something_else_is_refused(tiny_folder):
     for one, two, record in (
-        ("bert", "llama", "masked tokens, the model next"),
-        ("llama", "bert", "next tokens, the model masked"),
+        ("bert", "llama", "masked tokens, the model predicts next"),
+        ("llama", "bert", "next tokens, the model predicts masked"),
     ):
         with pytest.raises(ModelError, match=f"predicts {record} tokens; use a teacher of the model's kind"):
             check_teacher(tiny_folder(one), open_model(tiny_folder(two)), trust_remote_code=False)

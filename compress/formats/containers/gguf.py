@@ -28,6 +28,8 @@ FILE = "model.gguf"
 INDEX = "compress.tensors"
 SIDECAR = "gguf_tensors.json"
 """The file beside the file of another program, in place of `INDEX`, which llama.cpp copies when it quantizes a file."""
+LARGEST_INDEX = 64 << 20
+"""Bytes of `SIDECAR`."""
 BLOCKS = "_blocks"
 """The end of the name of a tensor whose blocks are read as bytes."""
 DENSE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -166,11 +168,18 @@ class GGUFTensors:
 
     @staticmethod
     def _index(path: Path, field: Any) -> Mapping[str, Any]:
-        if (path.parent / SIDECAR).exists():
-            return json.loads((path.parent / SIDECAR).read_text(encoding="utf-8"))
-        if field is None:
+        beside = path.parent / SIDECAR
+        if not beside.exists() and field is None:
             raise ValueError("it was not written by compress; give the file itself as the model")
-        return json.loads(field.contents())
+        if beside.exists() and beside.stat().st_size > LARGEST_INDEX:
+            raise ValueError(f"{SIDECAR} has more than {LARGEST_INDEX >> 20} MiB")
+        try:
+            found = json.loads(beside.read_text(encoding="utf-8") if beside.exists() else field.contents())
+        except RecursionError as error:
+            raise ValueError("its names of tensors are nested too deeply") from error
+        if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+            raise ValueError("its names of tensors are no JSON object of objects")
+        return found
 
     def keys(self) -> list[str]:
         """The names of all tensors."""

@@ -1,5 +1,6 @@
 """A tokenizer for the tiny models that says which token is the mask, and puts [CLS] and [SEP] around a text."""
 
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -19,3 +20,10 @@ def tokenizer(size=VOCAB, **names):
     made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     known = {name: token for name, token in {**NAMES, **names}.items() if token is not None}
     return PreTrainedTokenizerFast(tokenizer_object=made, **known)
+
+
+def write_words(path, count):
+    """Write a text of so many words of the tokenizer, and return its path as text."""
+    drawn = torch.randint(5, VOCAB, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    path.write_text(" ".join(f"w{i}" for i in drawn), encoding="utf-8")
+    return str(path)

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from compress.kernels.cpu.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codes import CodesPart
 
+SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
+"""The instruction sets of the kernels on this machine."""
 INT8 = GRIDS["int8"]
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2}  # relative to the largest output; bfloat16 has 8 bits
 

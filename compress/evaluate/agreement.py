@@ -253,9 +253,8 @@ def of_spans(pairs: Pairs) -> dict[str, Estimate | None]:
 def best_span(logits: Float[Tensor, "2 length"]) -> tuple[int, int]:
     """The first and the last token of the most likely span of at most `LONGEST_SPAN` tokens."""
     start, end = logits
-    sums = (start[:, None] + end[None]).triu().masked_fill(
-        torch.ones(len(start), len(end), dtype=torch.bool).triu().tril(LONGEST_SPAN - 1).logical_not(), -torch.inf
-    )  # fmt: skip
+    spans = torch.ones(len(start), len(end), dtype=torch.bool).triu().tril(LONGEST_SPAN - 1)
+    sums = (start[:, None] + end[None]).masked_fill(~spans, -torch.inf)
     return divmod(int(sums.argmax()), len(end))
 
 

@@ -212,14 +212,11 @@ def _tensors(
     blocks: the block types by name in the shards. layers: the weights that are read back as codes; others of `blocks`
     are read back dense.
     """
-    import gguf  # an optional dependency
-
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[architecture.name], ends.config.num_hidden_layers)
+    name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
     for full, path in sorted(shards.items(), key=lambda item: (item[1], item[0])):
         plain = full.removesuffix(BLOCKS)
         known = ends.embedding if ends.tied and plain == ends.head else plain
-        found = None if known is None else names.get_name(known, (".weight", ".bias"))
+        found = None if known is None else name_in_file(known)
         assert found is not None, f"the gguf package has no name for {plain}"
         heads = architecture.rotated_heads(plain, ends.config)
         with safe_open(path, framework="pt") as file:

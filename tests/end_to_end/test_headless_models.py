@@ -11,7 +11,7 @@ import torch
 import transformers
 import yaml
 from click.testing import CliRunner
-from encoders import VOCAB, tokenizer
+from encoders import tokenizer, write_words
 from headless import KINDS, headless
 from tolerances import LOGITS
 
@@ -84,10 +84,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A text of the tokenizer's words."""
-    drawn = torch.randint(5, VOCAB, (600,), generator=torch.Generator().manual_seed(0)).tolist()
-    path = tmp_path_factory.mktemp("texts") / "words.txt"
-    path.write_text(" ".join(f"w{i}" for i in drawn), encoding="utf-8")
-    return str(path)
+    return write_words(tmp_path_factory.mktemp("texts") / "words.txt", 600)
 
 
 @pytest.fixture

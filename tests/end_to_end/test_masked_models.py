@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from encoders import VOCAB, tokenizer
+from encoders import VOCAB, tokenizer, write_words
 from tolerances import LOGITS
 
 import compress
@@ -38,10 +38,7 @@ def folder(tiny, tmp_path_factory):
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """A text of the tokenizer's words."""
-    drawn = torch.randint(5, VOCAB, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-    path = tmp_path_factory.mktemp("texts") / "words.txt"
-    path.write_text(" ".join(f"w{i}" for i in drawn), encoding="utf-8")
-    return str(path)
+    return write_words(tmp_path_factory.mktemp("texts") / "words.txt", 400)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import INT8, exact, near, part_of, random
+from products import INT8, SETS, exact, near, part_of, random
 
 from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
@@ -23,16 +23,7 @@ from compress.weights.dense import DensePart
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.rounding import InputRounding
 
-SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
-
-
-@pytest.fixture(params=SETS)
-def chosen(request):
-    """One instruction set after the other."""
-    assert library().compress_use(request.param.encode()) == 0
-    yield request.param
-    library().compress_use(SETS[0].encode())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -4,27 +4,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import INT8, exact, near, part_of, random
+from products import INT8, SETS, exact, near, part_of, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu import KERNEL
-from compress.kernels.cpu.library import library
 from compress.kernels.cpu.pages import CHUNK, PAGE, Pages
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codes import CodesPart
 from compress.weights.transforms.rounding import InputRounding
 
-SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
-
-
-@pytest.fixture(params=SETS)
-def chosen(request):
-    """One instruction set after the other."""
-    assert library().compress_use(request.param.encode()) == 0
-    yield request.param
-    library().compress_use(SETS[0].encode())
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ q and k in the order of its rotary embedding, and norms that contain the 1 that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -67,6 +67,14 @@ class Architecture:
         if not self.rotary_pairs or module not in ROTATED:
             return None
         return config.num_attention_heads if module == ROTATED[0] else config.num_key_value_heads
+
+    def tensor_names(self, blocks: int) -> Callable[[str], str | None]:
+        """The name in the file for the name of a tensor in the model, of so many blocks; None if there is none."""
+        import gguf  # an optional dependency
+
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        table = gguf.get_tensor_name_map(kinds[self.name], blocks)
+        return lambda name: table.get_name(name, (".weight", ".bias"))
 
     def shift(self, name: str, tensor_dims: int) -> float:
         """What is added to a tensor in the file."""

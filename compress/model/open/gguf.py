@@ -9,6 +9,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from compress.errors import ModelError
@@ -24,39 +26,49 @@ def as_safetensors(path: Path) -> Path:
     Raises ModelError: no such file, not a GGUF file, an architecture that transformers cannot read from GGUF, or the
     `gguf` package is missing.
     """
-    check_is_gguf(path)
-    folder = cached(path, CONVERTED)
-    if not folder.exists():
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        command = [sys.executable, "-m", "compress.model.open.gguf", str(path), str(part)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            shutil.rmtree(part, ignore_errors=True)
-            reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-            raise ModelError(
-                f"model: {path} cannot be read ({reason}); "
-                "if the gguf package is missing, install the extra: compress-llm[gguf]"
-            )
-        part.rename(folder)
-    return folder
+    return made_once(path, CONVERTED, lambda folder: _converted(path, folder))
 
 
-def check_is_gguf(path: Path) -> None:
-    """Raise ModelError for a missing file and for one of another kind."""
+def _converted(path: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "compress.model.open.gguf", str(path), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        raise ModelError(
+            f"model: {path} cannot be read ({reason}); "
+            "if the gguf package is missing, install the extra: compress-llm[gguf]"
+        )
+
+
+def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
+    """The folder of a file in the user's cache of models, by the digest of the file; `make` fills it the first time.
+
+    Raises ModelError for a missing file and for one of another kind, and what `make` raises; nothing is left then.
+    """
     if not path.is_file():
         raise ModelError(f"model: no file {path}")
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
-
-
-def cached(path: Path, kind: str) -> Path:
-    """The folder of a file in the user's cache of models, by the digest of the file."""
     from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
 
-    return Path(HF_HOME) / kind / file_sha256(path)[:32]
+    status = path.stat()
+    folder = Path(HF_HOME) / kind / _digest(path, status.st_size, status.st_mtime_ns)[:32]
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            make(part)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+@lru_cache(maxsize=4)
+def _digest(path: Path, size: int, changed: int) -> str:
+    return file_sha256(path)
 
 
 def convert(path: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ from compress.formats.containers.gguf import DENSE, FILE, SIDECAR, Entry, packed
 from compress.formats.gguf import GGUF, STORED
 from compress.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.model.linear import linears, shape_of
-from compress.model.open.gguf import cached, check_is_gguf
+from compress.model.open.gguf import made_once
 from compress.model.open.opening import UNREADABLE, empty_model, folder_of
 from compress.model.structure.ends import find_ends
 from compress.weights.layer import LayerScheme
@@ -36,47 +36,36 @@ def checkpoint_of(source: str) -> Path:
     if not source.endswith(".gguf"):
         return folder_of(source)
     path = Path(expanduser(source))
-    check_is_gguf(path)
-    folder = cached(path, KEPT)
-    if folder.exists():
-        return folder
-    part = folder.with_suffix(".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    _link(path, part / FILE)
     try:
-        kept = _describe(part / FILE)
+        return made_once(path, KEPT, lambda folder: _keep(path, folder))
     except (OSError, ImportError, RuntimeError, ModelError, *UNREADABLE):
-        kept = False  # the conversion tells what is wrong with the file
-    if not kept:
-        shutil.rmtree(part, ignore_errors=True)
-        return folder_of(source)
-    part.rename(folder)
-    return folder
+        return folder_of(source)  # the conversion tells what is wrong with the file, if anything is
 
 
-def _link(path: Path, to: Path) -> None:
+def _keep(path: Path, folder: Path) -> None:
+    """Write the folder. Raises ValueError for a file that has no codes, or some that cannot stay codes."""
     try:
-        os.link(path, to)
+        os.link(path, folder / FILE)
     except OSError:  # on another file system
-        shutil.copyfile(path, to)
+        shutil.copyfile(path, folder / FILE)
+    _describe(folder / FILE)
 
 
-def _describe(path: Path) -> bool:
-    """Write the files beside a file; False if it has no codes, or some that cannot stay codes."""
+def _describe(path: Path) -> None:
+    """Write the files beside a file. Raises ValueError as `_keep` does."""
     from gguf import GGUFReader  # an optional dependency
 
     types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
-        return False
+        raise ValueError("its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
     names = dict(_names(model, architecture))
     if not set(names.values()) <= set(types):
-        return False
+        raise ValueError("it lacks tensors of the model")
     schemes = dict(_schemes(model, names, types))
     entries = {}
     for full, name in names.items():
@@ -86,26 +75,22 @@ def _describe(path: Path) -> bool:
         entries[name] = Entry(f"{layer}.{STORED}" if layer in schemes else full, heads, shift)
     quantization = GGUF().config(schemes, [], "")
     if quantization is None:
-        return False
+        raise ValueError("it has no codes")
     (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
     config.quantization_config = quantization
     config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
-    return True
 
 
 def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
     """The name in the file of each tensor of the model; of tied tensors, once."""
-    import gguf  # an optional dependency
-
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    table = gguf.get_tensor_name_map(kinds[architecture.name], model.config.num_hidden_layers)
+    name_in_file = architecture.tensor_names(model.config.num_hidden_layers)
     tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
     for full in model.state_dict():
         module, _, leaf = full.rpartition(".")
-        known = table.get_name(f"{tied.get(module) or module}.{leaf}", (".weight", ".bias"))
+        known = name_in_file(f"{tied.get(module) or module}.{leaf}")
         if known is None:
             raise ValueError(f"the gguf package has no name for {full}")
         yield full, known

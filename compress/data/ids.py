@@ -81,9 +81,9 @@ def sample(
     Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
     packing, each sequence is the start of one document. The calibration part takes sequences at random without
     replacement, the same ones for the same `seed`. The test part takes the first ones in order, and all of a text that
-    has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. A .npy file holds ids ([n, m], integers): its first
-    `sequences` rows and first `length` columns are taken, or all of them for None; `part`, `tokenizer` and `seed` are
-    ignored.
+    has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. A .npy file holds ids
+    ([n, m], integers): its first `sequences` rows and first `length` columns are taken, or all of them for None;
+    `part`, `tokenizer` and `seed` are ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """

@@ -46,6 +46,10 @@ class CodebookScheme(PartScheme):
         runs = f" of {self.length} weights" if self.length > 1 else ""
         return f"{books}{runs}, {self.bits} bits, per {self.per}"
 
+    @property
+    def free_scales(self) -> bool:
+        return self.count == 1  # the entries: a factor of each is a factor of its weights
+
     def check(self) -> None:
         super().check()
         if self.bits > WIDEST:
@@ -115,11 +119,14 @@ class CodebookPart(WeightPart):
 
     def _looked_up(self, words: Tensor, rows: Any, dtype: torch.dtype) -> Float[Tensor, "rows in"]:
         """Some rows of the weight. words: of these rows."""
+        found = self._entries(words, rows, self.books.to(dtype))
+        return found if self.scale is None else found * self.scale[rows].to(dtype)[:, None]
+
+    def _entries(self, words: Tensor, rows: Any, books: Tensor) -> Float[Tensor, "rows in"]:
+        """The sums of entries of some rows, of any books."""
         indices = self._indices(words).long()
-        books = self.books.to(dtype)
         if self.scheme.per == "channel":
             flat = books[rows].transpose(1, 2).flatten(2)  # [rows, entries, count * length]
-            entries = flat.new_empty(*indices.shape[:2], self.scheme.length)
             entries = sum(
                 flat[:, :, at : at + self.scheme.length].gather(
                     1, indices[:, :, book, None].expand(-1, -1, self.scheme.length)
@@ -129,8 +136,7 @@ class CodebookPart(WeightPart):
         else:
             entries = sum(books[0, book][indices[:, :, book]] for book in range(self.scheme.count))
         assert isinstance(entries, Tensor)
-        found = entries.flatten(1)
-        return found if self.scale is None else found * self.scale[rows].to(dtype)[:, None]
+        return entries.flatten(1)
 
     def _indices(self, words: Tensor) -> Int[Tensor, "rows runs count"]:
         runs = self.shape[1] // self.scheme.length
@@ -141,6 +147,26 @@ class CodebookPart(WeightPart):
         return CodebookPart(
             self.scheme, self.shape, {"words": self.words, "books": self.books.to(dtype), "scale": scale}
         )
+
+    # Training: the entries of a single book are trained as scales are, by a factor of each
+
+    @property
+    def free_scale(self) -> Float[Tensor, "tables 1 entries length"] | None:
+        return self.books if self.scheme.free_scales else None
+
+    def with_scale(self, scale: Float[Tensor, "tables 1 entries length"]) -> CodebookPart:
+        return CodebookPart(self.scheme, self.shape, {"words": self.words, "books": scale, "scale": self.scale})
+
+    def spread(self, per_group: Float[Tensor, "tables 1 entries length"]) -> Float[Tensor, "out in"]:
+        return self._entries(self.words, slice(None), per_group)
+
+    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "tables 1 entries length"]:
+        tables, _, entries, length = self.books.shape
+        codes = self.indices[:, :, 0].long()
+        if tables > 1:
+            codes = codes + entries * torch.arange(tables, device=codes.device)[:, None]
+        found = values.new_zeros(tables * entries, length)
+        return found.index_add_(0, codes.flatten(), values.reshape(-1, length)).view(tables, 1, entries, length)
 
     def validate(self, prefix: str) -> None:
         for name, tensor in (("books", self.books), ("scale", self.scale)):

@@ -4,6 +4,7 @@ import pytest
 
 import compress
 from compress import (
+    AQLM,
     GOBO,
     GPTQ,
     HQQ,
@@ -38,6 +39,8 @@ CHAINS = {
     "outlier inputs": [LLMInt8()],
     "outliers": [OWQ(weights="int3", group_size=16)],
     "a dictionary": [GOBO()],
+    "runs of weights": [AQLM(bits=3, length=2, rounds=1), Distill(train=["scales"], **FEW)],
+    "sums of entries, learned": [AQLM(bits=2, length=2, books=2), Distill(train=["scales"], **FEW)],
     "dictionaries of rows": [SqueezeLLM(bits=3)],
     "pruned, dictionaries": [Magnitude(pattern="2:4"), SqueezeLLM(bits=3, sensitivity="none")],
     "low rank": [RTN(group_size=16), LoRC(rank=2)],

@@ -22,14 +22,14 @@ from compress.weights.layer import LayerScheme
 class AQLM(LayerPass):
     """Store each run of `length` weights as indices into `books` codebooks of the layer, whose entries are summed.
 
-    Minimize ||W X - Q X||^2 over codes, books and a scale per row (equation 4 of the paper). The books start as k-means
+    Minimize ||W X - Q X||^2 over codes, books and a scale per row (section 3 of the paper). The books start as k-means
     of the runs of normalized rows, each further book of what is left; the codes of a single book start with a sweep in
     which later runs compensate the error of earlier ones (GPTVQ, arXiv 2402.15319, section 3.2). Then books (conjugate
     gradients on their least squares), scales, and codes (coordinate descent run by run, in place of the paper's beam
     search) are improved in turns; the error never rises but by rounding to the stored dtype. A layer has
     bits * books / length bits per weight, besides 16 * 2^bits * length * books bits for the books. `distill` and `lkd`
-    with `train: [scales]` learn the entries of a single book for the whole model (section 3.4; PV-Tuning, arXiv
-    2405.14852, without its discrete steps).
+    with `train: [scales]` learn the entries of a single book, which is the continuous half of PV-Tuning (arXiv
+    2405.14852).
     """
 
     use_for: ClassVar[str] = (

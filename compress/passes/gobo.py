@@ -23,9 +23,9 @@ from compress.weights.layer import LayerScheme
 class GOBO(LayerPass):
     """Store each weight as an index into one dictionary of its layer; the weights in the tails stay floats.
 
-    The weights of a layer are nearly Gaussian: those with the least log-probability are outliers (section IV-A). The
+    The weights of a layer are nearly Gaussian: those with the least log-probability are outliers. The
     dictionary starts with the means of equal shares of the other weights and moves by k-means, until the sum of the
-    absolute errors no longer falls (section IV-B), which is a few steps earlier than the least squared error.
+    absolute errors no longer falls, which is a few steps earlier than the least squared error.
     """
 
     use_for: ClassVar[str] = "3 to 5 bits without calibration text and without scales; made for encoders."

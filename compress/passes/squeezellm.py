@@ -32,7 +32,7 @@ from compress.weights.layer import LayerScheme
 class SqueezeLLM(ModelPass):
     """Give each row of a weight a dictionary of its own, by k-means weighted with the sensitivity of every weight.
 
-    The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (equations 3 and 4), F the diagonal of the
+    The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1), F the diagonal of the
     empirical Fisher information: the mean over sequences of the squared gradient of the loss of the text. k-means
     minimizes it row by row. The largest weights of a layer (`outliers`) and the most sensitive ones (`sensitive`) are
     floats apart (section 4.2), so that the dictionary needs not cover them. The gradients need the whole model in

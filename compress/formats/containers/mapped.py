@@ -11,6 +11,8 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,34 @@ Range = tuple[int, int]
 """The first byte, and the byte after the last."""
 
 
+@dataclass(frozen=True)
+class Slice:
+    """The dtype, shape and range of a tensor, with the methods of the slices of `safetensors.safe_open`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    range: Range
+
+    def get_dtype(self) -> str:
+        """Its dtype in the spelling of safetensors, such as BF16."""
+        return self.dtype
+
+    def get_shape(self) -> list[int]:
+        """Its shape."""
+        return list(self.shape)
+
+
+def open_mapped(path: Path) -> MappedTensors:
+    """Open a file; its header is parsed once as long as it does not change. Raises as `MappedTensors`."""
+    status = path.stat()
+    return _opened(path, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+@lru_cache(maxsize=256)
+def _opened(path: Path, *state: int) -> MappedTensors:
+    return MappedTensors(path)
+
+
 class MappedTensors:
     """The tensors of one file, with the methods of `safetensors.safe_open`, and several tensors at once.
 
@@ -35,23 +65,25 @@ class MappedTensors:
     """
 
     def __init__(self, path: Path) -> None:
-        with safe_open(path, framework="np") as file:  # it maps the file shared, which counts as no data
-            self._slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        with safe_open(
+            path, framework="np"
+        ) as file:  # checks the header; maps the file shared, which counts as no data
+            names = list(file.keys())
         self._path = path
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(LENGTH), "little")
             header: Mapping[str, Any] = json.loads(opened.read(length))
         start = LENGTH + length
-        self._ranges: dict[str, Range] = {}
-        for name in self._slices:
-            first, after = header[name]["data_offsets"]
-            self._ranges[name] = start + first, start + after
+        self._slices: dict[str, Slice] = {}
+        for entry, name in ((header[name], name) for name in names):
+            first, after = entry["data_offsets"]
+            self._slices[name] = Slice(entry["dtype"], tuple(entry["shape"]), (start + first, start + after))
 
     def keys(self) -> list[str]:
         """The names of all tensors."""
         return list(self._slices)
 
-    def get_slice(self, name: str) -> Any:
+    def get_slice(self, name: str) -> Slice:
         """The shape and dtype of a tensor."""
         return self._slices[name]
 
@@ -63,7 +95,7 @@ class MappedTensors:
         """Tensors by name; those that are close to each other in the file share a mapping."""
         found: dict[str, Tensor] = {}
         with self._path.open("rb") as file:
-            for (first, after), members in merged({name: self._ranges[name] for name in names}):
+            for (first, after), members in merged({name: self._slices[name].range for name in names}):
                 found |= self._views(file, first, after, members)
         return {name: found[name] for name in names}
 
@@ -72,7 +104,7 @@ class MappedTensors:
         if not hasattr(os, "posix_fadvise"):
             return
         with self._path.open("rb") as file:
-            for (first, after), _ in merged({name: self._ranges[name] for name in names}):
+            for (first, after), _ in merged({name: self._slices[name].range for name in names}):
                 os.posix_fadvise(file.fileno(), first, after - first, os.POSIX_FADV_WILLNEED)
 
     def _views(self, file: BinaryIO, first: int, after: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -82,18 +114,17 @@ class MappedTensors:
         found = {}
         for name in names:
             part = self._slices[name]
-            kind, shape = part.get_dtype(), part.get_shape()
-            start, end = self._ranges[name]
-            if kind not in SAFETENSORS:
-                raise SafetensorError(f"{name} has the dtype {kind}, which is not supported")
-            dtype = SAFETENSORS[kind]
+            start, end = part.range
+            if part.dtype not in SAFETENSORS:
+                raise SafetensorError(f"{name} has the dtype {part.dtype}, which is not supported")
+            dtype = SAFETENSORS[part.dtype]
             if end == start:
-                found[name] = torch.empty(shape, dtype=dtype)
+                found[name] = torch.empty(part.shape, dtype=dtype)
                 continue
             flat = torch.frombuffer(mapping, dtype=torch.uint8, count=end - start, offset=start - base)
             if start % dtype.itemsize:
                 flat = flat.clone()  # the view must begin at a multiple of the size of a number
-            found[name] = flat.view(dtype).view(shape)
+            found[name] = flat.view(dtype).view(part.shape)
         return found
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from compress.errors import ModelError, ShortageError
 from compress.formats.containers.files import is_inside
 from compress.formats.containers.gguf import FILE, open_gguf
-from compress.formats.containers.mapped import MappedTensors
+from compress.formats.containers.mapped import open_mapped
 from compress.formats.containers.safetensors import Header
 from compress.model.open.untrusted import read_json
 
@@ -89,7 +89,7 @@ def opened_file(path: Path) -> Iterator[Any]:
         if path.name == FILE:
             yield open_gguf(path)
             return
-        yield MappedTensors(path)
+        yield open_mapped(path)
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
     except (SafetensorError, OSError) as error:

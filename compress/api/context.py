@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.api.journal import Journal
-from compress.api.memory import PeakMemory
+from compress.api.memory import STORE_BYTES, PeakMemory
 from compress.api.processes import ALONE, Processes
 from compress.errors import RecipeError
 from compress.formats.base import Format
@@ -65,7 +65,7 @@ class Run:
     those of earlier runs included; for passes that compare blocks which an earlier sweep compressed. training: the
     report's record of each training pass, by label. ends: the stored forms of embedding and head by name, if the format
     rounds them. processes: those that share the calibration sequences and the solving of layers; a pass over the whole
-    model sees all sequences in each of them.
+    model sees all sequences in each of them. store_bytes: the memory limit of one store of activations.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -84,6 +84,7 @@ class Run:
     training: dict[str, Any] = field(default_factory=dict)
     ends: dict[str, CodesPart] = field(default_factory=dict)
     processes: Processes = ALONE
+    store_bytes: int = STORE_BYTES
 
     @property
     def scale_dtype(self) -> torch.dtype:

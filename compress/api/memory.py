@@ -9,7 +9,10 @@ from typing import ClassVar
 import psutil
 import torch
 
+from compress.api.limits import limits_left
+
 INTERVAL_SECONDS = 0.02
+STORE_BYTES = 4 << 30  # default memory limit of one store of activations; further activations go to files
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,11 @@ class PeakMemory:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory in bytes without swapping: of the host, or of the device if that is less."""
-    host = psutil.virtual_memory().available
+    """Bytes that the process can still take without swapping: of the host, or of the device if that is less.
+
+    The limits of the control groups of the process, and of the process itself, count as the host's.
+    """
+    host = min(psutil.virtual_memory().available, *limits_left())
     return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
 
 

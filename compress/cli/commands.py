@@ -10,7 +10,7 @@ import click
 
 from compress.cli.complete import complete_pass, complete_scheme
 from compress.cli.group import ErrorGroup, Interrupt, without_collection
-from compress.cli.options import MODEL, RECIPE, output_options, recipe_options, settings_of
+from compress.cli.options import MEMORY, MODEL, RECIPE, output_options, recipe_options, settings_of
 from compress.cli.show import print_json, print_plan, print_report
 from compress.version import __version__
 
@@ -55,12 +55,13 @@ def run(
     model: str | None,
     out: Path | None,
     overwrite: bool,
+    memory: str | None,
     push_to_hub: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
     """Compress the model of RECIPE, verify and evaluate the checkpoint. Resumes an interrupted run."""
-    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub, as_json)
+    _run(_read(recipe, model, options), out or Path("out") / recipe.stem, overwrite, push_to_hub, as_json, memory)
 
 
 @main.command(cls=SchemesCommand)
@@ -74,13 +75,14 @@ def run(
 @recipe_options
 @output_options
 def quantize(
-    model: str, scheme: str, out: Path | None, overwrite: bool, push_to_hub: str | None, as_json: bool, **options: Any
+    model: str, scheme: str, out: Path | None, overwrite: bool, memory: str | None, push_to_hub: str | None,
+    as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
     data = starts.quantize_data(model, scheme)
-    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub, as_json)
+    _run(_build(data, options), out or starts.folder_of(model, scheme), overwrite, push_to_hub, as_json, memory)
 
 
 @main.command()
@@ -94,14 +96,14 @@ def quantize(
 @output_options
 def prune(
     model: str, pattern: str | None, sparsity: float | None, method: str, out: Path | None, overwrite: bool,
-    push_to_hub: str | None, as_json: bool, **options: Any,
+    memory: str | None, push_to_hub: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Prune MODEL and store it as plain weights with zeros."""
     from compress.recipe import starts
 
     data = starts.prune_data(model, method, pattern, sparsity)
     folder = out or starts.folder_of(model, method, pattern, sparsity)
-    _run(_build(data, options), folder, overwrite, push_to_hub, as_json)
+    _run(_build(data, options), folder, overwrite, push_to_hub, as_json, memory)
 
 
 @main.command()
@@ -110,14 +112,14 @@ def prune(
 @recipe_options
 @output_options
 def distill(
-    student: str, teacher: str, out: Path | None, overwrite: bool, push_to_hub: str | None, as_json: bool,
-    **options: Any,
+    student: str, teacher: str, out: Path | None, overwrite: bool, memory: str | None, push_to_hub: str | None,
+    as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train all weights of STUDENT on the outputs of a larger model."""
     from compress.recipe import starts
 
     data = starts.distill_data(student, teacher)
-    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub, as_json)
+    _run(_build(data, options), out or starts.folder_of(student, "distill"), overwrite, push_to_hub, as_json, memory)
 
 
 @main.command()
@@ -126,16 +128,18 @@ def distill(
 @recipe_options
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also check this output folder and the disk.")
 @click.option("--all", "every", is_flag=True, help="A row for every module instead of every kind of module.")
+@MEMORY
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def plan(
-    recipe: Path, model: str | None, out: Path | None, every: bool, time: bool, as_json: bool, **options: Any
-) -> None:
+    recipe: Path, model: str | None, out: Path | None, every: bool, memory: str | None, time: bool, as_json: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time."""
     asked = _read(recipe, model, options)
     from compress.pipeline.plan import plan as make_plan
 
-    planned = make_plan(asked, out, time)
+    planned = make_plan(asked, out, time, memory)
     if as_json:
         print_json(planned.to_json())
     else:
@@ -174,7 +178,9 @@ def _build(data: dict[str, Any], options: dict[str, Any]) -> Recipe:
     return Recipe.from_data(data, settings)
 
 
-def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, as_json: bool) -> None:
+def _run(
+    recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, as_json: bool, memory: str | None
+) -> None:
     """Run a recipe, print its evidence (or report.json), and upload the checkpoint if a repository is given."""
     from compress.api.journal import Journal
     from compress.pipeline import publish
@@ -185,7 +191,7 @@ def _run(recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, 
     journal = Journal()
     with Interrupt() as interrupt:
         journal.listeners.append(interrupt)
-        result = run_recipe(recipe, folder, overwrite, journal)
+        result = run_recipe(recipe, folder, overwrite, journal, True, memory)
     if result.report:
         if as_json:
             print_json(result.report)

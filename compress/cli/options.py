@@ -36,11 +36,16 @@ SETTINGS = (
         "--eval", "texts", multiple=True, metavar="SOURCE", help="Evaluation text, or none for no evaluation."
     ),
 )  # fmt: skip
+MEMORY = click.option(
+    "--memory", metavar="SIZE",
+    help="Limit of memory, such as 8GB: activations go to files, batches shrink; an error if it cannot be kept.",
+)  # fmt: skip
 OUTPUT = (
     click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: a folder in out/."),
     click.option(
         "--overwrite", is_flag=True, help="Replace another run in the output folder; other files are never removed."
     ),
+    MEMORY,
     click.option("--push-to-hub", metavar="REPO", help="Upload the verified checkpoint to this repository of the hub."),
     click.option("--json", "as_json", is_flag=True, help="Print report.json."),
 )

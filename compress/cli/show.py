@@ -35,6 +35,8 @@ def print_report(values: dict[str, Any], folder: Path) -> None:
     report = Report.from_json(values)
     print_table(f"{report.model.source} -> {folder}", size_and_quality.HEAD, size_and_quality.rows(report))
     print_table("", time_and_memory.HEAD, time_and_memory.rows(report))
+    if report.reading is not None:
+        click.echo(time_and_memory.reading(report.reading))
     for line in [*checks.lines(report), *journal.lines(report)]:
         click.echo(line)
     click.echo(f"checkpoint sha256: {report.checkpoint_sha256}")
@@ -60,6 +62,8 @@ def print_plan(planned: Plan, every: bool) -> None:
     each = planned.process_bytes
     several = "" if each is None else f"; {each / 1e6:.0f} MB in each process, if a launcher starts several"
     click.echo(f"memory: about {planned.memory_bytes / 1e6:.0f} MB of tensors at the peak, without libraries{several}")
+    for need in () if planned.fit is None else planned.fit.needs:
+        click.echo(f"  {need.where}: {need.size_bytes / 1e6:.0f} MB ({need.text})")
     click.echo(time_of(planned))
 
 

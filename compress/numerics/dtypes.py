@@ -10,6 +10,20 @@ DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
 }
 
+SAFETENSORS: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+"""Dtypes by their names in the headers of safetensors files."""
+SAFETENSORS |= {  # those that newer versions of torch have
+    name: getattr(torch, dtype)
+    for name, dtype in (("U16", "uint16"), ("U32", "uint32"), ("U64", "uint64"), ("F8_E8M0", "float8_e8m0fnu"))
+    if hasattr(torch, dtype)
+}
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return 'float32' for torch.float32."""

@@ -30,10 +30,10 @@ def inverse_factor(hessian: Float[Tensor, "n n"], damping: float) -> tuple[Float
     if not bool(torch.isfinite(hessian).all()):
         raise NumericError("the Hessian of the layer's inputs holds NaN or infinity")
     hessian, mean = _alive(hessian)
-    eye = torch.eye(hessian.shape[0], dtype=hessian.dtype, device=hessian.device)
     used = damping
     for _ in range(RETRIES + 1):
-        damped = hessian + eye * (used * mean)
+        damped = hessian.clone()
+        damped.diagonal().add_(used * mean)
         for dtype in (torch.float32, torch.float64):
             factor = _upper_of_inverse(damped.to(dtype))
             if factor is not None:
@@ -58,11 +58,11 @@ def _alive(hessian: Float[Tensor, "n n"]) -> tuple[Float[Tensor, "n n"], Float[T
 
 
 def factor_bytes(width: int) -> int:
-    """Peak memory of `inverse_factor` for an [n, n] float32 matrix, that matrix included: 6.5 times its size.
+    """Peak memory of `inverse_factor` for an [n, n] float32 matrix, that matrix included: 4.5 times its size.
 
-    Matrix, identity, damped matrix, Cholesky factor, its flipped copy, its inverse, and blocks of the inverse.
+    Matrix, damped matrix, flipped Cholesky factor, its inverse, and blocks of the inverse.
     """
-    return 26 * width * width
+    return 18 * width * width
 
 
 def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
@@ -74,7 +74,9 @@ def _upper_of_inverse(matrix: Tensor) -> Tensor | None:
     lower, info = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     if int(info):
         return None
-    upper = inverse_of_upper(lower.flip(0, 1))
+    flipped = lower.flip(0, 1)
+    del lower  # memory for the inverse
+    upper = inverse_of_upper(flipped)
     return upper if bool(torch.isfinite(upper).all()) else None
 
 

@@ -34,7 +34,6 @@ from compress.numerics.repair import repaired
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell
 from compress.stream.context import BlockContext, captured
-from compress.stream.store import STORE_BYTES
 
 BATCH, PROBE = 4, 64
 
@@ -230,10 +229,10 @@ def _contexts(model: PreTrainedModel, run: Run, where: str, kind: str) -> Iterat
     first = next(model.parameters())
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
-    state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
+    state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
     for block in opened.blocks:
         run.journal.add("progress", where, f"{kind} of {block.name}", done=block.index, of=len(opened.blocks))
-        context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)
+        context = BlockContext(block, state, run, first.dtype, where, run.store_bytes, 0)
         yield context
         context.propagate()
         context.propagate_probe()

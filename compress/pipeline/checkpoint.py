@@ -219,8 +219,8 @@ class Shards:
             self._resume_from(reached, segments[at].first)
         elif len(segments) > 1 or not segments[0].swept:
             for block in self.opened.blocks:
-                self.opened.weights.bring(block)
-            self.opened.weights = InMemory()
+                self.opened.bring(block)
+            self.opened.weights = InMemory(self.opened.weights.reading)
         self._begin(at, segments[at].last)
         if self.first:
             manifest.write()

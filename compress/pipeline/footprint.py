@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from compress.api.memory import ProblemSize
+from compress.api.memory import STORE_BYTES, ProblemSize
 from compress.api.observers import Sample
 from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.data.ids import extent
@@ -28,7 +28,6 @@ from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
-from compress.stream.store import STORE_BYTES
 from compress.train.options import TrainingOptions
 from compress.weights.layer import LayerScheme
 
@@ -36,9 +35,30 @@ from compress.weights.layer import LayerScheme
 # and the next tensor (queries, keys and values together, if these are wider than the widest input). With the width of
 # the widest input of a linear: the tensors that it is computed from (gate, up and activation).
 NARROW, WIDE = 3, 3
+MB = 1e6
+EVALUATION = "evaluation"
 
 Before = Callable[[int, str], LayerScheme]
 """(number of a step, full name of a linear) -> the storage scheme of the linear before that step."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory of one part of a run. where: the part. parts: bytes by what holds them."""
+
+    where: str
+    parts: dict[str, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def text(self) -> str:
+        """The parts in words, the largest first."""
+        shown = sorted(((size, name) for name, size in self.parts.items() if size >= MB / 10), reverse=True)
+        return ", ".join(f"{name} {size / MB:.{0 if size >= 10 * MB else 1}f} MB" for size, name in shown) or "nothing"
 
 
 @dataclass
@@ -77,22 +97,33 @@ class Footprint:
 
     def peak_bytes(self) -> int:
         """The peak memory in bytes, including the tensors outside of the blocks."""
+        return max(need.size_bytes for need in self.needs())
+
+    def needs(self) -> list[Need]:
+        """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
-        kept = self._all_blocks() if whole else 0
-        found = [self._evaluation_bytes()]
-        for i, (_, step, names) in enumerate(self.steps):
+        always = {"tensors outside of the blocks": self.held(self.outside)}
+        found = [Need(EVALUATION, always | {"logits of a text": self._evaluation_bytes()})]
+        if whole:
+            always["all blocks"] = self._all_blocks()
+        for i, (label, step, names) in enumerate(self.steps):
             if isinstance(step, ModelPass):
-                found.append(kept + self._pass_bytes(step, self._size(i, names)))
+                found.append(Need(label, always | {"the pass": self._pass_bytes(step, self._size(i, names))}))
                 continue
             for end in (end for end in self.ends if end.name in names):
                 size = ProblemSize.of_linear(self.shapes[end.name], self.itemsize)
-                found.append(kept + step.memory(size) + self._compressed_bytes(i + 1, end.name))
-        last = {
-            self.block_key(block): block for block in self.opened.blocks
-        }.values()  # the last of each kind of equal blocks
+                parts = {"solution": step.memory(size), "compressed": self._compressed_bytes(i + 1, end.name)}
+                found.append(Need(f"{label} on {end.name}", always | parts))
+        kinds = {self.block_key(block): block for block in self.opened.blocks}  # the last of each kind of equal blocks
         if not all(isinstance(step, ModelPass) for _, step, _ in self.steps):
-            found += [kept + self._block_peak(block, whole) for block in last]
-        return self.held(self.outside) + max(found)
+            for block in kinds.values():
+                found += [Need(n.where, always | n.parts) for n in self._block_needs(block, whole)]
+        largest: dict[str, Need] = {}
+        for need in found:
+            key = need.where.partition(" on ")[0]
+            if key not in largest or need.size_bytes > largest[key].size_bytes:
+                largest[key] = need
+        return list(largest.values())
 
     def held(self, tensors: dict[str, Tensor]) -> int:
         """Bytes of the original tensors that are in memory; all of them if they are rounded to a narrower dtype."""
@@ -141,28 +172,36 @@ class Footprint:
 
     # Sweeps
 
-    def _block_peak(self, block: Block, whole: bool) -> int:
-        """The peak during the sweep of a block. whole: the weights of all blocks are already counted."""
+    def _block_needs(self, block: Block, whole: bool) -> list[Need]:
+        """The memory of each pass of the sweep of a block. whole: the weights of all blocks are already counted."""
         sweeps = [(i, step, names) for i, (_, step, names) in enumerate(self.steps) if not isinstance(step, ModelPass)]
         parts = [(i, step, [n for n in names if self._inside(block, n)]) for i, step, names in sweeps]
         mine = [(i, step, names) for i, step, names in parts if names]
         states = min(self.states_bytes, self.store_bytes)
         compared = any(step.requires.reference for _, step, _ in sweeps)
         original = any(step.requires.original for _, step, _ in mine)
-        stores = states * (1 + 2 * compared + original)  # the reference has one store before and one after the block
+        # the reference has one store before and one after the block
+        around = {"activations between blocks": states * (1 + 2 * compared + original)}
         if any(step.requires.unquantized for _, step, _ in sweeps):
-            stores += sum(4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n))
-        peak = self.forward_bytes(self.per_batch)
+            kept = [4 * rows * width for n, (rows, width) in self.shapes.items() if self._inside(block, n)]
+            around["unquantized weights"] = sum(kept)
+        if not whole:
+            around["the block"] = self.held(self._tensors(block))
+        forward = {"a forward pass": self.forward_bytes(self.per_batch)}
+        found = [Need(f"forward passes on {block.name}", around | forward)]
         for i, step, names in mine:
-            if isinstance(step, LayerPass):
-                found = self._layer_pass_bytes(step, names)
-            else:
-                found = self._pass_bytes(step, self._size(i, names, block))
-            compressed = (
-                0 if whole else sum(self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n))
-            )
-            peak = max(peak, found + compressed)
-        return stores + peak + (0 if whole else self.held(self._tensors(block)))
+            own = around | self._parts_of(i, step, names, block)
+            if not whole:
+                compressed = [self._compressed_bytes(i + 1, n) for n in self.shapes if self._inside(block, n)]
+                own["the compressed block"] = sum(compressed)
+            found.append(Need(f"{self.steps[i][0]} on {block.name}", own))
+        return found
+
+    def _parts_of(self, index: int, step: Pass, names: Sequence[str], block: Block) -> dict[str, int]:
+        """The memory of one pass in a block."""
+        if isinstance(step, LayerPass):
+            return self._layer_pass_parts(step, names)
+        return {"the pass": self._pass_bytes(step, self._size(index, names, block))}
 
     def _pass_bytes(self, step: Pass, size: ProblemSize) -> int:
         """Bytes of a block pass, or of a pass over the whole model."""
@@ -173,7 +212,7 @@ class Footprint:
         """Bytes of a forward pass through a block for a number of tokens."""
         return tokens * self.itemsize * (narrow * self.hidden + WIDE * self.widest)
 
-    def _layer_pass_bytes(self, step: LayerPass, names: Sequence[str]) -> int:
+    def _layer_pass_parts(self, step: LayerPass, names: Sequence[str]) -> dict[str, int]:
         """Bytes of the statistics, and of either a forward pass or a solver.
 
         In lockstep (`true_sequential`) all batches stop inside of the block, and also all batches of the uncompressed
@@ -187,7 +226,8 @@ class Footprint:
         sizes = {name: ProblemSize.of_linear(self.shapes[name], self.itemsize) for name in names}
         solver = max((step.for_layer(name) or step).memory(size) for name, size in sizes.items())
         forward = self.forward_bytes(self.per_batch, 0 if times else NARROW)  # NARROW is counted in `stopped`
-        return seen + times * (stopped + reread) + max(solver, forward)
+        waiting = {"activations that wait inside of the block": times * (stopped + reread)} if times else {}
+        return {"statistics": seen, **waiting, "solution or forward pass": max(solver, forward)}
 
     def _input_widths(self, names: Sequence[str]) -> tuple[int, ...]:
         """Widths of the input tensors of linears; linears of one module with equal widths count as one input."""

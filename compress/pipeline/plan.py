@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from compress.api.context import device_of
+from compress.api.limits import size_of
+from compress.api.memory import available_bytes
 from compress.api.passes import Pass, Step
-from compress.errors import ModelError, TargetError
+from compress.errors import ModelError, ShortageError, TargetError
 from compress.formats.base import Format
 from compress.model.kv_cache import attentions_containing
 from compress.model.linear import kind_of, linears
@@ -21,6 +23,7 @@ from compress.model.open.packed import open_input, starting_sparsities
 from compress.model.save import outside_state
 from compress.model.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
+from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
@@ -77,6 +80,7 @@ class Plan:
     checkpoint_bytes: bytes of all tensors of the checkpoint. dense_bytes: of the dense model in the storage dtype.
     memory_bytes: estimated peak memory of tensors in the process, without libraries and mapped files. process_bytes:
     the same in each of several processes of a launcher, which all work if a pass trains; None: only the first works.
+    fit: the memory of each part of the run, and what it does to stay within its limit.
     notes: those of the opened model, then what is stored otherwise than the recipe seems to say, and pruning that
     saves no bytes. timing: the predicted time; None: not measured on this machine yet.
     """
@@ -88,6 +92,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     process_bytes: int | None = None
     timing: Timing | None = None
+    fit: Fit | None = None
 
     def groups(self) -> list[LayerGroup]:
         """The layers by kind, in the order of the model."""
@@ -110,7 +115,9 @@ class Plan:
         names = ("checkpoint_bytes", "dense_bytes", "memory_bytes", "process_bytes")
         sizes = {name: getattr(self, name) for name in names}
         time = None if self.timing is None else self.timing.to_json()
-        return {"layers": layers, **sizes, "notes": list(self.notes), "time": time}
+        needs = () if self.fit is None else self.fit.needs
+        memory = [{"where": need.where, "bytes": need.size_bytes, "parts": need.parts} for need in needs]
+        return {"layers": layers, **sizes, "memory": memory, "notes": list(self.notes), "time": time}
 
 
 def planned_scheme(
@@ -131,12 +138,15 @@ def planned_scheme(
     return stored.folded(keep_zeros=stored.parts != scheme.parts)
 
 
-def plan(recipe: Recipe | str | Path, out: str | Path | None = None, time: bool = False) -> Plan:
+def plan(
+    recipe: Recipe | str | Path, out: str | Path | None = None, time: bool = False, memory: str | int | None = None
+) -> Plan:
     """Open the model without reading its weights, and plan `run`. Raises the errors of `run` that need no weights.
 
     recipe: a recipe, or the path of its YAML file. out: the output folder of the run, to check it too; nothing is
     written there. time: run the passes on one block, if no earlier plan has, to predict the time; otherwise the plan
-    has a time only where one is known.
+    has a time only where one is known. memory: as of `run`; without it, a run that the memory of this machine is too
+    small for is a note.
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     device = device_of(recipe.device)
@@ -144,16 +154,17 @@ def plan(recipe: Recipe | str | Path, out: str | Path | None = None, time: bool 
         check_folder(Path(out))
     where = device if time else None
     opened = open_input(recipe.model, recipe.dtype, where, recipe.trust_remote_code, recipe.masks, not recipe.passes)
-    planned = plan_of(recipe, opened)
+    planned = plan_of(recipe, opened, None if memory is None else size_of(memory))
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
     steps, _ = resolve(recipe.passes, opened, recipe.save.target())
     return replace(planned, timing=timing(recipe, opened, steps, time))
 
 
-def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
+def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, strict: bool = False) -> Plan:
     """Plan a recipe for an open model, after a forward pass of a few tokens without blocks (`ModelShell.check`).
 
+    memory_bytes: the limit of memory of the process. strict: a run that the machine is too small for is an error.
     Raises the errors of its texts that need no reading (`check_texts`), and those of `check_needs`.
     """
     ModelShell(opened).check()
@@ -183,8 +194,29 @@ def plan_of(recipe: Recipe, opened: OpenModel) -> Plan:
     footprint = Footprint(recipe, opened, steps, shapes, before)
     trains = any(step.requires.training for _, step, _ in steps)
     each = replace(footprint, several=True).peak_bytes() if trains else None
-    notes = (*planned.notes, *served)
-    return replace(planned, dense_bytes=dense, memory_bytes=footprint.peak_bytes(), notes=notes, process_bytes=each)
+    planned = replace(planned, dense_bytes=dense, notes=(*planned.notes, *served), process_bytes=each)
+    return _within(planned, footprint, memory_bytes, strict)
+
+
+def _within(planned: Plan, footprint: Footprint, memory_bytes: int | None, strict: bool) -> Plan:
+    """The plan with its memory. Raises ShortageError where it exceeds a limit."""
+    recipe, opened = footprint.recipe, footprint.opened
+    wider = max(1, opened.dtype.itemsize // storage_dtype(recipe, opened).itemsize)
+    reading = recipe, planned.dense_bytes * wider, planned.checkpoint_bytes
+    if memory_bytes is not None:
+        fit = fitted(footprint, memory_bytes)
+        check_verification(*reading, memory_bytes - LIBRARIES_BYTES)
+    else:
+        fit, available = unlimited(footprint), available_bytes(opened.device)
+        try:
+            fit = check_available(footprint, available)
+            check_verification(*reading, available)
+        except ShortageError as error:
+            if strict:
+                raise
+            too_small = f"this machine is too small for the run: {error}"
+            planned = replace(planned, notes=(*planned.notes, too_small))
+    return replace(planned, memory_bytes=fit.peak_bytes, fit=fit, notes=(*planned.notes, *fit.notes))
 
 
 def _check_cache(recipe: Recipe, steps: Sequence[Step]) -> None:

@@ -97,7 +97,7 @@ def with_config(opened: OpenModel, config: PretrainedConfig) -> OpenModel:
     model = sketch(opened.model, config)
     if model is None:
         raise ModelError(f"model: transformers {transformers.__version__} cannot build it from its configuration")
-    return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory())
+    return replace(opened, model=model, blocks=find_blocks(model), weights=InMemory(opened.weights.reading))
 
 
 def update_targets(steps: Sequence[Step], opened: OpenModel, format_: Format, done: int) -> None:

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
+from compress.api.limits import size_of
 from compress.api.passes import Pass, Step
 from compress.api.processes import ALONE, Processes
 from compress.data.ids import TextUse, corpus_sha256
-from compress.errors import CalibrationError, ShortageError
+from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
@@ -44,6 +45,7 @@ from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_fold
 from compress.pipeline.divide import check_divided, check_same_inputs, own_batches
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.evaluation import measure
+from compress.pipeline.fitting import separate_large_tensors, shortage_told, with_batch
 from compress.pipeline.lock import locked
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.output import WORK, check_folder, check_space
@@ -90,12 +92,15 @@ def run(
     overwrite: bool = False,
     journal: Journal | None = None,
     progress: bool = True,
+    memory: str | int | None = None,
 ) -> Result:
     """Compress the recipe's model into the folder `out`, check it, evaluate it, and write its report (json, md, html).
 
     recipe: or the path of its YAML file. out: by default a folder of `out/`, with the name of the file, or of the model
     and the passes (`default_folder`). overwrite: replace another run in the folder. progress: show a progress bar on
-    standard error; where that is no terminal, a line for every tenth.
+    standard error; where that is no terminal, a line for every tenth. memory: the limit of memory of the process, such
+    as '8GB' or a number of bytes: activations beyond it go to files, then calibration batches become smaller; a run
+    that does not fit all the same is an error before any work.
 
     The same call resumes a run that was killed; a complete run is only checked and evaluated again. With several
     processes, started by `accelerate launch` or torchrun, they divide the calibration sequences, the solving of layers,
@@ -103,6 +108,9 @@ def run(
 
     Raises the errors of `compress.errors`; OutputError while another run works in the folder.
     """
+    memory_bytes = None if memory is None else size_of(memory)
+    if memory is not None:
+        separate_large_tensors()
     folder = Path(out) if out is not None else default_folder(recipe)
     recipe = recipe if isinstance(recipe, Recipe) else Recipe.from_yaml(recipe)
     processes = Processes.launched(cpu=device_of(recipe.device).type == "cpu")
@@ -110,7 +118,7 @@ def run(
     journal = (journal or Journal()) if first else Journal()
     shown = shown_progress(journal) if progress and first else nullcontext()
     with processes.together(), locked(folder, journal) if first else nullcontext(), shown:
-        job = prepare(recipe, folder, overwrite, journal, processes)
+        job = prepare(recipe, folder, overwrite, journal, processes, memory_bytes)
         if not job.manifest.complete:
             compress(job)
         processes.wait()  # until the checkpoint is complete
@@ -204,10 +212,16 @@ class Job:
     accept: Callable[[Mapping[str, LayerScheme]], None] | None = None
 
 
-def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, processes: Processes = ALONE) -> Job:
-    """Open and check the model, targets, texts and output folder, before the run starts."""
+def prepare(
+    recipe: Recipe, out: Path, overwrite: bool, journal: Journal, processes: Processes = ALONE,
+    memory_bytes: int | None = None,
+) -> Job:  # fmt: skip
+    """Open and check the model, targets, texts, output folder and memory, before the run starts.
+
+    The recipe of the job has the calibration batch that fits into the limit of memory.
+    """
     check_folder(out)
-    stated, device = written(recipe), device_of(recipe.device)
+    device = device_of(recipe.device)
     opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, not recipe.passes)
     for log in opened.notes:
         journal.add("note", "model", log)
@@ -215,7 +229,10 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, proces
     storage = storage_dtype(recipe, opened)
     format_ = recipe.save.target().stored_in(storage)
     context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal, processes=processes)
-    planned = plan_of(recipe, opened)
+    planned = plan_of(recipe, opened, memory_bytes, strict=True)
+    assert planned.fit is not None
+    recipe, context.store_bytes = with_batch(recipe, planned.fit.batch), planned.fit.store_bytes
+    stated = written(recipe)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
@@ -232,14 +249,7 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, proces
     wanted, code = identity(recipe, opened.fingerprint, corpus_sha256(ids))
     for key in (key for key, digest in code.items() if digest == UNKNOWN):
         journal.add("note", key, "the source of this pass is not available: a change of its code will not be noticed")
-    if isinstance(opened.weights, Packed):
-        opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
-        for name, layer in compressed_ends(opened.model).items():
-            adapt(layer, context, opened.dtype, f"model: {name}")
-        if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
-            journal.add(
-                "note", "model", f"format {format_.name} stores the dequantized weights of its quantized linears"
-            )
+    _take_in_compressed(opened, context)
     check_divided(steps, ids, recipe.calibration.batch, processes)
     with processes.first_goes_first():
         manifest = open_folder(out, wanted, overwrite, code)
@@ -257,6 +267,19 @@ def prepare(recipe: Recipe, out: Path, overwrite: bool, journal: Journal, proces
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
 
 
+def _take_in_compressed(opened: OpenModel, context: Run) -> None:
+    """Convert the layers of a compressed checkpoint to forms that the format can store, each when it is loaded."""
+    if not isinstance(opened.weights, Packed):
+        return
+    format_ = context.format
+    opened.weights.settle = partial(take_in, run=context, dtype=opened.dtype)
+    for name, layer in compressed_ends(opened.model).items():
+        adapt(layer, context, opened.dtype, f"model: {name}")
+    if format_.adapt(LayerScheme((1, 1))) is None and any(s.quantized for s in schemes_of(opened).values()):
+        message = f"format {format_.name} stores the dequantized weights of its quantized linears"
+        context.journal.add("note", "model", message)
+
+
 def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint.
 
@@ -269,11 +292,8 @@ def compress(job: Job) -> None:
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)
-    try:
+    with shortage_told(str(job.opened.device)):
         engine(job.steps, job.opened, batches, probe, job.context, sink)
-    except torch.OutOfMemoryError as error:
-        hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates the memory"
-        raise ShortageError(f"a batch does not fit into the memory of {job.opened.device}; {hint}") from error
 
 
 def finish(job: Job) -> Result:

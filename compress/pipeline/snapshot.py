@@ -100,7 +100,7 @@ def read_snapshot(snapshot: Snapshot, folder: Path, opened: OpenModel) -> bool:
     outside = snapshot.parts[OUTSIDE]
     restore_outside(opened.model, _read(folder / outside.file, opened.device), outside.record)
     tie(opened.model)
-    opened.weights = InMemory()
+    opened.weights = InMemory(opened.weights.reading)
     return reshaped
 
 

@@ -50,8 +50,13 @@ def open_original(recipe: Recipe, opened: OpenModel) -> OpenModel:
 
 
 def open_source(source: str, recipe: Recipe, opened: OpenModel) -> AbstractContextManager[PreTrainedModel]:
-    """Open a model as it is stored; only one block's weights are in memory while it runs."""
-    return open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget").streaming()
+    """Open a model as it is stored; only one block's weights are in memory while it runs.
+
+    The time in which it waits for the disk is added to that of `opened`.
+    """
+    found = open_input(source, recipe.dtype, opened.device, recipe.trust_remote_code, masks="forget")
+    found.weights.reading = opened.weights.reading
+    return found.streaming()
 
 
 def in_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> OpenModel:

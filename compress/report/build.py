@@ -68,6 +68,7 @@ def build_report(
         "masked": list(masked),
         "costs": {name: asdict(cost) for name, cost in run.costs.items()},
         "training": training,
+        "reading": asdict(opened.weights.reading),
         "predicted": predicted,
         "verified": verified,
         "journal": {

@@ -65,6 +65,13 @@ class Cost(Record):
     peak_bytes: int
 
 
+class Reading(Record):
+    """The time in which the run waited for the disk to read weights of the uncompressed model, and their bytes."""
+
+    seconds: float
+    size_bytes: int
+
+
 class HeldOut(Record):
     """The best loss on held-out sequences, and the training step that it belongs to."""
 
@@ -150,6 +157,7 @@ class Report(BaseModel):
     compress: version of this package. training: by the label of the pass. costs: by phase. files: sha256 of each file
     of the checkpoint. checkpoint_sha256: one digest of all of them. masked: linears with pruned weights, by full name.
     sensitivity: of the base model, if its folder holds a file of `compress sensitivity`.
+    reading: of weights from the disk.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -168,6 +176,7 @@ class Report(BaseModel):
     checkpoint_sha256: str
     masked: list[str] = []
     sensitivity: Sensitivities | None = None
+    reading: Reading | None = None
 
     @model_validator(mode="after")
     def _typed(self) -> Self:

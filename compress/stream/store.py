@@ -13,8 +13,6 @@ from torch import Tensor
 
 from compress.errors import SaveError
 
-STORE_BYTES = 4 << 30  # default memory limit of one store; further activations go to files
-
 
 class ActivationStore:
     """A list of replaceable tensors; tensors beyond `limit_bytes` are stored in files.

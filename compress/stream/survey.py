@@ -21,7 +21,6 @@ from compress.model.structure.blocks import Block, find_blocks
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell
 from compress.stream.context import BlockContext, captured
-from compress.stream.store import STORE_BYTES
 
 BATCH, PROBE = 4, 64  # sequences of a forward pass, and tokens of the probe, for a model in memory
 
@@ -81,10 +80,10 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
     ids = run.calibration
     tasks = [SurveyTask(where, survey, names, {})]
     with torch.no_grad():
-        state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), STORE_BYTES, run.work)
+        state = captured(ModelShell(opened), ids[:1, :PROBE], ids.split(BATCH), run.store_bytes, run.work)
         found = run_surveys(
             opened.blocks, tasks, lambda block: block.module, lambda block: None,
-            lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", STORE_BYTES, 0),
+            lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", run.store_bytes, 0),
         )  # fmt: skip
     return found[where]
 

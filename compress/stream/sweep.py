@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.api.context import Run
+from compress.api.memory import STORE_BYTES
 from compress.api.passes import BlockPass, LayerPass
 from compress.model.open.opening import OpenModel
 from compress.model.structure.blocks import Block
@@ -35,7 +36,7 @@ from compress.stream.install import (
 from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
-from compress.stream.store import STORE_BYTES, ActivationStore
+from compress.stream.store import ActivationStore
 from compress.stream.survey import SurveyTask, run_surveys
 
 EXPERT_TOKENS = 128  # an expert with fewer is a fallback in the journal: its statistics are unreliable
@@ -134,7 +135,7 @@ class Sweep:
 
     def _bring(self, block: Block) -> nn.Module:
         """Load the weights of a block, rounded to the storage dtype."""
-        self.opened.weights.bring(block)
+        self.opened.bring(block)
         round_to_storage(block.module, self.run)
         return block.module
 
@@ -143,7 +144,7 @@ class Sweep:
         if self.original is None:
             return self._bring(block)
         known = self.original.blocks[block.index]
-        self.original.weights.bring(known)
+        self.original.bring(known)
         round_to_storage(known.module, self.run)
         return known.module
 

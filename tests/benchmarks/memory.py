@@ -58,6 +58,9 @@ PLANNED = {
     "sparsegpt": [{"sparsegpt": {}}],
     "hqq": [{"hqq": {}}],
     "finetune": [{"wanda": {}}, {"finetune": {"steps": 4}}],
+    "magnitude-global": [{"magnitude": {"allocate": "global"}}],
+    "drop_blocks": [{"drop_blocks": {"count": 1}}],
+    "narrow": [{"narrow": {"ffn": 0.25}}],
 }
 """Passes by the name of their line."""
 

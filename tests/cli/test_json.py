@@ -85,6 +85,7 @@ def test_models_are_measured_and_compared(run, pico, tmp_path):
         "checkpoint_bytes",
         "dense_bytes",
         "memory_bytes",
+        "memory",
         "notes",
     }
     found = document("eval", pico, out, "--work", tmp_path / "w", *WINDOWS)

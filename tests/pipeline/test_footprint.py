@@ -24,7 +24,9 @@ STOPPED = TOKENS * 4 * (3 * 128 + 288)
 INPUTS = (128, 128, 288)  # of attention (its output is taken to read the same), of gate and up, and of down
 GRAMS = sum(2 * 4 * w * w for w in INPUTS)
 SAMPLES = sum(512 * w * 4 for w in INPUTS)
-SOLVER = 4 * 4 * 128 * 288 + 26 * 288 * 288  # copies of the weight of down, and the factorization of its Hessian
+FACTOR = 18 * 288 * 288  # the factorization of the Hessian of down
+REFINED = 4 * (2 * 288 * 288 + 6 * 128 * 288)
+SOLVER = 4 * 4 * 128 * 288 + max(FACTOR, REFINED)  # and copies of the weight of down
 TEXT = Calibration(sequences=8, length=64, batch=4)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -199,6 +199,13 @@ class GGUFTensors:
             found = values.view(dtype).reshape(tuple(reversed([int(n) for n in stored.shape])))
         found = rearranged(found, entry.heads)
         return found - entry.shift if entry.shift else found
+
+    def get_tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors by name."""
+        return {name: self.get_tensor(name) for name in names}
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Do nothing: `MappedTensors.ask` asks for pages, and tensors of this file are copies."""
 
     def get_slice(self, name: str) -> Any:
         """The shape and dtype of a tensor, by the methods of `safetensors.safe_open`."""

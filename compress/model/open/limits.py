@@ -38,16 +38,18 @@ def stored_bytes(folder: Path) -> int:
 class _Sizes(TorchDispatchMode):
     """Raise ModelError before a tensor is allocated that is too large."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, without_data: bool) -> None:
         super().__init__()
-        self._folder, self._bytes = folder, stored_bytes(folder)
+        self._folder, self._bytes, self._without_data = folder, stored_bytes(folder), without_data
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if options.get("device") is not None and torch.device(options["device"]).type != "meta":
-            planned = func(*args, **{**options, "device": torch.device("meta")})
+            planned, empty = func(*args, **{**options, "device": torch.device("meta")}), "empty" in str(func)
             if isinstance(planned, Tensor):
-                self._check(planned.nbytes, RESERVED if "empty" in str(func) else WRITTEN, list(planned.shape))
+                self._check(planned.nbytes, RESERVED if empty else WRITTEN, list(planned.shape))
+                if empty and self._without_data:
+                    return planned
         elif any(isinstance(arg, Tensor) and not arg.is_meta for arg in args):
             shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
             self._check(_broadcast(shapes) * WIDEST, WRITTEN, shapes)
@@ -90,7 +92,12 @@ def limited_modules(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def limited(folder: Path) -> Iterator[None]:
-    """Raise ModelError when a model is built inside of the context that the files of a folder are too small for."""
-    with limited_modules(folder), _Sizes(folder):
+def limited(folder: Path, without_data: bool = False) -> Iterator[None]:
+    """Raise ModelError when a model is built inside of the context that the files of a folder are too small for.
+
+    without_data: tensors of `torch.empty` are on the meta device. Otherwise a system that counts reserved memory counts
+    the parameters of the whole model, though each is dropped at once: small objects keep the allocator from using the
+    memory again.
+    """
+    with limited_modules(folder), _Sizes(folder, without_data):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -35,6 +35,7 @@ from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.limits import limited, limited_modules
 from compress.model.open.matching import lacking, match
 from compress.model.open.narrow import narrow_dtype
+from compress.model.open.reading import Reading
 from compress.model.open.sentence import read_sentence_files
 from compress.model.open.stored import headers_of, opened_file, stored_tensors
 from compress.model.open.supported import check_supported, class_of
@@ -49,7 +50,9 @@ SMALL_MODEL = 1 << 24
 
 
 class Weights(Protocol):
-    """The source of the weights of blocks."""
+    """The source of the weights of blocks. reading: the time in which `bring` waited for the disk."""
+
+    reading: Reading
 
     def bring(self, block: Block) -> None:
         """Load the block's weights to the compute device and check that they are finite."""
@@ -59,14 +62,24 @@ class Weights(Protocol):
         """Free the block's weights if they can be loaded again."""
         ...
 
+    def ask(self, block: Block) -> None:
+        """Ask the system to read the block's weights from the disk early, where it has a way to; returns at once."""
+        ...
 
+
+@dataclass
 class InMemory:
     """Weights of a model that is entirely in memory; nothing is loaded or freed."""
+
+    reading: Reading = field(default_factory=Reading)
 
     def bring(self, block: Block) -> None:
         check_finite(block.name, block.module.state_dict())
 
     def release(self, block: Block) -> None:
+        return
+
+    def ask(self, block: Block) -> None:
         return
 
 
@@ -81,34 +94,50 @@ class Mapped:
     files: dict[str, tuple[Path, str]]
     dtype: torch.dtype
     device: torch.device
+    reading: Reading = field(default_factory=Reading, kw_only=True)
 
     def names(self, prefix: str) -> list[str]:
         """Tensor names below a module name."""
         return [name for name in self.files if name.startswith(prefix + ".")]
 
-    def read(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors by name, on the device; floating-point tensors in the dtype of computation."""
-        found = self.read_raw(names)
+    def read(self, names: list[str], waited: bool = False) -> dict[str, Tensor]:
+        """Tensors by name, on the device; floating-point tensors in the dtype of computation. waited: see `read_raw`"""
+        found = self.read_raw(names, waited)
         return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in found.items()}
 
-    def read_raw(self, names: list[str]) -> dict[str, Tensor]:
-        """Tensors by name, on the device, in their stored dtype."""
+    def read_raw(self, names: list[str], waited: bool = False) -> dict[str, Tensor]:
+        """Tensors by name, on the device, in their stored dtype. waited: read the pages now; `reading` has the time."""
         found: dict[str, Tensor] = {}
-        for path in sorted({self.files[name][0] for name in names}):
+        for path, keys in _by_file(self.files, names).items():
             with opened_file(path) as file:
-                for name in names:
-                    if self.files[name][0] == path:
-                        found[name] = file.get_tensor(self.files[name][1]).to(self.device)
+                tensors = file.get_tensors(list(dict.fromkeys(keys.values())))
+                if waited:
+                    self.reading.wait_for(tensors.values())
+                found |= {name: tensors[key].to(self.device) for name, key in keys.items()}
         return found
 
+    def ask(self, block: Block) -> None:
+        for path, keys in _by_file(self.files, self.names(block.name)).items():
+            with opened_file(path) as file:
+                file.ask(list(keys.values()))
+
     def bring(self, block: Block) -> None:
-        tensors = self.read(self.names(block.name))
+        tensors = self.read(self.names(block.name), waited=True)
         check_finite("", tensors, self.files)
         assign(block.module, {name.removeprefix(block.name + "."): t for name, t in tensors.items()})
 
     def release(self, block: Block) -> None:
         empty = {n: torch.empty_like(t, device="meta") for n, t in block.module.state_dict().items()}
         assign(block.module, empty)
+
+
+def _by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
+    """The names in each file of these tensors, by their names in the model."""
+    found: dict[Path, dict[str, str]] = {}
+    for name in names:
+        path, key = files[name]
+        found.setdefault(path, {})[name] = key
+    return dict(sorted(found.items()))
 
 
 @dataclass
@@ -154,12 +183,18 @@ class OpenModel:
         """Full names of all linears inside the blocks, in order."""
         return [f"{block.name}.{name}" for block in self.blocks for name in linears(block.module)]
 
+    def bring(self, block: Block) -> None:
+        """Load the weights of a block, and ask for those of the next one, so that they are read in the meantime."""
+        self.weights.bring(block)
+        for following in self.blocks[block.index + 1 : block.index + 2]:
+            self.weights.ask(following)
+
     @contextmanager
     def streaming(self) -> Iterator[PreTrainedModel]:
         """The whole model, ready to run: each block's weights are loaded for its forward pass only."""
         handles = []
         for block in self.blocks:
-            handles.append(block.module.register_forward_pre_hook(lambda *_, b=block: self.weights.bring(b)))
+            handles.append(block.module.register_forward_pre_hook(lambda *_, b=block: self.bring(b)))
             handles.append(block.module.register_forward_hook(lambda *_, b=block: self.weights.release(b)))
         try:
             yield self.model
@@ -239,7 +274,7 @@ def open_model(
 def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -> None:
     """Read the tensors outside of the blocks. Raises ModelError."""
     inside = tuple(f"{block.name}." for block in blocks)
-    tensors = weights.read([name for name in weights.files if not name.startswith(inside)])
+    tensors = weights.read([name for name in weights.files if not name.startswith(inside)], waited=True)
     check_finite("", tensors, weights.files)
     assign(model, tensors)
     model.tie_weights()
@@ -249,15 +284,10 @@ def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Build the configuration's model without weights, with the folder's generation config. Raises ModelError."""
     kind = class_of(config, trust_remote_code)
-    # no_init_weights skips random initialization: 5 ms per linear
-    with init_empty_weights(), no_init_weights(), limited(folder):
-        try:
-            model = kind._from_config(config, dtype=dtype)
-        except (*UNREADABLE, RuntimeError, ImportError) as error:
-            raise ModelError(
-                f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
-                f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
-            ) from error
+    model = _built(kind, folder, config, dtype, without_data=True)
+    if model is None or any(buffer.is_meta for buffer in model.buffers()):  # it computes with such tensors
+        model = _built(kind, folder, config, dtype, without_data=False)
+    assert model is not None
     model.tie_weights()
     generation = folder / "generation_config.json"
     try:
@@ -269,6 +299,26 @@ def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trus
             f"model: {generation} cannot be read ({one_line(error)}); correct the file, or fetch it again"
         ) from error
     return model
+
+
+def _built(
+    kind: type[PreTrainedModel], folder: Path, config: PretrainedConfig, dtype: torch.dtype, without_data: bool
+) -> PreTrainedModel | None:
+    """The model of a configuration, with parameters on the meta device; None: it needs the data of `torch.empty`.
+
+    without_data: see `limited`. Raises ModelError.
+    """
+    # no_init_weights skips random initialization: 5 ms per linear
+    with init_empty_weights(), no_init_weights(), limited(folder, without_data):
+        try:
+            return kind._from_config(config, dtype=dtype)
+        except (*UNREADABLE, RuntimeError, ImportError) as error:
+            if without_data and isinstance(error, (NotImplementedError, RuntimeError)):
+                return None
+            raise ModelError(
+                f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
+                f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
+            ) from error
 
 
 def to_device(model: nn.Module, device: torch.device) -> None:

@@ -62,7 +62,7 @@ class Packed(Mapped):
         for name, layer in linears(block.module).items():
             if isinstance(layer, CompressedLinear) or prefix + name in self.masked:
                 renew_linear(block.module, name)
-        tensors = self.read(self.names(block.name))
+        tensors = self.read(self.names(block.name), waited=True)
         opening.check_finite("", tensors, self.files)
         dense = {name: tensors.pop(f"{name}.weight") for name in self.masked if f"{name}.weight" in tensors}
         opening.assign(block.module, {name.removeprefix(prefix): t for name, t in tensors.items()})
@@ -80,6 +80,10 @@ class Packed(Mapped):
         if self.settle is not None:
             self.settle(block)
 
+    def ask(self, block: Block) -> None:
+        """Ask for everything that is stored of a block."""
+        Mapped.ask(Mapped(self.stored, self.dtype, self.device), block)
+
     def release(self, block: Block) -> None:
         """Free the weights of a block; the scales of its KV cache stay."""
         state = {n: t for n, t in block.module.state_dict().items() if not n.endswith(SCALES)}
@@ -88,7 +92,8 @@ class Packed(Mapped):
     def _packed(self, prefix: str) -> dict[str, Tensor]:
         """The tensors of the compressed linears of a block, in their stored dtype."""
         starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
-        found = Mapped(self.stored, self.dtype, self.device).read_raw([n for n in self.stored if n.startswith(starts)])
+        stored = Mapped(self.stored, self.dtype, self.device, reading=self.reading)
+        found = stored.read_raw([name for name in self.stored if name.startswith(starts)], waited=True)
         wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
         opening.check_finite("", wide, self.stored)
         return found
@@ -143,7 +148,9 @@ def with_masks(opened: OpenModel, recorded: Collection[str] = (), masks: MaskPol
     found = zeros_of(opened, recorded, weights.schemes if isinstance(weights, Packed) else ())
     masked = frozenset(found if masks == "keep" else ())
     if isinstance(weights, Mapped) and (masked or isinstance(weights, Packed)):
-        packed = weights if isinstance(weights, Packed) else Packed(weights.files, weights.dtype, weights.device)
+        packed = weights
+        if not isinstance(packed, Packed):
+            packed = Packed(weights.files, weights.dtype, weights.device, reading=weights.reading)
         packed = replace(packed, masked=masked, keep=masks == "keep")
         for block in opened.blocks:
             packed.bring(block)

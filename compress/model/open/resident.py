@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.stored import opened_file
 
 SPELLED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """safetensors' names of the dtypes of computation."""
@@ -29,7 +29,7 @@ def _viewed(weights: Mapped, names: Iterable[str]) -> set[str]:
     places = {name: weights.files[name] for name in names if name in weights.files}
     found: set[str] = set()
     for path in {path for path, _ in places.values() if path.suffix == ".safetensors"}:  # GGUF tensors are copied
-        with safe_open(path, framework="pt") as file:
+        with opened_file(path) as file:
             here = [(name, key) for name, (place, key) in places.items() if place == path]
             found |= {name for name, key in here if file.get_slice(key).get_dtype() == SPELLED[weights.dtype]}
     return found

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from compress.errors import ModelError
+from compress.errors import ModelError, ShortageError
 from compress.formats.containers.files import is_inside
 from compress.formats.containers.gguf import FILE, open_gguf
+from compress.formats.containers.mapped import open_mapped
 from compress.formats.containers.safetensors import Header
 from compress.model.open.untrusted import read_json
 
@@ -87,11 +89,15 @@ def opened_file(path: Path) -> Iterator[Any]:
         if path.name == FILE:
             yield open_gguf(path)
             return
-        with safe_open(path, framework="pt") as file:
-            yield file
+        yield open_mapped(path)
     except FileNotFoundError as error:
         raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
     except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise ShortageError(
+                f"memory: {path} cannot be mapped, since this process may not take more memory (ulimit -d, ulimit -v); "
+                "raise its limit"
+            ) from error
         raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
     except (ValueError, LookupError, TypeError, ImportError) as error:
         if path.name != FILE:

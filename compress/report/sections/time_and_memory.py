@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from pydantic_core import to_jsonable_python
 
 from compress.passes import PASSES
-from compress.report.page.blocks import Bar, BarGroup, Bars, Block, Step, Steps
+from compress.report.page.blocks import Bar, BarGroup, Bars, Block, Items, Step, Steps
 from compress.report.page.numbers import data_size, duration
-from compress.report.schema import Report
+from compress.report.schema import Reading, Report
 from compress.report.sections.base import MB, Section, table
 
 HEAD = ("phase", "seconds", "peak memory, MB")
@@ -23,7 +23,8 @@ class TimeAndMemory(Section):
     order: ClassVar[int] = 20
 
     def render(self, report: Report) -> str:
-        return table(HEAD, rows(report))
+        shown = table(HEAD, rows(report))
+        return shown if report.reading is None else f"{shown}\n\n{reading(report.reading)}"
 
     def blocks(self, report: Report) -> Sequence[Block]:
         costs = report.costs
@@ -36,7 +37,8 @@ class TimeAndMemory(Section):
             BarGroup("Time", f"{total} in all", times),
             BarGroup("Peak memory", f"{data_size(largest)} at most", memory),
         ]
-        return [Steps(list(pipeline(report.reproduce.recipe))), Bars(groups)]
+        read = [] if report.reading is None else [Items([reading(report.reading)])]
+        return [Steps(list(pipeline(report.reproduce.recipe))), Bars(groups), *read]
 
 
 def pipeline(recipe: Mapping[str, Any]) -> Iterator[Step]:
@@ -61,6 +63,11 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def reading(found: Reading) -> str:
+    """The time lost to the disk in words."""
+    return f"reading: {found.seconds:.1f} s waiting for {found.size_bytes / MB:.0f} MB of weights"
 
 
 def rows(report: Report) -> list[tuple[str, str, str]]:

@@ -1,0 +1,223 @@
+"""Fit a run into a limit of memory, or say before it begins what needs how much, and what would make it fit."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from compress.api.memory import STORE_BYTES
+from compress.api.passes import LayerPass, ModelPass, Step
+from compress.data.ids import extent
+from compress.errors import ShortageError
+from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
+from compress.pipeline.readers import OWN, not_asked
+from compress.recipe.schema import Recipe
+
+LIBRARIES_BYTES = 600 * 10**6  # torch, transformers and what they import, with what the allocator keeps of freed memory
+SMALLEST_STORE = 1 << 24
+MMAP_THRESHOLD = -3  # glibc, malloc.h: M_MMAP_THRESHOLD
+SEPARATE_BYTES = 1 << 20
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of torch, whose error for a CPU is a plain RuntimeError
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a run does to stay within a limit of memory, and what it needs then.
+
+    batch: sequences of a calibration batch. store_bytes: the limit of each store of activations; more goes to files.
+    notes: what differs from the recipe.
+    """
+
+    batch: int
+    store_bytes: int
+    needs: tuple[Need, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest need."""
+        return max(need.size_bytes for need in self.needs)
+
+
+def unlimited(footprint: Footprint) -> Fit:
+    """A run without a limit."""
+    return Fit(footprint.recipe.calibration.batch, footprint.store_bytes, tuple(footprint.needs()))
+
+
+def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
+    """The largest activation stores and calibration batches with which the run stays within a limit.
+
+    memory_bytes: of the whole process, `LIBRARIES_BYTES` for libraries included. Smaller stores change no sum; a
+    smaller batch adds the same sums in another order, so the batch changes last, and is the recipe's from then on.
+    Raises ShortageError, which says what would make it fit.
+    """
+    limit = memory_bytes - LIBRARIES_BYTES
+    asked = footprint.recipe.calibration.batch
+    for batch in _batches(footprint):
+        now = with_calibration(footprint, batch=batch)
+        for store in _stores(now):
+            found = unlimited(replace(now, store_bytes=store))
+            if found.peak_bytes <= limit:
+                return replace(found, notes=tuple(_notes(found, now, asked, memory_bytes)))
+    least = with_calibration(footprint, batch=_batches(footprint)[-1])
+    least = replace(least, store_bytes=_stores(least)[-1])
+    left = max(0, limit) / MB
+    raise ShortageError(
+        f"memory: {_what(least)}; {left:.0f} MB are left of {memory_bytes / MB:.0f} MB after "
+        f"{LIBRARIES_BYTES / MB:.0f} MB for libraries; {_remedies(least, limit)}"
+    )
+
+
+def check_available(footprint: Footprint, available_bytes: int) -> Fit:
+    """The run as its recipe asks; its stores are smaller where the machine has less memory than they may take.
+
+    Raises ShortageError as `fitted` does where the memory is too small all the same.
+    """
+    for store in _stores(footprint):
+        found = unlimited(replace(footprint, store_bytes=store))
+        if found.peak_bytes <= available_bytes:
+            batch = footprint.recipe.calibration.batch
+            return replace(found, notes=tuple(_notes(found, footprint, batch, available_bytes)))
+    least = replace(footprint, store_bytes=_stores(footprint)[-1])
+    raise ShortageError(
+        f"memory: {_what(least)}; {available_bytes / MB:.0f} MB are available to this process; "
+        f"{_remedies(least, available_bytes)}"
+    )
+
+
+def with_batch(recipe: Recipe, batch: int) -> Recipe:
+    """The recipe with another calibration batch."""
+    return _with_calibration(recipe, batch=batch)
+
+
+def with_calibration(footprint: Footprint, **changes: int) -> Footprint:
+    """The footprint of the recipe with other options of its calibration."""
+    return replace(footprint, recipe=_with_calibration(footprint.recipe, **changes))
+
+
+def _with_calibration(recipe: Recipe, **changes: int) -> Recipe:
+    return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=changes)})
+
+
+def separate_large_tensors() -> None:
+    """Ask glibc to give back the memory of every freed tensor, from `SEPARATE_BYTES` on; elsewhere do nothing.
+
+    By default it keeps up to as much again of what was freed, because it learns to serve large blocks from its heap.
+    """
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(MMAP_THRESHOLD, SEPARATE_BYTES)
+
+
+@contextmanager
+def shortage_told(device: str) -> Iterator[None]:
+    """Raise ShortageError where torch cannot allocate a tensor on the device."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates the memory"
+        raise ShortageError(f"a batch does not fit into the memory of {device}; {hint}") from error
+    except RuntimeError as error:
+        if CPU_ALLOCATOR not in str(error):
+            raise
+        raise ShortageError(
+            "memory: this process may not take more memory, or the machine has none left; compress plan says what "
+            "needs how much, and --memory SIZE keeps to a limit"
+        ) from error
+
+
+def check_verification(recipe: Recipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:
+    """Raise ShortageError if transformers, which reads the checkpoint back whole, needs more than a limit."""
+    needed, left = dense_bytes + checkpoint_bytes, max(0, limit_bytes)
+    if not_asked(recipe) is None and needed > limit_bytes:
+        raise ShortageError(
+            f"memory: verification by transformers needs {needed / MB:.0f} MB (dense model {dense_bytes / MB:.0f} MB, "
+            f"checkpoint {checkpoint_bytes / MB:.0f} MB), {left / MB:.0f} MB are left; {OWN}"
+        )
+
+
+def _batches(footprint: Footprint) -> list[int]:
+    """The batch of the recipe, and halves of it down to one; passes that learn in steps of one batch keep it."""
+    batch = footprint.recipe.calibration.batch
+    found = [batch]
+    if not any(step.requires.batches for _, step, _ in footprint.steps):
+        while found[-1] > 1:
+            found.append(found[-1] // 2)
+    return found
+
+
+def _stores(footprint: Footprint) -> list[int]:
+    """Limits of a store: that of the footprint, then halves of what the activations take, then none."""
+    found, size = [footprint.store_bytes], min(footprint.store_bytes, footprint.states_bytes) // 2
+    while size > SMALLEST_STORE:
+        found.append(size)
+        size //= 2
+    return [*found, 0]
+
+
+def _notes(found: Fit, footprint: Footprint, asked: int, memory_bytes: int) -> Iterator[str]:
+    """What is done to stay within the limit."""
+    limit = f"to stay within {memory_bytes / MB:.0f} MB"
+    if found.store_bytes < min(STORE_BYTES, footprint.states_bytes):
+        yield f"{limit}, activations between blocks beyond {found.store_bytes / MB:.0f} MB are stored in files"
+    if found.batch < asked:
+        yield (
+            f"{limit}, calibration.batch is {found.batch} instead of {asked}: the same sums are added in another "
+            "order, so some codes may differ; recipe.yaml of the checkpoint states it"
+        )
+
+
+def _what(footprint: Footprint) -> str:
+    """The largest need in words."""
+    most = max(footprint.needs(), key=lambda need: need.size_bytes)
+    return f"{most.where} needs {most.size_bytes / MB:.0f} MB of tensors ({most.text})"
+
+
+def _remedies(footprint: Footprint, limit: int) -> str:
+    """What makes the run fit: each change alone, as far as one is enough; otherwise the memory that it needs."""
+    found = [*_shorter(footprint, limit), *_other_passes(footprint, limit)]
+    whole = footprint.peak_bytes() + LIBRARIES_BYTES
+    return f"it fits with {', or '.join([*found, f'{whole / MB:.0f} MB of memory'])}"
+
+
+def _shorter(footprint: Footprint, limit: int) -> Iterator[str]:
+    """Smaller values of the calibration and of the evaluation."""
+    asked = footprint.recipe.calibration
+    sequences, length = extent(asked, asked.sequences, asked.length)
+    for name, value in (("batch", asked.batch), ("sequences", sequences), ("length", length)):
+        tried = value // 2
+        while tried >= (1 if name != "length" else 16):
+            if _fits(with_calibration(footprint, **{name: tried}), limit):
+                yield f"calibration.{name}: {tried}"
+                break
+            tried //= 2
+    most = max(footprint.needs(), key=lambda need: need.size_bytes)
+    others = [need.size_bytes for need in footprint.needs() if need.where != EVALUATION]
+    if most.where == EVALUATION and max(others) <= limit:
+        yield "a smaller eval.length, or eval: null"
+
+
+def _other_passes(footprint: Footprint, limit: int) -> Iterator[str]:
+    """Other options of the passes, or other passes."""
+    steps = footprint.steps
+    turned: list[Step] = [
+        (label, step.model_copy(update={"true_sequential": False}) if isinstance(step, LayerPass) else step, names)
+        for label, step, names in steps
+    ]
+    waiting = [label for label, step, _ in steps if isinstance(step, LayerPass) and step.true_sequential]
+    if waiting and _fits(replace(footprint, steps=turned), limit):
+        yield f"true_sequential: false of {' and '.join(waiting)}"
+    by_blocks = [step for step in steps if not isinstance(step[1], ModelPass)]
+    labels = [label for label, step, _ in steps if isinstance(step, ModelPass)]
+    if labels and _fits(replace(footprint, steps=by_blocks), limit):
+        yield f"passes that work block by block in the place of {' and '.join(labels)}"
+
+
+def _fits(footprint: Footprint, limit: int) -> bool:
+    return footprint.peak_bytes() <= limit

@@ -63,6 +63,7 @@ def steps() -> dict[str, list[Any]]:
         "mxfp4": [compress.RTN(weights="mxfp4", group_size=32)],
         "nvfp4": [compress.RTN(weights="nvfp4", group_size=16)],
         "sparse": [compress.Magnitude(pattern="2:4"), int4],
+        "dictionaries": [compress.SqueezeLLM(bits=2, sensitivity="none", outliers=0.01)],
         "outliers": [compress.OWQ(weights="int4", group_size=16, budget=0.5)],
         "llm-int8": [compress.LLMInt8()],
         "low-rank": [int4, compress.LoRC(rank=2)],

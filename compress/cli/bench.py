@@ -22,5 +22,6 @@ def bench(model: str, against: str | None, dtype: str, compiled: bool, activatio
     if as_json:
         print_json(found.model_dump(mode="json"))
         return
-    title = f"{found.instruction_set} kernels, {found.threads} threads, reads {found.read_bandwidth / 1e9:.1f} GB/s"
+    bandwidth = f"{found.read_bandwidth / 1e9:.1f} GB/s"
+    title = f"{found.instruction_set} kernels, threads: {found.threads}, read bandwidth: {bandwidth}"
     print_table(title, ("", *found.models), speed.table(found))

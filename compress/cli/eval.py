@@ -23,7 +23,11 @@ SETTINGS = (
     click.option(
         "--text", multiple=True, help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; none for no text."
     ),
-    click.option("--windows", type=click.IntRange(min=1), help="Number of windows per text.  [default: 16]"),
+    click.option(
+        "--windows",
+        type=click.IntRange(min=1),
+        help="Windows per text, or all of a text that has fewer.  [default: 16]",
+    ),
     click.option("--length", type=click.IntRange(min=2), help="Tokens per window.  [default: 512]"),
     click.option(
         "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next.  [default: the length]"

@@ -27,7 +27,13 @@ SHOWN = 12  # rows of the most sensitive layers
 @click.option("--by", "level", type=click.Choice(["layer", "block"]), default="layer", show_default=True,
               help="Change one linear, or all linears of one block, at a time.")  # fmt: skip
 @click.option("--text", default="embedded", show_default=True, help="Text: embedded, wikitext, or a file.")
-@click.option("--windows", type=click.IntRange(min=2), default=8, show_default=True, help="Number of windows.")
+@click.option(
+    "--windows",
+    type=click.IntRange(min=2),
+    default=8,
+    show_default=True,
+    help="Windows of the text, or all if it has fewer.",
+)
 @click.option("--length", type=click.IntRange(min=2), default=128, show_default=True, help="Tokens per window.")
 @click.option("--bits", type=float, help="Also print the pass that spends this many bits per weight best.")
 @click.option("--dtype", default="auto", help="Dtype of computation.")

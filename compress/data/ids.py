@@ -80,10 +80,10 @@ def sample(
 
     Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
     packing, each sequence is the start of one document. The calibration part takes sequences at random without
-    replacement, the same ones for the same `seed`. The test part takes the first ones in order. `sequences=None` takes
-    every sequence in order; text always needs a `length`. A .npy file holds ids ([n, m], integers): its first
-    `sequences` rows and first `length` columns are taken, or all of them for None; `part`, `tokenizer` and `seed` are
-    ignored.
+    replacement, the same ones for the same `seed`. The test part takes the first ones in order, and all of a text that
+    has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. A .npy file holds ids
+    ([n, m], integers): its first `sequences` rows and first `length` columns are taken, or all of them for None;
+    `part`, `tokenizer` and `seed` are ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """
@@ -152,15 +152,13 @@ def _chosen(
             f"{part}: {name} text has {tokens} tokens, fewer than one sequence of {length}; "
             f"use a shorter length, or another source"
         )
-    if sequences is None:
-        return cut
+    if sequences is None or part == "test":
+        return cut[:sequences]
     if len(cut) < sequences:
         raise CalibrationError(
             f"{part}: {name} text has {len(cut)} sequences of {length} tokens, but sequences is {sequences}; "
             f"use sequences <= {len(cut)}, a shorter length, or another source"
         )
-    if part == "test":
-        return cut[:sequences].clone()
     return cut[torch.randperm(len(cut), generator=torch.Generator().manual_seed(seed))[:sequences]]
 
 

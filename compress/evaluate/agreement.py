@@ -129,7 +129,7 @@ class Agreement(Evaluator):
         for name, ids in context.texts.items():
             facts = {"windows": ids.shape[0], "length": ids.shape[1], "sha256": corpus_sha256(ids)}
             results = context.store.results(f"answers {digest_of(facts, compared, context.pooling)[:16]}")
-            tell = context.telling(f"answers of the {context.which} model to {name}")
+            tell = context.telling(f"answers of {context.model} to {name}")
 
             def compute(missing: list[int], ids: Tensor = ids, results: Any = results, tell: Any = tell) -> None:
                 for done, index in enumerate(missing, start=1):

@@ -34,7 +34,7 @@ class EvaluationContext:
     probe: a few token ids of the calibration data, None outside of a run. steps: the passes of the recipe with the
     layers they work on. layers: the `LayerResult` of every pass and layer, as mappings. settings: what is measured.
     store: where results are kept. base: the source of the base model, None outside of a run. pooling: how embeddings
-    are made of hidden states.
+    are made of hidden states. title: the model's name in the progress of work; empty: by `which`.
     """
 
     run: Run
@@ -48,6 +48,12 @@ class EvaluationContext:
     base: str | None = None
     store: Store = field(default_factory=Store)
     pooling: Pooling = "mean"
+    title: str = ""
+
+    @property
+    def model(self) -> str:
+        """The measured model, in the progress of work."""
+        return self.title or f"the {self.which} model"
 
     def of_base(self) -> EvaluationContext:
         """The context of the base model."""

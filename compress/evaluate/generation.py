@@ -70,7 +70,7 @@ class Generation(Evaluator):
         """The token ids and texts of all answers. Raises NumericError for NaN logits."""
         if not context.settings.generation or context.tokenizer is None or not model.can_generate():
             return None
-        tell = context.telling(f"answers of the {context.which} model")
+        tell = context.telling(f"answers of {context.model}")
         results = context.store.results("generation")
 
         def compute(missing: list[str]) -> None:

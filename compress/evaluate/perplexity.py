@@ -139,7 +139,7 @@ class Perplexity(Evaluator):
             task = WindowTask(
                 lm_objective, context.tokenizer, settings.stride, settings.top_k, kept, context.which
             )  # fmt: skip
-            tell = context.telling(f"perplexity of the {context.which} model on {name}")
+            tell = context.telling(f"perplexity of {context.model} on {name}")
             windows = measure_windows(model, ids, task, context.store.results(f"text {text}"), tell)
             divergence = None
             if task.top_k is not None and all("kl" in window for window in windows):

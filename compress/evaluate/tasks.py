@@ -110,7 +110,7 @@ class Tasks(Evaluator):
 
     def _score(self, name: str, task: Any, harness: Any, context: EvaluationContext) -> dict[str, Any]:
         begin, before = perf_counter(), harness.answers.truncated
-        harness.answers.progress = context.telling(f"{name} of the {context.which} model")
+        harness.answers.progress = context.telling(f"{name} of {context.model}")
         found = run_task(name, task, harness, context.settings)
         if cut := harness.answers.truncated - before:
             message = f"{cut} requests are longer than the model's context of {harness.max_length} and lost their start"

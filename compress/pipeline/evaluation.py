@@ -93,7 +93,13 @@ def evaluate_models(
                 check_same(model, tokenizer, source, first[1], order[0], first[2])
             state = Run(where, model.dtype, journal=journal)
             context = EvaluationContext(
-                state, texts=first[0], tokenizer=tokenizer, settings=settings, store=store, pooling=pooling
+                state,
+                texts=first[0],
+                tokenizer=tokenizer,
+                settings=settings,
+                store=store,
+                pooling=pooling,
+                title=source,
             )
             values = measure(model, context.of_base() if source == base else context)
             measured[source] = values

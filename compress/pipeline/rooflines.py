@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError, RecipeError
+from compress.model.linear import linears, renew_linear
 from compress.model.objective import text_config
+from compress.model.open.computation import inference_dtype
 from compress.model.open.experts import open_experts
+from compress.model.open.inference import allow_narrow_inputs, keeps_narrow, narrow_weights, put_narrow, share_inputs
 from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input
 from compress.model.reshape.reconfigure import with_blocks
@@ -24,20 +28,27 @@ from compress.roofline.devices import HERE, Device, read_device
 from compress.roofline.estimate import Pass, Stored, estimate
 from compress.roofline.here import here, with_calls
 from compress.roofline.trace import check_length, trace
+from compress.weights.layer import LayerScheme
 
 BLOCKS = 4  # blocks of the larger of the two models that measure this machine
 CONTEXT = 128  # most tokens of their prompts
 FILLED = 0.01
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One state of a model. weight_bytes: of all its tensors. decode: None for a model that decodes no tokens."""
+    """One state of a model.
+
+    weight_bytes: of all its tensors. decode: None for a model that decodes no tokens. call_seconds: time that every
+    call of the framework takes besides its operations and bytes.
+    """
 
     weight_bytes: int
     cache_bytes: int
     prefill: Pass
     decode: Pass | None
+    call_seconds: float
 
     @property
     def memory_bytes(self) -> int:
@@ -49,7 +60,8 @@ class Side:
 class Roofline:
     """The least latencies of a model on a device. after: None if nothing is compressed.
 
-    context: tokens of the prompt of each of `batch` sequences; the decoded token follows them.
+    device: 'here' with the figures of the state before. context: tokens of the prompt of each of `batch` sequences; the
+    decoded token follows them.
     """
 
     device: Device
@@ -71,74 +83,119 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
     if batch < 1 or context < 1:
         raise RecipeError(f"--batch {batch} --context {context}: must be at least 1")
     device = None if on == HERE else read_device(on)
+    schemes: Mapping[str, LayerScheme]
     if isinstance(subject, Recipe):
         opened = open_input(subject.model, subject.dtype, trust_remote_code=subject.trust_remote_code)
         steps, form = resolve(subject.passes, opened, subject.save.target())
         planned = plan_on(subject, steps, form)
-        stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if not p.scheme.plain}
+        schemes = {p.name: p.scheme for p in planned.layers if not p.scheme.plain}
+        stored = {p.name: Stored.of(p.scheme, p.size_bytes) for p in planned.layers if p.name in schemes}
     else:
         opened = form = open_input(str(subject), codes=True)
-        stored = _stored(opened)
+        schemes, stored = _stored(opened)
     check_length(text_config(opened.config), context)
-    dtype = opened.dtype if device is None else opened.storage  # a program here computes in the dtype of `load`
-    device = device or calibrated(opened, dtype, batch, context)
-    before = _side(opened, {}, dtype, device, batch, context)
-    if not stored and form is opened:
-        return Roofline(device, batch, context, before, None)
-    after = _side(form, stored, dtype, device, batch, context)
-    return Roofline(device, batch, context, before, after)
+    states = [State(opened, {}, {})] + [State(form, schemes, stored)] * bool(stored or form is not opened)
+    sides = []
+    for state in states:
+        dtype = opened.storage if device is not None else state.dtype
+        where = device or calibrated(state, batch, context)
+        sides.append((where, _side(state, dtype, where, batch, context)))
+    return Roofline(sides[0][0], batch, context, sides[0][1], sides[1][1] if sides[1:] else None)
 
 
-def calibrated(opened: OpenModel, dtype: torch.dtype, batch: int, context: int) -> Device:
-    """This machine, with the time of a call measured on some blocks of the model, which get random weights."""
+@dataclass(frozen=True)
+class State:
+    """A model before or after compression. schemes, stored: of its packed layers by name."""
+
+    opened: OpenModel
+    schemes: Mapping[str, LayerScheme]
+    stored: Mapping[str, Stored]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the computation by `compress.load` on this machine."""
+        return inference_dtype(self.opened.dtype, CPU) if self.schemes else self.opened.dtype
+
+    @property
+    def narrow(self) -> bool:
+        """Whether `compress.load` keeps dense weights in bfloat16 although it computes in float32."""
+        return bool(self.schemes) and self.opened.storage is torch.bfloat16 and keeps_narrow(self.dtype, CPU)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of a dense weight in memory."""
+        return torch.bfloat16.itemsize if self.narrow else self.dtype.itemsize
+
+
+def calibrated(state: State, batch: int, context: int) -> Device:
+    """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning."""
+    opened, dtype = state.opened, state.dtype
     count = len(opened.blocks)
     some = [list(range(min(count, number))) for number in (1, BLOCKS)]
     if len(some[0]) == len(some[1]):
         return here(dtype)
     try:
-        models = [_random(opened, kept, dtype) for kept in some]
+        models = [_filled(state, kept) for kept in some]
     except ModelError:  # blocks that depend on each other
         return here(dtype)
     length = min(context, CONTEXT)
     steps = [trace(_sketched(opened, model.config, dtype), batch, length)[1] for model in models]
     traces = [step for step in steps if step is not None]
-    return with_calls(here(dtype), models, traces, batch, length) if len(traces) == len(models) else here(dtype)
+    if len(traces) < len(models):
+        return here(dtype)
+    return with_calls(here(dtype), models, traces, batch, length, state.stored, state.itemsize)
 
 
-def _random(opened: OpenModel, kept: list[int], dtype: torch.dtype) -> PreTrainedModel:
-    """A model of these blocks in memory, whose weights are all the same small number."""
+def _filled(state: State, kept: list[int]) -> PreTrainedModel:
+    """A model of these blocks in memory as `compress.load` makes it; all dense weights are one small number."""
+    opened, dtype = state.opened, state.dtype
     with no_init_weights():
         config = with_blocks(_sketched(opened, opened.config, dtype), kept)
         model = type(opened.model)._from_config(config, dtype=dtype)
     for parameter in model.parameters():
         parameter.data.fill_(FILLED)
     open_experts(model)
+    for name in linears(model):
+        if name in state.schemes:
+            _put_zeros(model, name, state.schemes[name], opened.storage)
+    if state.narrow:
+        names = narrow_weights(model, dict(model.named_parameters()))
+        put_narrow(model, {name: model.get_parameter(name).to(torch.bfloat16) for name in names})
+        allow_narrow_inputs(model)
+    share_inputs(model)
     return model.eval().requires_grad_(False)
 
 
-def _stored(opened: OpenModel) -> dict[str, Stored]:
+def _put_zeros(model: PreTrainedModel, name: str, scheme: LayerScheme, storage: torch.dtype) -> None:
+    """Make a linear a packed layer whose tensors are zeros; it stays dense where zeros describe no weight (masks)."""
+    tensors = {n: torch.zeros(spec.shape, dtype=spec.dtype or storage) for n, spec in scheme.tensors().items()}
+    with suppress(ValueError):
+        parts, transforms = scheme.read(tensors)
+        renew_linear(model, name).read(parts, transforms)
+
+
+def _stored(opened: OpenModel) -> tuple[dict[str, LayerScheme], dict[str, Stored]]:
     """The packed weights of an open checkpoint."""
     weights = opened.weights
     if not isinstance(weights, Packed) or weights.format is None:
-        return {}
+        return {}, {}
     schemes = {name: scheme for name, scheme in schemes_of(opened).items() if not scheme.plain}
-    return {n: Stored.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
+    return schemes, {n: Stored.of(s, weights.format.size_bytes(s, opened.storage)) for n, s in schemes.items()}
 
 
-def _side(
-    opened: OpenModel, stored: Mapping[str, Stored], dtype: torch.dtype, device: Device, batch: int, context: int
-) -> Side:  # fmt: skip
-    model = _sketched(opened, opened.config, dtype)
+def _side(state: State, dtype: torch.dtype, device: Device, batch: int, context: int) -> Side:
+    model = _sketched(state.opened, state.opened.config, dtype)
     prefill, decode = trace(model, batch, context)
     shapes = {name: p.numel() for name, p in model.named_parameters()}  # a tied weight stands once
-    dense = sum(count for name, count in shapes.items() if name.removesuffix(".weight") not in stored)
-    packed = sum(one.size_bytes for one in stored.values())
-    itemsize = dtype.itemsize
+    dense = sum(count for name, count in shapes.items() if name.removesuffix(".weight") not in state.stored)
+    packed = sum(one.size_bytes for one in state.stored.values())
+    itemsize = state.itemsize if device.name == HERE else dtype.itemsize
     return Side(
         dense * itemsize + packed,
-        prefill.cached * itemsize,
-        estimate(prefill, stored, itemsize, device),
-        None if decode is None else estimate(decode, stored, itemsize, device),
+        prefill.cached * dtype.itemsize,
+        estimate(prefill, state.stored, itemsize, device),
+        None if decode is None else estimate(decode, state.stored, itemsize, device),
+        device.call_seconds,
     )
 
 

@@ -41,7 +41,9 @@ class Evaluate(Options):
         description="instead of perplexity, for models without a language-model head: texts on which their embeddings, "
         "classes or spans are compared with the base model's",
     )
-    windows: int | None = Field(default=16, gt=0, description="windows per text; null: all")
+    windows: int | None = Field(
+        default=16, gt=0, description="windows per text, or all of a text that has fewer; null: all"
+    )
     length: int | None = Field(default=512, gt=1, description="tokens per window; null: those of a .npy file")
     stride: int | None = Field(
         default=None, gt=0, description="tokens from one window to the next, each token is scored once; null: length"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from compress.roofline.devices import HERE, Device
-from compress.roofline.estimate import estimate
+from compress.roofline.estimate import Stored, estimate
 from compress.roofline.trace import Trace
 
 SIZE = 4096  # of the square weight whose products are timed: larger than the caches
@@ -41,23 +41,29 @@ def here(dtype: torch.dtype) -> Device:
 
 
 def with_calls(
-    device: Device, models: Sequence[PreTrainedModel], traces: Sequence[Trace], batch: int, context: int
-) -> Device:  # fmt: skip
+    device: Device,
+    models: Sequence[PreTrainedModel],
+    traces: Sequence[Trace],
+    batch: int,
+    context: int,
+    stored: Mapping[str, Stored],
+    itemsize: int,
+) -> Device:
     """The device with the time of a call that decoding with real blocks shows: besides the products' least time.
 
     models: two that differ in their number of blocks only, so that what is around the blocks cancels out. traces: of
-    one decoding step of each.
+    one decoding step of each. stored, itemsize: as of `estimate`.
     """
-    few, many = _decode_seconds(models, batch, context)
+    few, many = decode_seconds(models, batch, context)
     plain = replace(device, call_seconds=0.0)
-    products = [estimate(one, {}, models[0].dtype.itemsize, plain).seconds for one in traces]
+    products = [estimate(one, stored, itemsize, plain).seconds for one in traces]
     calls = traces[1].calls - traces[0].calls
     measured = ((many - few) - (products[1] - products[0])) / max(calls, 1)
     return replace(device, call_seconds=max(measured, device.call_seconds))
 
 
 @torch.no_grad()
-def _decode_seconds(models: Sequence[PreTrainedModel], batch: int, context: int) -> list[float]:
+def decode_seconds(models: Sequence[PreTrainedModel], batch: int, context: int) -> list[float]:
     """The seconds of a decoding step of each model, measured in turns: the load of the machine meets all of them."""
     ids, found = torch.zeros(batch, context, dtype=torch.long), [[] for _ in models]
     for _ in range(TURNS):

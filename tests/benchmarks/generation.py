@@ -51,7 +51,7 @@ def main() -> None:
         for model in models.values():
             compile_generation(model)
     found = speed.measure(models, {})
-    title = f"{found.instruction_set} kernels, {found.threads} threads, reads {found.read_bandwidth / 1e9:.1f} GB/s"
+    title = f"{found.instruction_set} kernels, threads: {found.threads}, read bandwidth: {found.read_bandwidth / 1e9:.1f} GB/s"
     print_table(title, ("", *found.models), speed.table(found))
     best = max(model.decode[1] for name, model in found.models.items() if name.startswith("dense"))
     print({name: round(model.decode[1] / best, 2) for name, model in found.models.items()})

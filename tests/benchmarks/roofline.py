@@ -41,7 +41,7 @@ def main() -> None:
             side = found.after or found.before
             assert side.decode is not None
             predicted.append(1e3 * side.decode.seconds)
-            calls.append(1e6 * found.device.call_seconds)
+            calls.append(1e6 * side.call_seconds)
             steps = speed.generate(model, 1, arguments.context - 16, 24)[speed.WARM_UP :]
             measured.append(1e3 * statistics.median(steps))
         ratio = statistics.median(predicted) / statistics.median(measured)

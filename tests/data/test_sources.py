@@ -139,6 +139,14 @@ def test_impossible_shapes(tokenizer, sequences, length, message):
         ids_of.token_ids("embedded", "calibration", tokenizer, sequences, length, seed=0)
 
 
+def test_a_text_of_fewer_windows_is_measured_whole(tokenizer):
+    """So that the number of windows of a suite suits texts of any size; `Sample.use` says how many there were."""
+    every, _ = ids_of.sample("embedded", "test", tokenizer, None, 1000, 0)
+    found, use = ids_of.sample("embedded", "test", tokenizer, 10_000, 1000, 0)
+    assert torch.equal(found, every)
+    assert use.sequences == len(every) < 10_000
+
+
 # ---- sources ----
 
 

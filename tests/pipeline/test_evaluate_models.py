@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress import Evaluate
+from compress.api.journal import Journal
 from compress.cli import main
 from compress.errors import ModelError
 from compress.pipeline.evaluation import evaluate_models
@@ -52,6 +53,13 @@ def test_the_base_is_measured_once(variant, pico, settings, tmp_path, monkeypatc
     monkeypatch.setattr("compress.evaluate.windows.measure_window", lambda *_: ran.append(1))
     again = evaluate_models([pico, variant], settings, work=tmp_path)
     assert ran == [] and again == first
+
+
+def test_progress_names_the_model(variant, pico, settings, tmp_path):
+    journal, told = Journal(), []
+    journal.listeners.append(lambda entry: told.append(entry.message))
+    evaluate_models([pico, variant], settings, work=tmp_path, journal=journal)
+    assert {message.removeprefix("perplexity of ").partition(" on ")[0] for message in told} == {pico, variant}
 
 
 def test_one_model_has_no_base(pico, settings, tmp_path):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import (
+    GOBO,
     GPTQ,
     HQQ,
     OWQ,
@@ -39,6 +40,7 @@ CHAINS = {
     "rounded inputs": lambda: [RTN(weights="int8", group_size="channel", activations="int8")],
     "low rank": lambda: [RTN(weights="int3"), LoRC(rank=4)],
     "outliers": lambda: [OWQ(budget=0.5)],
+    "dictionaries": lambda: [GOBO(outliers=0.01)],
     "permuted": lambda: [ChannelPermutation(escapes=0, unlinked="keep"), Wanda(pattern="2:4")],
     "cached": lambda: [KVCache(scale="static"), RTN(targets=MLP)],
 }

@@ -3,7 +3,23 @@
 import pytest
 
 import compress
-from compress import GPTQ, HQQ, LKD, OWQ, QAT, RTN, ChannelPermutation, Distill, KVCache, LLMInt8, LoRC, Magnitude
+from compress import (
+    AQLM,
+    GOBO,
+    GPTQ,
+    HQQ,
+    LKD,
+    OWQ,
+    QAT,
+    RTN,
+    ChannelPermutation,
+    Distill,
+    KVCache,
+    LLMInt8,
+    LoRC,
+    Magnitude,
+    SqueezeLLM,
+)  # fmt: skip
 from compress.errors import CompressError
 from compress.formats import FORMATS
 
@@ -22,6 +38,11 @@ CHAINS = {
     "float zeros": [HQQ(group_size=16, zero_point="float")],
     "outlier inputs": [LLMInt8()],
     "outliers": [OWQ(weights="int3", group_size=16)],
+    "a dictionary": [GOBO()],
+    "runs of weights": [AQLM(bits=3, length=2, rounds=1), Distill(train=["scales"], **FEW)],
+    "sums of entries, learned": [AQLM(bits=2, length=2, books=2), Distill(train=["scales"], **FEW)],
+    "dictionaries of rows": [SqueezeLLM(bits=3)],
+    "pruned, dictionaries": [Magnitude(pattern="2:4"), SqueezeLLM(bits=3, sensitivity="none")],
     "low rank": [RTN(group_size=16), LoRC(rank=2)],
     "pruned": [Magnitude(pattern="2:4")],
     "permuted": [

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import compress
 from compress import cli
 from compress.errors import ModelError, RecipeError, TargetError
+from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import open_experts
 from compress.pipeline.rooflines import roofline
 from compress.roofline.devices import devices, read_device
@@ -90,9 +91,9 @@ def test_families_run_without_data(family, tiny):
     """Linears of the blocks are all seen, each with two operations per weight and token."""
     model = tiny(family)
     prefill, decode = trace(on_meta(model), 1, LENGTH)
-    linears = {p.module: p for p in prefill.products if p.kind == "linear"}
-    assert len(linears) > 4
-    for product in linears.values():
+    found = {p.module: p for p in prefill.products if p.kind == "linear"}
+    assert len(found) > 4
+    for product in found.values():
         tokens = product.operations / (2 * product.rows * product.width)
         assert 1 <= tokens <= LENGTH and product.moved == tokens * (product.rows + product.width)
     assert (decode is None) == (family == "bert")
@@ -136,6 +137,27 @@ def test_this_machine_is_measured(pico):
     assert device.bandwidth > 1e8 and device.rate("float16") > 1e8 and 0 < device.call_seconds < 1e-3
     found = roofline(pico, "here", context=LENGTH)
     assert found.before.decode.seconds > sum(cost.seconds for cost in found.before.decode.costs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        (compress.RTN(weights="int4", group_size=32), CompressedLinear),
+        (compress.Magnitude(pattern="2:4"), torch.nn.Linear),  # zeros are no positions of kept weights
+    ],
+)
+def test_this_machine_is_measured_with_packed_blocks(asked, kind, recipe, monkeypatch):
+    """Those that `load` makes, before the run, too; layers that zeros cannot fill stay dense."""
+    timed = []
+
+    def decoded(models, *_):
+        timed.append({type(layer) for model in models for layer in linears(model).values()})
+        return [0.0, 0.0]
+
+    monkeypatch.setattr("compress.roofline.here.decode_seconds", decoded)
+    found = roofline(recipe(asked, save={"format": "native"}), "here", context=LENGTH)
+    assert timed[0] == {torch.nn.Linear} and kind in timed[1]
+    assert found.after.call_seconds > 0 and found.device.call_seconds == found.before.call_seconds
 
 
 def test_devices_are_complete():
@@ -201,13 +223,13 @@ def test_a_call_takes_what_real_blocks_show_besides_their_products(tiny, monkeyp
     for model in models:
         model.register_forward_pre_hook(run, with_kwargs=True)
     monkeypatch.setattr(measured, "perf_counter", lambda: clock[0])
-    found = measured.with_calls(device, models, traces, 1, 8)
+    found = measured.with_calls(device, models, traces, 1, 8, {}, 4)
     calls = traces[1].calls - traces[0].calls
     assert found.call_seconds == pytest.approx(0.010 / calls) and {id(m) for m in decoded} == {id(m) for m in models}
     assert [c.name for c in estimate(traces[1], {}, 4, found).costs] == [
         c.name for c in estimate(traces[1], {}, 4, device).costs
     ]
-    slower = measured.with_calls(dataclasses.replace(device, call_seconds=1.0), models, traces, 1, 8)
+    slower = measured.with_calls(dataclasses.replace(device, call_seconds=1.0), models, traces, 1, 8, {}, 4)
     assert slower.call_seconds == 1.0  # at least that of the shortest call
 
 

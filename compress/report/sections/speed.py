@@ -46,6 +46,6 @@ class Speed(Section):
 def machine(found: SpeedResult) -> str:
     """The kernels and the bandwidth, in a sentence."""
     return (
-        f"Measured in turns in one run: {found.instruction_set} kernels, {found.threads} threads, which read "
+        f"Measured in turns in one run: {found.instruction_set} kernels; threads: {found.threads}; read bandwidth: "
         f"{found.read_bandwidth / 1e9:.1f} GB/s."
     )

@@ -1,0 +1,180 @@
+"""Runs of weights as sums of codebook entries: the start, the codes, and the entries, for the error of the output.
+
+The weight of row r is s_r * sum_m books_m[codes_m], run by run. All steps lower tr(E H E^T), where E is the error of
+the weight and H = 2/n X^T X, the Hessian of the layer's output error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+SAMPLE = 1 << 15  # runs that the first k-means sees
+KMEANS_STEPS = 12
+CHUNK = 1 << 14  # runs whose distances are computed at once
+TINY = 1e-20
+
+
+@dataclass
+class Books:
+    """The state of a layer. weight: [out, in]. hessian: damped, [in, in]. scale: [out].
+
+    books: [count, entries, length]. codes: [count, out, runs].
+    """
+
+    weight: Float[Tensor, "out in"]
+    hessian: Float[Tensor, "in in"]
+    scale: Float[Tensor, " out"]
+    books: Float[Tensor, "count entries length"]
+    codes: Int[Tensor, "count out runs"]
+
+    @property
+    def length(self) -> int:
+        """Weights of a run."""
+        return self.books.shape[2]
+
+    def looked_up(self, books: Float[Tensor, "count entries length"]) -> Float[Tensor, "out in"]:
+        """The weight that the codes give with other books, which is linear in them."""
+        rows = sum(book[codes] for book, codes in zip(books, self.codes, strict=True))
+        assert isinstance(rows, Tensor)
+        return rows.flatten(1) * self.scale[:, None]
+
+    def error(self) -> float:
+        """tr(E H E^T)."""
+        left = self.weight - self.looked_up(self.books)
+        return float(((left @ self.hessian) * left).sum())
+
+    def gathered(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "count entries length"]:
+        """Sum values over the weights of every number in the books: the adjoint of `looked_up`."""
+        runs = (values * self.scale[:, None]).reshape(-1, self.length)
+        found = torch.zeros_like(self.books)
+        for book, codes in zip(found, self.codes, strict=True):
+            book.index_add_(0, codes.reshape(-1), runs)
+        return found
+
+    def fit_books(self, steps: int) -> None:
+        """Move the entries for the present codes: conjugate gradients on their least squares."""
+        left = (self.weight - self.looked_up(self.books)) @ self.hessian
+        residual = self.gathered(left)
+        direction, size = residual, residual.square().sum()
+        for _ in range(steps):
+            change = self.looked_up(direction) @ self.hessian
+            curved = self.gathered(change)
+            step = size / (direction * curved).sum().clamp_(min=TINY)
+            self.books = self.books + step * direction
+            residual = residual - step * curved
+            before, size = size, residual.square().sum()
+            if float(size) <= TINY:
+                return
+            direction = residual + (size / before) * direction
+
+    def fit_scales(self) -> None:
+        """The best scale of every row for the present codes and books."""
+        plain = self.looked_up(self.books) / self.scale[:, None]
+        weighed = plain @ self.hessian
+        found = (weighed * self.weight).sum(1) / (weighed * plain).sum(1).clamp_(min=TINY)
+        self.scale = torch.where(found > 0, found, self.scale)
+
+    def fit_codes(self, book: int) -> None:
+        """Choose the codes of one book again, run after run, the other runs and books fixed (coordinate descent)."""
+        left = self.weight - self.looked_up(self.books)  # E
+        weighed = left @ self.hessian  # E H, kept up to date
+        entries = self.books[book]
+        squares = self.scale.square()[:, None]
+        for at in range(0, left.shape[1], self.length):
+            run = at // self.length
+            own = self.hessian[at : at + self.length, at : at + self.length]
+            now = entries[self.codes[book, :, run]]
+            # Adding s d to the run changes the error by s^2 d H d - 2 s d (E H); d = entry - now
+            gain = weighed[:, at : at + self.length] * self.scale[:, None] + squares * (now @ own)
+            cost = squares * ((entries @ own) * entries).sum(1)[None] - 2 * gain @ entries.T
+            chosen = cost.argmin(1)
+            moved = (entries[chosen] - now) * self.scale[:, None]
+            weighed -= moved @ self.hessian[at : at + self.length]
+            self.codes[book, :, run] = chosen
+
+    def sweep(self, factor: Float[Tensor, "in in"]) -> None:
+        """Choose all codes of one book from left to right; later runs compensate the error of a run (GPTVQ).
+
+        factor: U of inv(H) = U^T U. Within a run the error (w - c) inv(U_run) decides.
+        """
+        weight = self.weight / self.scale[:, None]
+        for at in range(0, weight.shape[1], self.length):
+            here = slice(at, at + self.length)
+            inverse = torch.linalg.inv(factor[here, here])
+            entries = self.books[0]
+            values = weight[:, here]
+            chosen = nearest(values @ inverse, entries @ inverse)
+            self.codes[0, :, at // self.length] = chosen
+            weight[:, at + self.length :] -= ((values - entries[chosen]) @ inverse) @ factor[here, at + self.length :]
+
+
+def start(
+    weight: Float[Tensor, "out in"],
+    hessian: Float[Tensor, "in in"],
+    factor: Float[Tensor, "in in"],
+    entries: int,
+    length: int,
+    count: int,
+    seed: int,
+) -> Books:
+    """Books by k-means of the runs of normalized rows, each further one of what is left, and codes by a sweep."""
+    scale = weight.square().mean(1).sqrt().clamp(min=1e-8)
+    left = (weight / scale[:, None]).reshape(-1, length)
+    importance = hessian.diagonal().reshape(-1, length).mean(1).repeat(weight.shape[0])
+    generator = torch.Generator().manual_seed(seed)
+    books, codes = [], []
+    for _ in range(count):
+        chosen = torch.randperm(len(left), generator=generator)[:SAMPLE].to(left.device)
+        book = vector_kmeans(left[chosen], importance[chosen], entries, generator)
+        code = nearest(left, book)
+        left = left - book[code]
+        books.append(book)
+        codes.append(code.reshape(weight.shape[0], -1))
+    found = Books(weight, hessian, scale, torch.stack(books), torch.stack(codes))
+    if count == 1:
+        found.sweep(factor)
+    return found
+
+
+def vector_kmeans(
+    points: Float[Tensor, "n length"], weights: Float[Tensor, " n"], entries: int, generator: torch.Generator
+) -> Float[Tensor, "entries length"]:
+    """Lloyd's iteration from random points; an entry without points moves to the point with the largest error."""
+    drawn = torch.randperm(len(points), generator=generator)[:entries].to(points.device)
+    centers = points[drawn.repeat(-(-entries // len(drawn)))[:entries]].clone()
+    weights = weights.clamp(min=TINY)
+    for _ in range(KMEANS_STEPS):
+        codes = nearest(points, centers)
+        mass = torch.zeros(entries, device=points.device).index_add_(0, codes, weights)
+        sums = torch.zeros_like(centers).index_add_(0, codes, points * weights[:, None])
+        errors = (points - centers[codes]).square().sum(1) * weights
+        centers = torch.where(mass[:, None] > 0, sums / mass[:, None].clamp(min=TINY), centers)
+        empty = (mass == 0).nonzero()[:, 0]
+        if len(empty):
+            centers[empty] = points[errors.topk(min(len(empty), len(points))).indices].repeat(len(empty), 1)[
+                : len(empty)
+            ]
+    return centers
+
+
+def nearest(points: Float[Tensor, "n length"], centers: Float[Tensor, "entries length"]) -> Int[Tensor, " n"]:
+    """The index of the nearest center of every point."""
+    sizes = centers.square().sum(1) / 2
+    return torch.cat([(part @ centers.T).sub_(sizes).argmax(1) for part in points.split(CHUNK)])
+
+
+def alternate(state: Books, rounds: int, steps: int, scales: bool = True) -> list[float]:
+    """Books, scales and codes in turns; returns the error before, and after every round. The last step is of codes."""
+    errors = [state.error()]
+    for _ in range(rounds):
+        state.fit_books(steps)
+        if scales:
+            state.fit_scales()
+        for book in range(len(state.books)):
+            state.fit_codes(book)
+        errors.append(state.error())
+    return errors

@@ -60,6 +60,9 @@ CHAINS: dict[str, list[dict]] = {
 }
 """The passes of the recipe of a pass, with options that suit models of width 32."""
 
+UNTRIED = {"aqlm", "gobo", "squeezellm"}
+"""Passes that the matrix does not have yet."""
+
 NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
@@ -217,7 +220,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 HEAD = """# Which pass works on which family of models
 
-Every pass of `compress passes` was tried on a tiny random model of each family below: planned, run, saved in format
+The passes in these tables (all but `aqlm`, `gobo` and `squeezellm`) were tried on a tiny random model of each family below: planned, run, saved in format
 `native`, loaded again, and compared with the logits that were computed. Passes that only round to 8 bits must also leave
 the logits near those of the uncompressed model. `+`: it works. Another entry is the reason of a refusal, an error in one
 line that says what to write instead; the reasons are listed at the end. `plan` refuses what `run` refuses; with `*` only

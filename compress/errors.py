@@ -61,6 +61,10 @@ class ShortageError(Failure):
     """The memory of the device is too small for one step of the run."""
 
 
+class DeviceError(Failure):
+    """The device does not compute any more."""
+
+
 class ProcessError(Failure):
     """Another process of the launcher has failed or ended. told: another process tells the user why."""
 

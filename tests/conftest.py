@@ -18,25 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoTokenizer,
-    BertConfig,
-    BloomConfig,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MixtralConfig,
-    OPTConfig,
-    Phi3Config,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from model_families import VOCAB, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
@@ -53,48 +36,6 @@ settings.register_profile("explore", _any_machine, max_examples=300, print_blob=
 settings.load_profile("same")
 
 PICO = Path(__file__).parent / "pico" / "model"
-VOCAB, WIDTH = 64, 32
-
-_usual = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-_grouped = {**_usual, "num_key_value_heads": 2}
-_opt = {
-    **{key: value for key, value in _usual.items() if key != "intermediate_size"},
-    "ffn_dim": 48,
-    "word_embed_proj_dim": WIDTH,
-}
-_short = {key: value for key, value in _usual.items() if key in ("vocab_size", "hidden_size", "eos_token_id")}
-FAMILIES = {
-    "llama": lambda: LlamaConfig(**_grouped, tie_word_embeddings=False),
-    "qwen2": lambda: Qwen2Config(**_grouped),
-    "qwen3": lambda: Qwen3Config(**_grouped, head_dim=8),
-    "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=1
-    ),
-    "opt": lambda: OPTConfig(**_opt),
-    "opt-post-norm": lambda: OPTConfig(**_opt, do_layer_norm_before=False),
-    "gpt-neox": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=False),
-    "gpt-neox-parallel": lambda: GPTNeoXConfig(**_usual, use_parallel_residual=True),
-    "gemma2": lambda: Gemma2Config(**_grouped, head_dim=8, sliding_window=4),
-    "gemma3": lambda: Gemma3TextConfig(**_grouped, head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
-    "phi3": lambda: Phi3Config(**_grouped),
-    "bloom": lambda: BloomConfig(**_short, n_layer=3, n_head=4),
-    "falcon": lambda: FalconConfig(**_short, num_hidden_layers=3, num_attention_heads=4),  # parallel, multi-query
-    "mixtral": lambda: MixtralConfig(**_grouped, num_local_experts=4, num_experts_per_tok=2),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_grouped, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
-    ),
-    "bert": lambda: BertConfig(**_usual),
-}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -162,19 +103,7 @@ def pico_model():
 @pytest.fixture(scope="session")
 def tiny():
     """tiny(family, seed=0, **changes of its config) -> a random model in which no weight is 0 or 1."""
-
-    def build(family: str, seed: int = 0, **changes):
-        config = FAMILIES[family]()
-        for key, value in changes.items():
-            setattr(config, key, value)
-        torch.manual_seed(seed)
-        auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
-        model = auto.from_config(config).eval().requires_grad_(False)
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
-        return model
-
-    return build
+    return tiny_model
 
 
 @pytest.fixture(scope="session")

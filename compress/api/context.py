@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compress.api.failures import named_failures
 from compress.api.journal import Journal
 from compress.api.memory import STORE_BYTES, PeakMemory
 from compress.api.processes import ALONE, Processes
@@ -101,10 +102,13 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time and the peak memory of the context to the phase `name`."""
+        """Add the time and the peak memory of the context to the phase `name`.
+
+        Raises ShortageError or DeviceError, with the name, where the memory or the device fails.
+        """
         cost = self.costs.setdefault(name, Cost())
         begin = perf_counter()
-        with PeakMemory() as memory:
+        with PeakMemory() as memory, named_failures(name, self.device):
             try:
                 yield
             finally:

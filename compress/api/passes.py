@@ -263,7 +263,13 @@ class BlockPass(Pass):
 
 
 class ModelPass(Pass):
-    """A pass over the whole model: training and global decisions."""
+    """A pass over the whole model: training and global decisions.
+
+    rehearsed: whether a plan runs a pass that requires `new_shape` on random weights, to find the structures that it
+    refuses; no, if the data decide what it refuses.
+    """
+
+    rehearsed: ClassVar[bool] = True
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         """The model's objective with the options of the pass. where: the label of the pass.

@@ -61,10 +61,18 @@ def _cache_argument(kind: type[nn.Module]) -> tuple[str, int] | None:
 
 
 def attentions_with_cache(root: nn.Module) -> dict[str, nn.Module]:
-    """The innermost modules with a cache argument, by name, without attention that is not causal."""
+    """The innermost modules that pass keys to a cache argument, by name, without attention that is not causal."""
     takers = {name: module for name, module in root.named_modules() if _cache_argument(type(module)) is not None}
     inner = {name: module for name, module in takers.items() if not any(_inside(n, name) for n in takers if n != name)}
-    return {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
+    causal = {name: module for name, module in inner.items() if getattr(module, "is_causal", True)}
+    return {name: module for name, module in causal.items() if _has_keys(type(module))}
+
+
+@cache
+def _has_keys(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass calls `cache.update`: convolutions and state spaces keep other states in the cache."""
+    forward = inspect.unwrap(kind.forward)
+    return "update" in forward.__code__.co_names
 
 
 def attentions_containing(root: nn.Module, names: Collection[str]) -> dict[str, nn.Module]:

@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from compress.errors import NumericError
 from compress.kernels import dispatch
+from compress.model.dense_linear import LINEARS as LINEARS
+from compress.model.dense_linear import is_linear
 from compress.model.shared_input import SharedInput
 from compress.numerics.quant.codes import Codes
 from compress.numerics.sparse.positions import Kept, Sparsity
@@ -26,9 +28,6 @@ from compress.weights.sparse import SparsePart
 from compress.weights.transforms.permutation import Permutation
 from compress.weights.transforms.rounding import InputRounding
 from compress.weights.transforms.scale import Scale
-
-LINEARS = (nn.Linear, Conv1D)
-"""The dense layers that compute x W + b; Conv1D stores W transposed, as [in, out]."""
 
 Weight = Tensor | Codes | WeightPart | Sequence[WeightPart]
 """The types of weights that a layer accepts."""
@@ -370,8 +369,8 @@ def scheme_of(module: nn.Module) -> LayerScheme:
 
 
 def linears(module: nn.Module) -> dict[str, nn.Module]:
-    """Every linear of a module by name, dense or compressed, in the order of definition; tables of rows are none."""
-    found = {name: child for name, child in module.named_modules() if isinstance(child, (*LINEARS, CompressedLinear))}
+    """Every linear of a module by name, dense or compressed, in the order of definition; no tables or routers."""
+    found = {n: m for n, m in module.named_modules() if isinstance(m, CompressedLinear) or is_linear(type(m))}
     return {name: child for name, child in found.items() if getattr(child, "role", "linear") != "embedding"}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.errors import NumericError, SaveError
 from compress.formats.base import CacheScheme, Format
 from compress.formats.containers.digests import write_digests
-from compress.formats.containers.files import reason_of, write_json
+from compress.formats.containers.files import RESUMES, reason_of, write_json
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
@@ -186,7 +186,7 @@ def _write_others(opened: OpenModel, folder: Path) -> list[str]:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise SaveError(f"{folder}: {reason_of(error)}") from error
+        raise SaveError(f"{error.filename or folder}: {reason_of(error)}; {RESUMES}") from error
     return written
 
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.facts import Requirements
-from compress.errors import ModelError, TargetError
+from compress.errors import ModelError, TargetError, one_line
 from compress.families.reshaping import ReshapingPass
 from compress.model.forward import logits_of, mean_loss, skipping, states
 from compress.model.linear import linears
@@ -22,6 +22,7 @@ from compress.model.objective import LMObjective, check_learns
 from compress.model.reshape.reconfigure import build, renumbered, replace_in_place, tensors, with_blocks
 from compress.model.structure.blocks import Block, find_blocks
 from compress.numerics.metrics import relative_error
+from compress.stream.capture import UNRUNNABLE
 
 SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3, a wrong block more
 
@@ -45,6 +46,7 @@ class DropBlocks(ReshapingPass):
         "first."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
+    rehearsed: ClassVar[bool] = False  # the blocks, and so the errors, depend on the data
 
     count: int | None = Field(default=None, ge=1, description="number of blocks to remove")
     sparsity: float | None = Field(
@@ -93,6 +95,7 @@ class DropBlocks(ReshapingPass):
                 f"{where}: the model of {len(kept)} blocks differs from the model that skips the others (relative "
                 f"error {error:.2g}): a block depends on its position; remove other blocks"
             )
+        _check_runs(new, ids[:1], gone, where)
         replace_in_place(model, new)
 
     def _number(self, blocks: Sequence[Block], where: str) -> int:
@@ -184,3 +187,15 @@ def influences(
         for i in range(len(total)):
             total[i] += float((1 - torch.cosine_similarity(found[i], found[i + run], dim=-1)).mean())
     return total / len(ids)
+
+
+def _check_runs(model: PreTrainedModel, ids: Tensor, gone: Sequence[int], where: str) -> None:
+    """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
+    try:
+        with torch.no_grad():
+            model(input_ids=ids)
+    except UNRUNNABLE as error:
+        raise ModelError(
+            f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error)}); "
+            "protect them with keep"
+        ) from error

@@ -103,7 +103,7 @@ class _Rounds(Shrinking):
 def prune(student: Student, done: int) -> None:
     """Shrink all masks to the sparsities after a round; weights outside of them become zero."""
     for layer in student.layers.values():
-        if isinstance(layer.parametrization, _Rounds) and layer.weight is not None:
+        if isinstance(layer.parametrization, _Rounds):
             step = layer.parametrization.step
             layer.parametrization.shrink(layer.weight, step.pattern, step.sparsity_of(done))
             layer.weight.mul_(layer.parametrization.mask)
@@ -115,5 +115,5 @@ def rewind(student: Student, kept: dict[str, Tensor]) -> None:
     for name, tensor in kept.items():
         student.named()[name].copy_(tensor)
     for layer in student.layers.values():
-        if isinstance(layer.parametrization, Shrinking) and layer.weight is not None:
+        if isinstance(layer.parametrization, Shrinking):
             layer.weight.mul_(layer.parametrization.mask)

@@ -92,7 +92,10 @@ def signal_to_noise(layer: CompressedLinear, rows: Tensor | None, name: str) -> 
     Raises NumericError when no calibration token reached the layer.
     """
     if rows is None:
-        raise NumericError(f"{name}: no calibration token reached this layer, so its signal-to-noise ratio is unknown")
+        raise NumericError(
+            f"{name}: no calibration token reached this layer, so its signal-to-noise ratio is unknown; use more "
+            "calibration text, or name the layer in ignore"
+        )
     assert layer.rounding is not None
     weight = layer.weight_as(rows.dtype)
     error = relative_error(layer.rounding(rows) @ weight.T, rows @ weight.T)

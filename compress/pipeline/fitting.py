@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-
-import torch
 
 from compress.api.memory import STORE_BYTES
 from compress.api.passes import LayerPass, ModelPass, Step
@@ -22,7 +19,6 @@ LIBRARIES_BYTES = 600 * 10**6  # torch, transformers and what they import, with 
 SMALLEST_STORE = 1 << 24
 MMAP_THRESHOLD = -3  # glibc, malloc.h: M_MMAP_THRESHOLD
 SEPARATE_BYTES = 1 << 20
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # in the message of torch, whose error for a CPU is a plain RuntimeError
 
 
 @dataclass(frozen=True)
@@ -113,23 +109,6 @@ def separate_large_tensors() -> None:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
             mallopt(MMAP_THRESHOLD, SEPARATE_BYTES)
-
-
-@contextmanager
-def shortage_told(device: str) -> Iterator[None]:
-    """Raise ShortageError where torch cannot allocate a tensor on the device."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        hint = "use a smaller calibration.batch, or shorter sequences; compress plan estimates the memory"
-        raise ShortageError(f"a batch does not fit into the memory of {device}; {hint}") from error
-    except RuntimeError as error:
-        if CPU_ALLOCATOR not in str(error):
-            raise
-        raise ShortageError(
-            "memory: this process may not take more memory, or the machine has none left; compress plan says what "
-            "needs how much, and --memory SIZE keeps to a limit"
-        ) from error
 
 
 def check_verification(recipe: Recipe, dense_bytes: int, checkpoint_bytes: int, limit_bytes: int) -> None:

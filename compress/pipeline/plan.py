@@ -29,6 +29,7 @@ from compress.pipeline.needs import check_needs
 from compress.pipeline.notes import pass_notes, pruning_notes, storage_notes, transform_notes
 from compress.pipeline.output import check_folder, check_space
 from compress.pipeline.readers import check_reader, check_together
+from compress.pipeline.rehearsal import rehearse
 from compress.pipeline.resolve import (
     layer_shapes,
     own_options,
@@ -158,7 +159,8 @@ def plan(
     if out is not None:
         check_space(Path(out), planned.checkpoint_bytes)
     steps, _ = resolve(recipe.passes, opened, recipe.save.target())
-    return replace(planned, timing=timing(recipe, opened, steps, time))
+    notes = (*planned.notes, *rehearse(recipe, steps, opened))
+    return replace(planned, notes=notes, timing=timing(recipe, opened, steps, time))
 
 
 def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, strict: bool = False) -> Plan:

@@ -251,7 +251,8 @@ def _in_attention(opened: OpenModel, names: Sequence[str], chosen: Sequence[str]
         reason = f"none of its {len(chosen)} linears is in an attention module with a KV cache; widen its targets"
         if not attentions_containing(opened.model, names):
             kind = type(opened.model).__name__
-            reason = f"{kind} has no KV cache, because it is an encoder; remove {where.split()[-1]}"
+            why = "no attention module passes keys and values to one: it is an encoder, or keeps other states"
+            reason = f"{kind} has no KV cache ({why}); remove {where.split()[-1]}"
         raise TargetError(f"{where}: {reason}")
     return [name for name in names if any(name.startswith(f"{attention}.") for attention in held)]
 

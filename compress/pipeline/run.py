@@ -27,11 +27,12 @@ from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.store import Store, digest_of
-from compress.formats.containers.files import write_text
+from compress.formats.containers.files import told_of_writing, write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
+from compress.model.open.hub import at_commit
 from compress.model.open.load import load
 from compress.model.open.masks import MaskPolicy
 from compress.model.open.opening import OpenModel
@@ -45,7 +46,7 @@ from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_fold
 from compress.pipeline.divide import check_divided, check_same_inputs, own_batches
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.evaluation import measure
-from compress.pipeline.fitting import separate_large_tensors, shortage_told, with_batch
+from compress.pipeline.fitting import separate_large_tensors, with_batch
 from compress.pipeline.lock import locked
 from compress.pipeline.needs import check_original_given
 from compress.pipeline.output import WORK, check_folder, check_space
@@ -117,7 +118,8 @@ def run(
     first = processes.first
     journal = (journal or Journal()) if first else Journal()
     shown = shown_progress(journal) if progress and first else nullcontext()
-    with processes.together(), locked(folder, journal) if first else nullcontext(), shown:
+    held = locked(folder, journal) if first else nullcontext()
+    with processes.together(), told_of_writing(folder), held, shown:
         job = prepare(recipe, folder, overwrite, journal, processes, memory_bytes)
         if not job.manifest.complete:
             compress(job)
@@ -263,7 +265,7 @@ def prepare(
     context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
     context.open_original = partial(open_original, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
-    uses += [use for _, use in evaluated]
+    stated, uses = _at_commit(recipe, opened), [*uses, *(use for _, use in evaluated)]
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
 
 
@@ -280,11 +282,13 @@ def _take_in_compressed(opened: OpenModel, context: Run) -> None:
         context.journal.add("note", "model", message)
 
 
-def compress(job: Job) -> None:
-    """Apply all passes and write the shards and the other files of the checkpoint.
+def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:
+    """The files that state the recipe with the commit of a model of the hub."""
+    return written(recipe.model_copy(update={"model": at_commit(recipe.model, opened.commit)}))
 
-    Raises ShortageError when a batch does not fit into the memory of the device.
-    """
+
+def compress(job: Job) -> None:
+    """Apply all passes and write the shards and the other files of the checkpoint."""
     ids, batch = job.ids, job.recipe.calibration.batch
     probe, batches = ids[:1, :PROBE_TOKENS], own_batches(ids, batch, job.context.processes)
     if not any(step.requires.data for _, step, _ in job.steps):
@@ -292,8 +296,7 @@ def compress(job: Job) -> None:
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)
-    with shortage_told(str(job.opened.device)):
-        engine(job.steps, job.opened, batches, probe, job.context, sink)
+    engine(job.steps, job.opened, batches, probe, job.context, sink)
 
 
 def finish(job: Job) -> Result:
@@ -340,7 +343,7 @@ def finish(job: Job) -> Result:
     )
     write_text(folder / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
     write_report(report, folder)
-    write_card(report, folder, recipe.model, CardFacts.of(job.steps, opened.model))
+    write_card(report, folder, at_commit(recipe.model, opened.commit), CardFacts.of(job.steps, opened.model))
     return Result(folder, report.to_json(), context.journal)
 
 

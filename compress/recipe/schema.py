@@ -107,7 +107,7 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(description="hub id, local folder, or .gguf file")
+    model: str = Field(description="hub id (also OWNER/NAME@REVISION), local folder, or .gguf file")
     dtype: DType = Field(
         default="auto",
         description="dtype of computation; auto: the checkpoint's, but float32 on a CPU without bfloat16 instructions",

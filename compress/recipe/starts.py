@@ -36,5 +36,5 @@ def folder_of(model: str, *words: object) -> Path:
 
 def model_name(source: str) -> str:
     """The last part of a hub id, folder or .gguf file, to name an output folder."""
-    name = Path(source.rstrip("/")).name
+    name = Path(source.rstrip("/")).name.partition("@")[0]  # without a revision
     return name.removesuffix(".gguf") or "model"

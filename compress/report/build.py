@@ -62,6 +62,7 @@ def build_report(
             "source": reproduce.recipe["model"],
             "class": type(opened.model).__name__,
             "fingerprint": opened.fingerprint,
+            "commit": opened.commit,
         },
         "size": size,
         "layers": layers,

@@ -17,6 +17,7 @@ from compress.api.passes import Step
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
 from compress.model.kinds import CAUSAL, Kind, kind_of
+from compress.model.open.hub import split_revision
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
 from compress.report.schema import Report
@@ -55,10 +56,12 @@ def write_card(report: Report, folder: Path, source: str, known: CardFacts) -> N
 
 def card(report: Report, source: str, known: CardFacts, inherited: dict[str, Any]) -> str:
     """The text of the card. inherited: metadata of the base model's card."""
+    source, revision = split_revision(source)
     front = yaml.safe_dump(_metadata(report, source, known, inherited), sort_keys=False, allow_unicode=True)
     name = Path(source).name
     recipe = yaml.safe_dump(report.reproduce.recipe, sort_keys=False, allow_unicode=True)
     base = f"[{source}](https://huggingface.co/{source})" if _on_hub(source) else f"`{name}`"
+    base += "" if revision is None else f" (commit `{revision}`)"
     steps = ", ".join(f"`{next(iter(step))}`" for step in report.reproduce.recipe["passes"])
     rows = size_and_quality.rows(report)
     parts = [
@@ -159,11 +162,12 @@ def base_metadata(source: str) -> dict[str, Any]:
 
     A model of the hub was fetched for the run; its folder in the cache is used.
     """
+    source, revision = split_revision(source)
     path = Path(expanduser(source)) / FILE
     if _on_hub(source):
         from huggingface_hub import try_to_load_from_cache  # slow to import and not needed for local models
 
-        cached = try_to_load_from_cache(source, FILE)
+        cached = try_to_load_from_cache(source, FILE, revision=revision)
         path = Path(cached) if isinstance(cached, str) else path
     try:
         text = path.read_text(encoding="utf-8")

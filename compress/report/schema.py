@@ -20,11 +20,12 @@ from compress.recipe.sensitivities import Sensitivities
 
 
 class ModelIdentity(Record):
-    """The base model: where it comes from, its class, and the digest of its files."""
+    """The base model: where it comes from, its class, the digest of its files, and its commit if the hub has it."""
 
     source: str
     class_name: str = Field(alias="class")
     fingerprint: str
+    commit: str | None = None
 
 
 class Sizes(Record):

@@ -74,12 +74,13 @@ class TrainedLinear(nn.Module):
     """The replacement of a CompressedLinear during training: y = W q(t(x)) + bias, q the rounding of inputs.
 
     factor: [out, groups], multiplies the scales of a part if these are trained; codes never change. weight: [out, in],
-    the dense weight if it is trained; the product uses parametrization(weight). The backward pass treats the rounding
-    of inputs as the identity (straight-through). unpacked: keep dequantized weights in float32, which is faster.
+    the dense weight if it is trained; the product uses parametrization(weight), which is None if it is not. The
+    backward pass treats the rounding of inputs as the identity (straight-through). unpacked: keep dequantized weights
+    in float32, which is faster.
     """
 
     factor: nn.Parameter | None
-    weight: nn.Parameter | None
+    weight: nn.Parameter
     parametrization: Parametrization | None
 
     def __init__(self, layer: CompressedLinear, unpacked: bool = False) -> None:
@@ -90,6 +91,16 @@ class TrainedLinear(nn.Module):
         self.register_parameter("factor", None)
         self.register_parameter("weight", None)
         self.parametrization = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        untrained = found is None and name == "weight"
+        return self.layer.weight if untrained else found  # some mixers read the weight without calling the layer
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the layer; some mixers of state-space models read it outside of the layer's forward pass."""
+        return self.layer.bias
 
     @property
     def scaled(self) -> WeightPart | None:
@@ -117,7 +128,7 @@ class TrainedLinear(nn.Module):
     def adjust(self) -> None:
         """Let the parametrization change the gradient of the weight, once the gradients of a step are complete."""
         how = self.parametrization
-        if how is not None and self.weight is not None and type(how).adjust is not Parametrization.adjust:
+        if how is not None and type(how).adjust is not Parametrization.adjust:
             with full_parameters(self):
                 how.adjust(self.weight)
 
@@ -125,7 +136,7 @@ class TrainedLinear(nn.Module):
     def decay(self, rate: float) -> None:
         """Let the parametrization shrink the weight, before the optimizer's step with this learning rate."""
         how = self.parametrization
-        if how is not None and self.weight is not None and type(how).decay is not Parametrization.decay:
+        if how is not None and type(how).decay is not Parametrization.decay:
             with full_parameters(self):
                 how.decay(self.weight, rate)
 
@@ -135,7 +146,7 @@ class TrainedLinear(nn.Module):
         if self.factor is not None:
             self.factor.clamp_(min=SMALLEST_FACTOR)
         how = self.parametrization
-        if how is None or self.weight is None or type(how).update is Parametrization.update:
+        if how is None or type(how).update is Parametrization.update:
             return {}
         with full_parameters(self):
             return how.update(self.weight, done, of)
@@ -149,7 +160,7 @@ class TrainedLinear(nn.Module):
             scale = positive(positive(before.float() * self.factor, storage), before.dtype).to(before.dtype)
             new = part.with_scale(torch.where(self.factor == 1, before, scale))
             self.layer.change_parts(lambda other: new if other is part else other)
-        if self.weight is not None and self.parametrization is not None:
+        if self.parametrization is not None:
             weight, mask = self.parametrization.finalize(self.weight.detach(), storage)
             self.layer.put(weight.to(storage).to(dtype) if isinstance(weight, Tensor) else weight, mask)
         return self.layer
@@ -161,7 +172,7 @@ class TrainedLinear(nn.Module):
             with torch.no_grad():
                 change = rounding(x) - x
             x = x + change
-        if self.weight is not None and self.parametrization is not None:
+        if self.parametrization is not None:
             return nn.functional.linear(x, self.parametrization(self.weight), layer.bias)
         if not layer.quantized:
             return nn.functional.linear(x, layer.weight_as(x.dtype), layer.bias)

@@ -64,7 +64,7 @@ class Student:
         self.model.cpu()
         other = copy.deepcopy(self)
         for layer in other.layers.values():
-            if layer.weight is not None:  # the layer's own weight is a whole copy
+            if layer.parametrization is not None:  # the layer's own weight is a whole copy
                 layer.layer.put(layer.weight.detach().to("meta"))
         names = {id(p): name for name, p in other.model.named_parameters()}
         split(other.model, other.blocks, device, processes, reshard)
@@ -81,7 +81,7 @@ class Student:
             for name, tensor in own.items():
                 tensor.copy_(full(trained[name].detach()))
         for layer in self.layers.values():
-            if layer.weight is not None:
+            if layer.parametrization is not None:
                 layer.layer.put(layer.weight.detach())
 
     def adjust(self) -> None:

@@ -60,7 +60,7 @@ WORKS = {
 }
 """Passes by the key of the one that they are for."""
 REFUSED = {
-    "kv_cache": ({}, "has no KV cache, because it is an encoder"),
+    "kv_cache": ({}, "has no KV cache (no attention module passes keys"),
     "slicegpt": ({"multiple": 4}, "a rotation of the hidden states would mix heads"),
 }
 """The options of a pass, and why no encoder has it."""

@@ -146,7 +146,7 @@ def test_only_as_many_sequences_as_asked_are_looked_at(pico_model, pico_ids, mon
     monkeypatch.setattr(type(pico_model), "forward", watched)
     compress.apply(pico_model, [DropBlocks(count=1, sequences=2)], pico_ids)
     looked_at = [given for given in seen if given["input_ids"].shape[1] > 4]  # the check of the model takes 4 tokens
-    assert len(looked_at) == 2 + 2  # and the proof: with the block passed by, and without it
+    assert len(looked_at) == 2 + 3  # and the proof: with the block passed by, and without it; and one run with a cache
 
 
 # What is left
@@ -284,3 +284,10 @@ def test_a_model_that_is_not_the_one_without_the_blocks_is_refused(tiny, ids, mo
     with pytest.raises(ModelError, match="differs from the model that skips the others"):
         compress.apply(model, [DropBlocks(count=1, keep=[1, 2])], ids())
     assert len(model.model.layers) == 3
+
+
+def test_a_block_that_the_model_cannot_run_without_is_named(tiny, ids, monkeypatch):
+    """Hybrid models of transformers need a block with attention for their cache."""
+    step = DropBlocks(count=1, by="spacing")
+    with pytest.raises(ModelError, match=r"drop_blocks: transformers cannot run the model without the blocks \[1\]"):
+        compress.apply(tiny("qwen3-next"), [step], ids())

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from click.testing import CliRunner
 
@@ -10,7 +9,7 @@ import compress
 from compress import LKD, RTN, Calibration, Distill, Evaluate, Finetune, Wanda
 from compress.cli import main
 from compress.errors import ShortageError, UserError
-from compress.pipeline.fitting import LIBRARIES_BYTES, shortage_told
+from compress.pipeline.fitting import LIBRARIES_BYTES
 
 PASSES = [Wanda(repair=0, true_sequential=False)]
 SEQUENCES, LENGTH = 64, 64
@@ -151,13 +150,6 @@ def test_sizes_in_python(memory, long, tmp_path):
     for call in (lambda: compress.plan(long(), memory=memory), lambda: compress.run(long(), tmp_path, memory=memory)):
         with pytest.raises(UserError, match=f"memory: {memory!r} is no"):
             call()
-
-
-def test_an_allocation_that_fails_is_told():
-    with pytest.raises(ShortageError, match="compress plan says what needs how much"), shortage_told("cpu"):
-        torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="another"), shortage_told("cpu"):
-        raise RuntimeError("another")
 
 
 def test_the_teacher_of_a_pass_over_the_whole_model_is_no_second_model(long):

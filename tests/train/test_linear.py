@@ -199,3 +199,14 @@ def test_the_scales_of_the_first_part_that_has_any_are_trained_and_the_others_st
     after = linear.finalize(torch.float32, torch.float32)
     assert after.all_parts[0] is dense and after.all_parts[1].scheme == codes.scheme
     assert torch.equal(after.all_parts[1].scale, trained.scale)
+
+
+def test_weight_and_bias_can_be_read_without_calling_the_layer():
+    """Mixers of Mamba multiply by the weight of a linear themselves; nothing of the layer may be missing there."""
+    plain = nn.Linear(4, 3)
+    trained = TrainedLinear(CompressedLinear.of(plain))
+    assert torch.equal(trained.weight, plain.weight) and torch.equal(trained.bias, plain.bias)
+    weight = trained.train_weight()
+    assert trained.weight is weight and dict(trained.named_parameters(recurse=False)) == {"weight": weight}
+    with pytest.raises(AttributeError, match="no attribute 'wieght'"):
+        _ = trained.wieght

@@ -7,13 +7,29 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from compress.errors import SaveError
+
+FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
+UNWRITABLE = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM)
+"""The errors of a full disk, and of a place that cannot be written."""
+RESUMES = "finished blocks are kept, and the same command resumes after them"
+
+
+@contextmanager
+def told_of_writing(folder: Path) -> Iterator[None]:
+    """Raise SaveError, which says how to resume, where another library cannot write. folder: if it names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise SaveError(f"{error.filename or folder}: {reason_of(error)}; {RESUMES}") from error
 
 
 @contextmanager
@@ -29,10 +45,9 @@ def atomic(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
-        part.unlink(missing_ok=True)
-        raise SaveError(
-            f"{path}: {reason_of(error)}; finished blocks are kept, and the same command resumes after them"
-        ) from error
+        with suppress(OSError):  # a folder that became read-only keeps it
+            part.unlink(missing_ok=True)
+        raise SaveError(f"{path}: {reason_of(error)}; {RESUMES}") from error
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -41,8 +56,7 @@ def atomic(path: Path) -> Iterator[Path]:
 def reason_of(error: Exception) -> str:
     """The reason why a file could not be written."""
     text = str(error)
-    full = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-    if getattr(error, "errno", None) in full or any(os.strerror(number) in text for number in full):
+    if getattr(error, "errno", None) in FULL or any(os.strerror(number) in text for number in FULL):
         return "the disk is full"
     return f"cannot be written ({text})"
 

@@ -25,13 +25,13 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from compress.errors import ModelError, one_line
-from compress.formats.containers.digests import SUMS
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
 from compress.model.open.computation import compute_dtype, widened
 from compress.model.open.experts import open_experts
 from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.hub import check_revision, fetch
 from compress.model.open.limits import limited, limited_modules
 from compress.model.open.matching import lacking, match
 from compress.model.open.narrow import narrow_dtype
@@ -87,14 +87,18 @@ class InMemory:
 class Mapped:
     """Weights memory-mapped from safetensors files, loaded block by block.
 
-    files: tensor name in the model -> (file, name in the file). On a CPU with an unchanged dtype, a tensor is a view of
-    the file and takes only memory that the system can reclaim.
+    A file that was replaced or changed since is an error. files: tensor name in the model -> (file, name in the file).
+    On a CPU with an unchanged dtype, a tensor is a view of the file and takes only memory that the system can reclaim.
     """
 
     files: dict[str, tuple[Path, str]]
     dtype: torch.dtype
     device: torch.device
     reading: Reading = field(default_factory=Reading, kw_only=True)
+    stamps: dict[Path, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.stamps = {path: stamp_of(path) for path in {path for path, _ in self.files.values()}}
 
     def names(self, prefix: str) -> list[str]:
         """Tensor names below a module name."""
@@ -109,6 +113,11 @@ class Mapped:
         """Tensors by name, on the device, in their stored dtype. waited: read the pages now; `reading` has the time."""
         found: dict[str, Tensor] = {}
         for path, keys in _by_file(self.files, names).items():
+            if stamp_of(path) != self.stamps[path]:
+                raise ModelError(
+                    f"model: {path} was replaced or changed after it was opened; put the file back and start the same "
+                    "command again, or start with --overwrite for the new file"
+                )
             with opened_file(path) as file:
                 tensors = file.get_tensors(list(dict.fromkeys(keys.values())))
                 if waited:
@@ -148,7 +157,7 @@ class OpenModel:
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
     `PROCESSOR_FILES` and of the files of sentence-transformers that exists. narrow: the 16-bit dtype that holds the
     weights of the source; None: the source needs wider ones, or is unknown. widened_from: the dtype of the checkpoint
-    if `auto` chose a wider one for the computation.
+    if `auto` chose a wider one for the computation. commit: of a model of the hub.
     """
 
     model: PreTrainedModel
@@ -163,6 +172,7 @@ class OpenModel:
     processor: dict[str, str] = field(default_factory=dict)
     narrow: torch.dtype | None = None
     widened_from: torch.dtype | None = None
+    commit: str | None = None
 
     @property
     def storage(self) -> torch.dtype:
@@ -203,6 +213,15 @@ class OpenModel:
                 handle.remove()
 
 
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What differs if a file is replaced or changed: its number on the disk, its size and the time of its change."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Replace parameters and buffers by tensors, without copying."""
     for name, tensor in tensors.items():
@@ -234,7 +253,7 @@ def check_finite(prefix: str, tensors: dict[str, Tensor], files: Mapping[str, tu
 def open_model(
     source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False
 ) -> OpenModel:
-    """Open a model by hub id, local folder, or path of a .gguf file.
+    """Open a model by hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file.
 
     dtype: the dtype of computation: 'auto' (that of the checkpoint), 'float32', 'bfloat16' or 'float16'.
 
@@ -332,22 +351,14 @@ def to_device(model: nn.Module, device: torch.device) -> None:
 def folder_of(source: str) -> Path:
     """Return a local folder that holds the model as safetensors; fetch or convert the model if needed."""
     path = Path(expanduser(source))
+    check_revision(source)
     if source.endswith(".gguf"):
         return gguf.as_safetensors(path)
     if path.is_dir():
         return path
     if path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(f"model: no folder {source}; use a hub id, a local folder, or a .gguf file")
-    from huggingface_hub import snapshot_download  # slow to import and not needed for local models
-
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", SUMS, "README.md"]  # the last: the license
-    try:
-        return Path(snapshot_download(source, allow_patterns=wanted))
-    except Exception as error:
-        raise ModelError(
-            f"model: {source} is not a local folder and could not be fetched from the hub "
-            f"({type(error).__name__}); use a local folder, a .gguf file, or a hub id that can be reached"
-        ) from error
+    return fetch(source)
 
 
 def read_config(folder: Path, source: str, trust_remote_code: bool) -> PretrainedConfig:

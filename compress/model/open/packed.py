@@ -23,10 +23,11 @@ from compress.model.open import opening
 from compress.model.open.computation import widened
 from compress.model.open.files import fingerprint_of, read_processor
 from compress.model.open.gguf_codes import checkpoint_of
+from compress.model.open.hub import commit_of
 from compress.model.open.load import describe, fill, fill_caches, masked_in, weights_in_codes
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.narrow import narrow_dtype
-from compress.model.open.opening import Mapped, OpenModel
+from compress.model.open.opening import Mapped, OpenModel, stamp_of
 from compress.model.open.sentence import read_sentence_files
 from compress.model.open.supported import check_supported
 from compress.model.open.untrusted import read_json
@@ -55,6 +56,10 @@ class Packed(Mapped):
     keep: bool = True
     settle: Callable[[Block], None] | None = None
     sparsities: dict[str, list[Sparsity]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stamps |= {path: stamp_of(path) for path in {path for path, _ in self.stored.values()}}
 
     def bring(self, block: Block) -> None:
         """Load a block; its linears are as in the checkpoint, whatever they were before."""
@@ -93,6 +98,7 @@ class Packed(Mapped):
         """The tensors of the compressed linears of a block, in their stored dtype."""
         starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
         stored = Mapped(self.stored, self.dtype, self.device, reading=self.reading)
+        stored.stamps = self.stamps
         found = stored.read_raw([name for name in self.stored if name.startswith(starts)], waited=True)
         wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
         opening.check_finite("", wide, self.stored)
@@ -136,7 +142,7 @@ def open_input(
     else:
         opened = replace(opening.open_model(str(folder), dtype, device, trust_remote_code), source=source)
         masked_in(opened.config)
-    return with_masks(opened, recorded, masks)
+    return with_masks(replace(opened, commit=commit_of(folder)), recorded, masks)
 
 
 def with_masks(opened: OpenModel, recorded: Collection[str] = (), masks: MaskPolicy = "keep") -> OpenModel:

@@ -57,6 +57,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("compress", report.compress),
         ("checkpoint sha256", report.checkpoint_sha256),
         ("model fingerprint", report.model.fingerprint),
+        *((("model commit", report.model.commit),) if report.model.commit else ()),
         ("calibration sha256", again.calibration_sha256),
         *((f"{text.part} text", described(text)) for text in again.texts),
         ("computed in, stored in", f"{again.compute_dtype}, {again.storage_dtype}"),

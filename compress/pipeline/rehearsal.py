@@ -1,0 +1,90 @@
+"""Rehearse the passes that change the shape of a model on random weights, so that a plan finds what they refuse.
+
+Such a pass proves in a forward pass that the structure of the model allows the change. The proof needs some weights,
+but not those of the checkpoint. A model that is too large is rehearsed with its first block alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.api.context import Run
+from compress.api.passes import ModelPass, Step
+from compress.errors import CompressError, ModelError, NumericError, TargetError
+from compress.model.open.experts import open_experts
+from compress.model.open.opening import OpenModel
+from compress.model.reshape.reconfigure import sketch, tensors, with_blocks
+from compress.pipeline.resolve import lm_objective_for, with_config
+from compress.pipeline.trial import random_ids
+from compress.recipe.schema import Recipe
+
+LARGEST = 1 << 26
+"""Numbers in a rehearsed model; three copies of so many take 0.8 GB in float32."""
+SEQUENCES, LENGTH = 2, 64
+NOISE = 0.1
+"""Standard deviation that is added to all initial weights, so that no norm or bias is neutral."""
+
+
+def rehearse(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> list[str]:
+    """Run every pass that changes the shape of the model on random weights of the shape that it will find.
+
+    Returns a note for each pass whose model is too large. Raises the error of a pass that refuses the structure.
+    """
+    notes, form = [], opened
+    for where, step, _ in steps:
+        if not (isinstance(step, ModelPass) and step.requires.new_shape):
+            continue
+        config, whole = _config(form.model) if step.rehearsed else (form.config, True)
+        if config is None:
+            notes.append(f"{where}: the model is too large to rehearse the pass; the run may refuse its structure")
+        elif step.rehearsed:
+            _try(step, where, _random(form.model, config), whole, partial(lm_objective_for, steps, opened, recipe.seed))
+        form = with_config(form, step.outcome(form.model, where))
+    return notes
+
+
+def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objective: partial) -> None:
+    """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
+    run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective())
+    try:
+        step.apply(model, run)
+    except NumericError:
+        return  # of the random weights
+    except (ModelError, TargetError) as error:
+        if whole or not isinstance(error, TargetError):
+            raise
+    except CompressError:
+        return
+
+
+def _config(model: PreTrainedModel) -> tuple[PretrainedConfig | None, bool]:
+    """The configuration to rehearse with, None if all are too large, and whether it has all blocks."""
+    if _numbers(model) <= LARGEST:
+        return model.config, True
+    try:
+        config = with_blocks(model, [0])
+    except ModelError:
+        return None, False
+    small = sketch(model, config)
+    return (config if small is not None and _numbers(small) <= LARGEST else None), False
+
+
+def _numbers(model: PreTrainedModel) -> int:
+    return sum(tensor.numel() for tensor in tensors(model).values())
+
+
+def _random(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel:
+    """A model of a configuration with random weights, the same at every call; the global random state stays."""
+    kind = getattr(model.config, "_attn_implementation", None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=kind)
+        for parameter in made.requires_grad_(False).parameters():
+            parameter += NOISE * torch.randn_like(parameter)
+    open_experts(made)
+    return made.eval()

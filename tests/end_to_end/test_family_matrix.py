@@ -1,0 +1,56 @@
+"""docs/families.md is true: every pass works on every family as it says, or is refused for the reason that it names."""
+
+from pathlib import Path
+
+import pytest
+from family_matrix import CHAINS, GROUPS, LATE, REASONS, UNTRIED, WORKS, Family, document, read_document
+from model_families import STRUCTURES
+
+from compress import PASSES
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "families.md"
+SAMPLE = [
+    ("mamba", "distill"),  # reads the weight of a linear that it does not call
+    ("mamba", "kv_cache"),
+    ("phi3", "narrow"),
+    ("cohere", "rotate"),
+    ("albert", "gptq"),
+]
+
+
+@pytest.fixture(scope="module")
+def stated() -> dict[str, dict[str, str]]:
+    return read_document(DOCUMENT.read_text(encoding="utf-8"))
+
+
+def test_the_document_has_every_pass_and_family(stated):
+    assert set(CHAINS) == {key for keys in GROUPS.values() for key in keys} == set(PASSES) - UNTRIED
+    assert list(stated) == list(STRUCTURES)
+    assert all(set(cells) == set(CHAINS) for cells in stated.values())
+    codes = {code.removesuffix(LATE) for cells in stated.values() for code in cells.values()}
+    assert codes <= {WORKS, *REASONS}
+    assert document(stated) == DOCUMENT.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("family", "key"), SAMPLE)
+def test_a_cell_is_as_the_document_says(family, key, stated, tmp_path):
+    assert Family(family, tmp_path / family).cell(key).code == stated[family][key]
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("jamba", "kv_cache"),  # blocks with other states in the cache
+        ("lfm2", "kv_cache"),
+        ("llama4", "rtn"),  # a router that is a subclass of a linear
+    ],
+)
+def test_what_once_crashed_works(family, key, tmp_path):
+    assert Family(family, tmp_path / family).cell(key).code == WORKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", STRUCTURES)
+def test_all_passes_on_a_family_are_as_the_document_says(family, stated, tmp_path):
+    made = Family(family, tmp_path / family)
+    assert {key: made.cell(key).code for key in CHAINS} == stated[family]

@@ -1,0 +1,267 @@
+"""The matrix of passes and families: what becomes of a tiny model of a family under a pass, and the reasons of refusals.
+
+A cell plans its recipe, runs it, saves in format native, loads the checkpoint again and compares the logits.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from encoders import tokenizer
+from model_families import ENCODERS, STRUCTURES, VOCAB, tiny_model
+from tolerances import LOGITS
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import compress
+from compress.errors import CompressError
+from compress.recipe.schema import read_passes
+
+INT8 = {"weights": "int8", "group_size": "channel"}
+ROUNDED_INPUTS = {**INT8, "activations": "int8"}
+STEPS = {"steps": 1, "batch": 2}
+CHAINS: dict[str, list[dict]] = {
+    "rtn": [{"rtn": INT8}],
+    "gptq": [{"gptq": INT8}],
+    "hqq": [{"hqq": INT8}],
+    "obq": [{"obq": {**INT8, "targets": ["re:.*[.]0[.].*"]}}],
+    "owq": [{"owq": {**INT8, "budget": 0.5}}],
+    "signround": [{"signround": {**INT8, "iterations": 2}}],
+    "block_ap": [{"block_ap": {**INT8, **STEPS}}],
+    "qat": [{"qat": {**INT8, **STEPS}}],
+    "llm_int8": [{"llm_int8": {"threshold": 6.0}}],
+    "lorc": [{"rtn": INT8}, {"lorc": {"rank": 1}}],
+    "mixed_precision": [{"rtn": ROUNDED_INPUTS}, {"mixed_precision": {"threshold": 20}}],
+    "kv_cache": [{"kv_cache": {"keys": "int8", "values": "int8"}}, {"rtn": INT8}],
+    "awq": [{"awq": INT8}, {"rtn": INT8}],
+    "smoothquant": [{"smoothquant": {}}, {"rtn": ROUNDED_INPUTS}],
+    "rotate": [{"rotate": {}}, {"rtn": INT8}],
+    "magnitude": [{"magnitude": {"sparsity": 0.3}}],
+    "wanda": [{"wanda": {"sparsity": 0.5}}],
+    "ria": [{"ria": {"sparsity": 0.5}}],
+    "sparsegpt": [{"sparsegpt": {"pattern": "2:4"}}],
+    "channel_permutation": [{"channel_permutation": {"pattern": "2:4"}}, {"wanda": {"pattern": "2:4"}}],
+    "gmp": [{"gmp": {"sparsity": 0.5, **STEPS}}],
+    "sr_ste": [{"sr_ste": {"pattern": "2:4", **STEPS}}],
+    "top_kast": [{"top_kast": {"sparsity": 0.5, "backward_sparsity": 0.25, **STEPS}}],
+    "iterative_pruning": [{"iterative_pruning": {"sparsity": 0.5, "rounds": 2, **STEPS}}],
+    "finetune": [{"finetune": STEPS}],
+    "distill": [{"rtn": INT8}, {"distill": {"train": ["scales", "norms"], **STEPS}}],
+    "lkd": [{"rtn": INT8}, {"lkd": {"train": ["scales", "norms"], **STEPS}}],
+    "drop_blocks": [{"drop_blocks": {"count": 1}}],
+    "narrow": [{"narrow": {"ffn": 0.5, "multiple": 2}}],
+    "slicegpt": [{"slicegpt": {"sparsity": 0.25, "multiple": 8}}],
+}
+"""The passes of the recipe of a pass, with options that suit models of width 32."""
+
+UNTRIED = {"aqlm", "gobo", "squeezellm"}
+"""Passes that the matrix does not have yet."""
+
+NEAR = 0.15
+"""Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
+EXACT = {
+    "rtn", "gptq", "hqq", "obq", "owq", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
+    "smoothquant", "rotate",
+}  # fmt: skip
+"""Passes whose recipe leaves the model's function nearly as it was."""
+
+WORKS, LATE = "+", "*"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell. refused: the message of an error of compress, '' if it works. late: `plan` was content."""
+
+    refused: str = ""
+    late: bool = False
+
+    @property
+    def code(self) -> str:
+        """`WORKS`, or the code of the reason; `LATE` follows it where only the run refuses.
+
+        Raises AssertionError for a message that no reason explains.
+        """
+        return WORKS if not self.refused else reason_of(self.refused) + (LATE if self.late else "")
+
+
+REASONS: dict[str, tuple[str, str]] = {
+    "weight changes": (
+        "changes .* in its forward pass",
+        "the model changes a weight in its forward pass, so no linear is what its checkpoint says",
+    ),
+    "repeated block": ("runs .* several times in a forward pass", "the model runs one block several times"),
+    "no cache": ("has no KV cache", "no attention module passes keys and values to a cache"),
+    "unreached": (
+        "no calibration token reached this layer",
+        "the model reads the weight of a linear without calling it, so the linear has no inputs to measure; leave it "
+        "out with `ignore`",
+    ),
+    "hidden width": (
+        "cannot express .* hidden channels",
+        "the configuration derives other sizes from the hidden width, so no other width is a stock model, and the "
+        "tensors that have it cannot be told apart",
+    ),
+    "mixed heads": ("would mix heads", "queries, keys or values have the hidden width, because the configuration has no head size"),
+    "router": ("norm is also read by a router", "a router reads the norm, too, and cannot take its weight"),
+    "bias in norm": ("adds a bias .LayerNorm.", "LayerNorm adds a bias, which a rotation does not preserve"),
+    "norm on output": (
+        "scales the channels of what is added to the hidden states",
+        "a norm scales what is added to the hidden states, which a rotation does not preserve",
+    ),
+    "unread norm": (
+        "reads hidden states that are not the output of a norm",
+        "a linear reads hidden states that no norm of the hidden width has normed",
+    ),
+    "other readers": ("other modules read these norms too", "modules other than linears read a norm"),
+    "not linear": ("a module that reads or writes them is not linear", "a module that reads or writes hidden states is not linear"),
+    "no values": ("no attention layer was found whose values", "no linear writes the values of attention alone, head by head"),
+    "fused": (
+        "input channels cannot be permuted",
+        "the feed-forward channels cannot be told apart: fused or unequal parts, or a norm across them",
+    ),
+    "one output": ("rank .* is not below its", "a linear has fewer outputs than any rank; leave it out with `ignore`"),
+    "cannot run": (
+        "transformers cannot run the model without the blocks",
+        "transformers runs no model without the blocks that were chosen; protect them with `keep`",
+    ),
+    "no width": (
+        "no entry of its configuration sets the width of its feed-forward",
+        "no entry of the configuration sets the feed-forward width",
+    ),
+    "uneven width": (
+        "changes other tensors than the coupled channels",
+        "the entry of the feed-forward width changes other tensors, too",
+    ),
+    "kinds of blocks": (
+        "no entry of its configuration sets the number of blocks",
+        "the configuration has no entry for this number of blocks with the kinds of the blocks that stay",
+    ),
+    "position": ("a block depends on its position", "a block computes another function at another position"),
+}  # fmt: skip
+"""The code of a reason -> a pattern of the error, and the reason in the document."""
+
+
+def reason_of(message: str) -> str:
+    """The code of a refusal."""
+    for code, (pattern, _) in REASONS.items():
+        if re.search(pattern, message):
+            return code
+    raise AssertionError(f"no reason explains: {message}")
+
+
+class Family:
+    """A family's model in a folder, shared by all cells, and its logits. folder: for all files."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        folder.mkdir(parents=True)
+        tiny_model(name).save_pretrained(folder / "model")
+        if name in ENCODERS:
+            tokenizer().save_pretrained(folder / "model")  # training needs a mask token
+        ids = torch.randint(VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
+        np.save(folder / "ids.npy", ids.numpy())
+        self.ids = ids[:2]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Those of the uncompressed model."""
+        return logits_of(tiny_model(self.name), self.ids)
+
+    def cell(self, key: str) -> Outcome:
+        """Plan, run and reload the recipe of a pass. Raises AssertionError for a wrong result."""
+        recipe = compress.Recipe(
+            model=str(self.folder / "model"),
+            calibration=compress.Calibration(source=str(self.folder / "ids.npy"), sequences=None, length=None),
+            passes=read_passes(CHAINS[key]),
+            save=compress.Save(format="native", verify="own"),
+            eval=None,
+            dtype="float32",
+        )
+        out = self.folder / "out"
+        planned = refusal(lambda: compress.plan(recipe))
+        if planned:
+            return Outcome(planned)
+        shutil.rmtree(out, ignore_errors=True)
+        found = []
+        if late := refusal(lambda: found.append(compress.run(recipe, out, progress=False))):
+            return Outcome(late, late=True)
+        own = found[0].report["verified"]["own"]
+        assert own <= LOGITS, f"the checkpoint's logits differ by {own} from those that were computed"
+        got = logits_of(compress.load(out)[0], self.ids)
+        assert got.shape == self.logits.shape and bool(got.isfinite().all())
+        error = float((got - self.logits).norm() / self.logits.norm())
+        assert error > 0, "nothing changed"
+        assert key not in EXACT or error < NEAR, f"the logits moved by {error:.3f}"
+        return Outcome()
+
+
+def refusal(work) -> str:
+    """The message of the error of compress with which work ends, or ''."""
+    try:
+        work()
+    except CompressError as error:
+        return str(error)
+    return ""
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits of a model, without a cache."""
+    with torch.no_grad():
+        return model(input_ids=ids).logits.float()
+
+
+# The document
+
+HEAD = """# Which pass works on which family of models
+
+The passes in these tables (all but `aqlm`, `gobo` and `squeezellm`) were tried on a tiny random model of each family below: planned, run, saved in format
+`native`, loaded again, and compared with the logits that were computed. Passes that only round to 8 bits must also leave
+the logits near those of the uncompressed model. `+`: it works. Another entry is the reason of a refusal, an error in one
+line that says what to write instead; the reasons are listed at the end. `plan` refuses what `run` refuses; with `*` only
+the calibration data decide, so the run refuses. The families stand for their structure: other models of the same
+structure behave the same. Options and steps before and after each pass are in `CHAINS` of `tests/family_matrix.py`.
+
+`python tests/benchmarks/families.py --write` writes this page, and a test keeps it true.
+"""
+GROUPS = {
+    "Round weights": (
+        "rtn", "gptq", "hqq", "obq", "owq", "signround", "block_ap", "qat", "llm_int8", "lorc", "mixed_precision"
+    ),
+    "Prepare, and round the cache": ("awq", "smoothquant", "rotate", "channel_permutation", "kv_cache"),
+    "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
+    "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),
+}  # fmt: skip
+"""The tables of the document."""
+
+
+def document(cells: dict[str, dict[str, str]]) -> str:
+    """The text of docs/families.md. cells: the code by family and pass."""
+    parts = [HEAD]
+    for title, keys in GROUPS.items():
+        rows = [["family", *(f"`{key}`" for key in keys)], ["---"] * (1 + len(keys))]
+        rows += [[family, *(cells.get(family, {}).get(key, "?") for key in keys)] for family in STRUCTURES]
+        parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")
+    used = {code.removesuffix(LATE) for found in cells.values() for code in found.values()}
+    reasons = [f"- {code}: {text}" for code, (_, text) in REASONS.items() if code in used]
+    parts.append("## Reasons\n\n" + "\n".join(reasons) + "\n")
+    families = [f"- {family}: {text}" for family, text in STRUCTURES.items()]
+    return "\n".join([*parts, "## Families\n\n" + "\n".join(families) + "\n"])
+
+
+def read_document(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the document: the code by family and pass."""
+    found: dict[str, dict[str, str]] = {}
+    keys: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and cells[0] == "family":
+            keys = [cell.strip("`") for cell in cells[1:]]
+        elif cells and cells[0] in STRUCTURES:
+            found.setdefault(cells[0], {}).update(zip(keys, cells[1:], strict=True))
+    return found

@@ -1,0 +1,133 @@
+"""Tiny random models of many families, chosen by structure: norms, attention, experts, mixers, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+VOCAB, WIDTH = 64, 32
+usual = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+grouped = {**usual, "num_key_value_heads": 2}
+opt = {**{k: v for k, v in usual.items() if k != "intermediate_size"}, "ffn_dim": 48, "word_embed_proj_dim": WIDTH}
+short = {key: value for key, value in usual.items() if key in ("vocab_size", "hidden_size", "eos_token_id")}
+gpt = {
+    "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 0,
+    "eos_token_id": 1,
+}  # fmt: skip
+experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+heads8 = {"head_dim": 8}
+window = {"sliding_window": 4}
+mamba = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8, "conv_kernel": 4, "expand": 2,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+mamba_mixer = {
+    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8
+}  # fmt: skip
+linear_attention = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+latent = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {**grouped, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", grouped),
+    "qwen3": ("qwen3", {**grouped, **heads8}),
+    "gpt2": ("gpt2", gpt),
+    "opt": ("opt", opt),
+    "opt-post-norm": ("opt", {**opt, "do_layer_norm_before": False}),
+    "gpt-neox": ("gpt_neox", {**usual, "use_parallel_residual": False}),
+    "gpt-neox-parallel": ("gpt_neox", {**usual, "use_parallel_residual": True}),
+    "gemma2": ("gemma2", {**grouped, **heads8, **window}),
+    "gemma3": ("gemma3_text", {**grouped, **heads8, **window, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", grouped),
+    "bloom": ("bloom", {**short, "n_layer": 3, "n_head": 4}),
+    "falcon": ("falcon", {**short, "num_hidden_layers": 3, "num_attention_heads": 4}),  # parallel, multi-query
+    "mixtral": ("mixtral", {**grouped, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("qwen3_moe", {**grouped, **heads8, **experts, "norm_topk_prob": True}),
+    "bert": ("bert", usual),
+    "phi": ("phi", usual),
+    "starcoder2": ("starcoder2", {**grouped, "use_bias": True}),
+    "cohere": ("cohere", grouped),
+    "olmo2": ("olmo2", grouped),
+    "glm4": ("glm4", {**grouped, **heads8}),
+    "deepseek-v3": ("deepseek_v3", {**grouped, **latent}),
+    "gpt-oss": ("gpt_oss", {**grouped, **heads8, **window, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (
+        "llama4_text",
+        {**grouped, **heads8, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1,
+         "attention_chunk_size": 16},
+    ),
+    "mamba": ("mamba", {**mamba, "time_step_rank": 4}),
+    "mamba2": ("mamba2", {**mamba, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
+    "rwkv": ("rwkv", {**short, "attention_hidden_size": WIDTH, "num_hidden_layers": 3, "context_length": 64}),
+    "jamba": (
+        "jamba",
+        {**grouped, "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
+         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+         "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
+    "bamba": ("bamba", {**grouped, **mamba_mixer, "attn_layer_indices": [1]}),
+    "qwen3-next": (
+        "qwen3_next", {**grouped, **heads8, **experts, **linear_attention, "shared_expert_intermediate_size": 16}
+    ),
+    "lfm2": (
+        "lfm2",
+        {**grouped, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
+         "conv_L_cache": 3},
+    ),
+    "modernbert": ("modernbert", {**usual, "local_attention": 8, "cls_token_id": 0, "sep_token_id": 1}),
+    "albert": ("albert", {**usual, "embedding_size": 16}),
+}  # fmt: skip
+"""The model type and the configuration of a family by name. New ones come from transformers, not from this table."""
+
+ENCODERS = {"bert", "modernbert", "albert"}
+
+STRUCTURES = {
+    "llama": "RMSNorm, grouped-query attention, gated feed-forward, head of its own",
+    "gpt2": "LayerNorm with biases, transposed linears, fused q/k/v, learned positions, tied head",
+    "opt": "LayerNorm with biases, ReLU, learned positions with an offset, tied head",
+    "gpt-neox-parallel": "attention and feed-forward in parallel, each with a norm, fused q/k/v by heads",
+    "phi": "attention and feed-forward in parallel on one norm, biases, partial rotary positions",
+    "gemma3": "norms (1 + weight) around each part and on queries and keys, sliding windows, tied head",
+    "phi3": "fused q/k/v and fused gate and up",
+    "falcon": "multi-query attention, fused q/k/v, parallel",
+    "cohere": "parallel, LayerNorm without biases, scaled logits, tied head",
+    "mamba": "selective state space, no attention",
+    "rwkv": "linear attention with time mixing, no softmax",
+    "albert": "encoder that runs one block several times",
+}
+"""The families of the matrix, and what is special about each."""
+
+
+def config_of(family: str, **changes: Any) -> Any:
+    """The configuration of a family."""
+    kind, options = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **options)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model in which no weight is 0 or 1. changes: of its configuration."""
+    config = config_of(family, **changes)
+    torch.manual_seed(seed)
+    auto: Callable[..., PreTrainedModel] = (
+        AutoModelForMaskedLM.from_config if family in ENCODERS else AutoModelForCausalLM.from_config
+    )
+    model = auto(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    return model

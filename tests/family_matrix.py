@@ -32,6 +32,9 @@ CHAINS: dict[str, list[dict]] = {
     "hqq": [{"hqq": INT8}],
     "obq": [{"obq": {**INT8, "targets": ["re:.*[.]0[.].*"]}}],
     "owq": [{"owq": {**INT8, "budget": 0.5}}],
+    "aqlm": [{"aqlm": {"bits": 2, "length": 2, "rounds": 1}}],
+    "squeezellm": [{"squeezellm": {"bits": 2}}],
+    "gobo": [{"gobo": {}}],
     "signround": [{"signround": {**INT8, "iterations": 2}}],
     "block_ap": [{"block_ap": {**INT8, **STEPS}}],
     "qat": [{"qat": {**INT8, **STEPS}}],
@@ -59,9 +62,6 @@ CHAINS: dict[str, list[dict]] = {
     "slicegpt": [{"slicegpt": {"sparsity": 0.25, "multiple": 8}}],
 }
 """The passes of the recipe of a pass, with options that suit models of width 32."""
-
-UNTRIED = {"aqlm", "gobo", "squeezellm"}
-"""Passes that the matrix does not have yet."""
 
 NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
@@ -220,7 +220,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 HEAD = """# Which pass works on which family of models
 
-The passes in these tables (all but `aqlm`, `gobo` and `squeezellm`) were tried on a tiny random model of each family below: planned, run, saved in format
+The passes in these tables were tried on a tiny random model of each family below: planned, run, saved in format
 `native`, loaded again, and compared with the logits that were computed. Passes that only round to 8 bits must also leave
 the logits near those of the uncompressed model. `+`: it works. Another entry is the reason of a refusal, an error in one
 line that says what to write instead; the reasons are listed at the end. `plan` refuses what `run` refuses; with `*` only
@@ -231,7 +231,8 @@ structure behave the same. Options and steps before and after each pass are in `
 """
 GROUPS = {
     "Round weights": (
-        "rtn", "gptq", "hqq", "obq", "owq", "signround", "block_ap", "qat", "llm_int8", "lorc", "mixed_precision"
+        "rtn", "gptq", "hqq", "obq", "owq", "aqlm", "squeezellm", "gobo", "signround", "block_ap", "qat", "llm_int8", "lorc",
+        "mixed_precision",
     ),
     "Prepare, and round the cache": ("awq", "smoothquant", "rotate", "channel_permutation", "kv_cache"),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),

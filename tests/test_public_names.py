@@ -44,6 +44,7 @@ ERRORS = {
     "Failure": 1,
     "NumericError": 1,
     "SaveError": 1,
+    "DeviceError": 1,
     "ShortageError": 1,
     "VerificationError": 1,
 }

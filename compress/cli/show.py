@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import click
 if TYPE_CHECKING:
     from compress.pipeline.plan import Plan
     from compress.recipe.pages import PassPage
+
+WIDE = 200  # columns of a table that is not printed on a terminal
 
 
 def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
@@ -24,7 +27,8 @@ def print_table(title: str, head: tuple[str, ...], rows: Sequence[tuple[str, ...
         shown.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    Console(markup=False).print(shown)
+    # a file or a pipe has no width
+    Console(markup=False, width=shutil.get_terminal_size((WIDE, 24)).columns).print(shown)
 
 
 def print_report(values: dict[str, Any], folder: Path) -> None:

@@ -29,7 +29,7 @@ class Outliers:
 
     def choose(self, score: Float[Tensor, "out in"], mask: Bool[Tensor, "out in"] | None) -> Bool[Tensor, "out in"]:
         """The weights with the largest scores, among those that pruning kept."""
-        found = torch.zeros_like(score, dtype=torch.bool)
+        found = torch.zeros(score.shape, dtype=torch.bool, device=score.device)  # the score may be transposed
         count = self.count(score.shape)
         if count:
             flat = score.flatten() if mask is None else score.masked_fill(~mask, -torch.inf).flatten()

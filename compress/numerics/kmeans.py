@@ -54,7 +54,7 @@ class Lloyd:
 
     def _ends(self, centers: Tensor) -> Int[Tensor, "rows count-1"]:
         """The end of each range but the last: values nearer to the next center belong to that."""
-        return torch.searchsorted(self.values, (centers[:, 1:] + centers[:, :-1]) / 2)
+        return torch.searchsorted(self.values, ((centers[:, 1:] + centers[:, :-1]) / 2).contiguous())
 
     def _means(self, ends: Int[Tensor, "rows count-1"], otherwise: Tensor) -> Float[Tensor, "rows count"]:
         """The weighted means of the ranges, in ascending order."""

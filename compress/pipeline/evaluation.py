@@ -91,16 +91,9 @@ def evaluate_models(
                     raise alone(model, source)
             else:
                 check_same(model, tokenizer, source, first[1], order[0], first[2])
-            state = Run(where, model.dtype, journal=journal)
-            context = EvaluationContext(
-                state,
-                texts=first[0],
-                tokenizer=tokenizer,
-                settings=settings,
-                store=store,
-                pooling=pooling,
-                title=source,
-            )
+            run = Run(where, model.dtype, journal=journal)
+            about = {"texts": first[0], "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
+            context = EvaluationContext(run, store=store, title=source, **about)
             values = measure(model, context.of_base() if source == base else context)
             measured[source] = values
             compared = combine_all(values, measured[base]) if base is not None and source != base else {}

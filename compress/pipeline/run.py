@@ -234,7 +234,7 @@ def prepare(
     planned = plan_of(recipe, opened, memory_bytes, strict=True)
     assert planned.fit is not None
     recipe, context.store_bytes = with_batch(recipe, planned.fit.batch), planned.fit.store_bytes
-    stated = written(recipe)
+    stated, recorded = written(recipe), _at_commit(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
         journal.add("note", "plan", log)
@@ -265,7 +265,7 @@ def prepare(
     context.calibration, context.open_teacher = ids, partial(open_teacher, recipe, opened)
     context.open_original = partial(open_original, recipe, opened)
     context.work = manifest.folder / WORK / "passes"
-    stated, uses = _at_commit(recipe, opened), [*uses, *(use for _, use in evaluated)]
+    stated, uses = recorded, [*uses, *(use for _, use in evaluated)]
     return Job(recipe, opened, context, steps, planned, ids, texts, manifest, stated, tuple(uses), accept)
 
 

@@ -29,6 +29,9 @@ INT4 = {"weights": "int4", "group_size": 16}
 INT8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}
 TAUGHT = {"steps": 2, "ce_weight": 0}
 WORKS = {
+    "aqlm": [{"aqlm": {"bits": 4, "rounds": 1}}],
+    "gobo": [{"gobo": {}}],
+    "squeezellm": [{"squeezellm": {"bits": 2, "sensitivity": "none"}}],
     "awq": [{"awq": INT4}, {"rtn": INT4}],
     "block_ap": [{"block_ap": {**INT4, "steps": 2}}],
     "channel_permutation": [{"channel_permutation": {}}, {"wanda": {"pattern": "2:4"}}],
@@ -60,7 +63,7 @@ WORKS = {
 }
 """Passes by the key of the one that they are for."""
 REFUSED = {
-    "kv_cache": ({}, "has no KV cache (no attention module passes keys"),
+    "kv_cache": ({}, r"has no KV cache \(no attention module passes keys"),
     "slicegpt": ({"multiple": 4}, "a rotation of the hidden states would mix heads"),
 }
 """The options of a pass, and why no encoder has it."""

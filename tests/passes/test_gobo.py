@@ -50,6 +50,13 @@ def test_outliers_are_exact_and_those_farthest_from_the_mean(layer_of):
     torch.testing.assert_close(dense([codebook, apart])[kept], weight[kept])
 
 
+def test_a_transposed_weight_is_as_good(layer_of):
+    weight = random(32, 24)
+    step = GOBO(bits=2, outliers=0.01)
+    parts, other = (step.solve(w, None, layer_of()).weight for w in (weight, weight.T.contiguous().T))
+    assert [part.sha256() for part in parts] == [part.sha256() for part in other]
+
+
 def test_pruned_weights_stay_zero(layer_of):
     weight = random(16, 32)
     mask = weight.abs() > 0.5

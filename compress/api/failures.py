@@ -33,8 +33,8 @@ def _named(error: RuntimeError | MemoryError, phase: str, device: torch.device) 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(part in text for part in NO_MEMORY):
         return ShortageError(
             f"{phase}: a batch does not fit into the memory of {device}; use a smaller calibration.batch, or shorter "
-            "sequences (calibration.length); if the pass trains, also a smaller batch of the pass; compress plan "
-            "says what needs how much, and --memory SIZE keeps to a limit"
+            "sequences (calibration.length, in the evaluation eval.length); if the pass trains, also a smaller batch "
+            "of the pass; compress plan says what needs how much, and --memory SIZE keeps to a limit"
         )
     if isinstance(error, torch.AcceleratorError) or any(part in text for part in LOST):
         return DeviceError(

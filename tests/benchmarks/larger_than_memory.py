@@ -6,7 +6,7 @@
 A Llama of random weights in bfloat16 is written in shards to a temporary folder (--folder: elsewhere, kept). Each
 recipe is run by `compress run` in a process of its own whose RLIMIT_DATA is the limit: the system refuses it any more
 private memory, anonymous or mapped for writing. `compress eval` of the packed checkpoint runs in another process under
-the same limit, and finds the same perplexity (reloaded). One JSON line per recipe:
+the same limit, and finds the same perplexity (reloaded). Each process has one thread. One JSON line per recipe:
 
     recipe, model_mb, limit_mb, stored_mb, block_mb, activations_mb, bound_mb, peak_mb, reload_mb, planned_mb, seconds,
     reading_seconds, read_mb, perplexity, reloaded
@@ -231,6 +231,7 @@ def limited(limit: int, command: list[str], ahead: bool) -> tuple[dict[str, Any]
         [sys.executable, "-c", code, *command],
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # with two, the evaluation takes more memory
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     with watched(started.pid) as peak:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,10 @@ def roofline(subject: str | Path | Recipe, on: str = "A100-80GB", batch: int = 1
         schemes, stored = _stored(opened)
     check_length(text_config(opened.config), context)
     states = [State(opened, {}, {})] + [State(form, schemes, stored)] * bool(stored or form is not opened)
-    sides = []
+    sides, measured = [], cache(here)  # of each dtype once
     for state in states:
         dtype = opened.storage if device is not None else state.dtype
-        where = device or calibrated(state, batch, context)
+        where = device or calibrated(state, measured(dtype), batch, context)
         sides.append((where, _side(state, dtype, where, batch, context)))
     return Roofline(sides[0][0], batch, context, sides[0][1], sides[1][1] if sides[1:] else None)
 
@@ -127,23 +128,26 @@ class State:
         return torch.bfloat16.itemsize if self.narrow else self.dtype.itemsize
 
 
-def calibrated(state: State, batch: int, context: int) -> Device:
-    """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning."""
+def calibrated(state: State, machine: Device, batch: int, context: int) -> Device:
+    """This machine, with the time of a call measured on some blocks of the model, which get weights of no meaning.
+
+    machine: as `here` measures it.
+    """
     opened, dtype = state.opened, state.dtype
     count = len(opened.blocks)
     some = [list(range(min(count, number))) for number in (1, BLOCKS)]
     if len(some[0]) == len(some[1]):
-        return here(dtype)
+        return machine
     try:
         models = [_filled(state, kept) for kept in some]
     except ModelError:  # blocks that depend on each other
-        return here(dtype)
+        return machine
     length = min(context, CONTEXT)
     steps = [trace(_sketched(opened, model.config, dtype), batch, length)[1] for model in models]
     traces = [step for step in steps if step is not None]
     if len(traces) < len(models):
-        return here(dtype)
-    return with_calls(here(dtype), models, traces, batch, length, state.stored, state.itemsize)
+        return machine
+    return with_calls(machine, models, traces, batch, length, state.stored, state.itemsize)
 
 
 def _filled(state: State, kept: list[int]) -> PreTrainedModel:

@@ -95,10 +95,10 @@ class Mapped:
     dtype: torch.dtype
     device: torch.device
     reading: Reading = field(default_factory=Reading, kw_only=True)
-    stamps: dict[Path, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.stamps = {path: stamp_of(path) for path in {path for path, _ in self.files.values()}}
+        self.stamps = {p: self.stamps.get(p) or stamp_of(p) for p in {path for path, _ in self.files.values()}}
 
     def names(self, prefix: str) -> list[str]:
         """Tensor names below a module name."""

@@ -87,19 +87,21 @@ class Packed(Mapped):
 
     def ask(self, block: Block) -> None:
         """Ask for everything that is stored of a block."""
-        Mapped.ask(Mapped(self.stored, self.dtype, self.device), block)
+        self._all_stored().ask(block)
 
     def release(self, block: Block) -> None:
         """Free the weights of a block; the scales of its KV cache stay."""
         state = {n: t for n, t in block.module.state_dict().items() if not n.endswith(SCALES)}
         opening.assign(block.module, {n: torch.empty_like(t, device="meta") for n, t in state.items()})
 
+    def _all_stored(self) -> Mapped:
+        """Every stored tensor, packed ones included."""
+        return Mapped(self.stored, self.dtype, self.device, reading=self.reading, stamps=self.stamps)
+
     def _packed(self, prefix: str) -> dict[str, Tensor]:
         """The tensors of the compressed linears of a block, in their stored dtype."""
         starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
-        stored = Mapped(self.stored, self.dtype, self.device, reading=self.reading)
-        stored.stamps = self.stamps
-        found = stored.read_raw([name for name in self.stored if name.startswith(starts)], waited=True)
+        found = self._all_stored().read_raw([name for name in self.stored if name.startswith(starts)], waited=True)
         wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
         opening.check_finite("", wide, self.stored)
         return found

@@ -89,7 +89,7 @@ def available_bytes(device: torch.device) -> int:
     return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
 
 
-def copies_within(left_bytes: int) -> int:
+def copies_limit(left_bytes: int) -> int:
     """The most memory that copies of packed weights may take, where so much is left."""
     return left_bytes // COPIES_SHARE
 

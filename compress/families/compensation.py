@@ -9,14 +9,41 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.observers import CrossGram, Gram, UnitGram
+from compress.api.observers import CrossGram, Gram, Observer, UnitGram
 from compress.api.passes import LayerPass
 from compress.numerics.linalg import DAMPING
 
 ALPHA = 1.0  # the whole correction
 
 
-class CompensatingPass(LayerPass):
+class HessianPass(LayerPass):
+    """A layer pass that weighs errors of the weight by the Hessian of the layer's inputs."""
+
+    damping: float = Field(
+        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
+    )
+    normalize_tokens: bool | None = Field(
+        default=None,
+        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
+        "attention sinks after a norm, count as much as others; default: false for pruning and with error: "
+        "asymmetric, otherwise true",
+    )
+
+    normalizes: ClassVar[bool] = True
+    """Whether tokens are normalized unless the recipe says otherwise."""
+
+    @property
+    def hessian(self) -> type[Gram]:
+        """The statistics of the inputs by which errors are weighed."""
+        normalized = self.normalizes if self.normalize_tokens is None else self.normalize_tokens
+        return UnitGram if normalized else Gram
+
+    @property
+    def observer(self) -> type[Observer]:
+        return self.hessian
+
+
+class CompensatingPass(HessianPass):
     """A layer pass that fits the layer's output on the calibration inputs.
 
     error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
@@ -24,9 +51,6 @@ class CompensatingPass(LayerPass):
     V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant, so the pass starts from V.
     """
 
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
     error: Literal["symmetric", "asymmetric"] = Field(
         default="symmetric",
         description="target of the layer's output: 'symmetric': of the original weight on the same inputs; "
@@ -38,15 +62,6 @@ class CompensatingPass(LayerPass):
         le=1,
         description="only for error: asymmetric: factor of the correction of the weight; 1: full correction",
     )
-    normalize_tokens: bool | None = Field(
-        default=None,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
-        "attention sinks after a norm, count as much as others; default: true for gptq with error: symmetric, "
-        "otherwise false",
-    )
-
-    normalizes: ClassVar[bool] = False
-    """Whether tokens are normalized unless the recipe says otherwise."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -60,10 +75,7 @@ class CompensatingPass(LayerPass):
     @property
     def hessian(self) -> type[Gram]:
         """The statistics of the inputs by which errors are compensated."""
-        if self.error == "asymmetric":
-            return CrossGram
-        normalized = self.normalizes if self.normalize_tokens is None else self.normalize_tokens
-        return UnitGram if normalized else Gram
+        return CrossGram if self.error == "asymmetric" else super().hessian
 
     def fitted(
         self, weight: Float[Tensor, "out in"], seen: Any, order: Tensor | None = None

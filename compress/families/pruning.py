@@ -118,6 +118,8 @@ class Pruning(BaseModel):
 class PruningPass(Pruning, CompensatingPass):
     """A pass that prunes one layer at a time."""
 
+    normalizes: ClassVar[bool] = False  # sparsegpt loses by it (eval/LOG.md)
+
     true_sequential: bool = Field(
         default=False,
         description="calibrate each layer on the output of the compressed layers before it in the block; false: "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel, linear
+from compress.kernels.cpu.codes import TYPES, PackedKernel
 from compress.kernels.cpu.library import available
 from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
 
@@ -30,11 +30,6 @@ class LookupKernel(PackedKernel):
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)
-
-    def product(
-        self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
-    ) -> Tensor:
-        return linear(x, prepared, bias)
 
 
 def pack(part: Any) -> PackedCodes:

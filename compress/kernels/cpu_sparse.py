@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel, linear
+from compress.kernels.cpu.codes import TYPES, PackedKernel
 from compress.kernels.cpu.library import available, library
 from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
 
@@ -29,11 +29,6 @@ class SparseKernel(PackedKernel):
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)
-
-    def product(
-        self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
-    ) -> Tensor:
-        return linear(x, prepared, bias)
 
 
 def pack(part: Any) -> PackedCodes:

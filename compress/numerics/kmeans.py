@@ -19,7 +19,7 @@ class Lloyd:
     """
 
     def __init__(self, values: Float[Tensor, "rows n"], weights: Float[Tensor, "rows n"]) -> None:
-        self.values, order = values.double().sort(1)
+        self.values, order = values.double().contiguous().sort(1)  # a sort keeps the strides, which searches copy
         self.weights = weights.double().gather(1, order)
         self.mass = _running(self.weights)
         self.sums = _running(self.weights * self.values)
@@ -85,7 +85,7 @@ def kmeans(
 def assign(values: Float[Tensor, "rows n"], centers: Float[Tensor, "rows count"]) -> Int[Tensor, "rows n"]:
     """The index of the nearest center of every value. centers: ascending."""
     values = values.to(centers.dtype).contiguous()
-    return torch.searchsorted(((centers[:, 1:] + centers[:, :-1]) / 2).contiguous(), values.contiguous())
+    return torch.searchsorted(((centers[:, 1:] + centers[:, :-1]) / 2).contiguous(), values)
 
 
 def _running(values: Float[Tensor, "rows n"]) -> Float[Tensor, "rows n+1"]:

@@ -11,15 +11,14 @@ from torch import Tensor
 from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer, UnitGram
-from compress.api.passes import LayerPass
+from compress.api.observers import Gram
+from compress.families.compensation import HessianPass
 from compress.numerics.additive import alternate, start
-from compress.numerics.linalg import DAMPING
 from compress.weights.codebook import CodebookPart, CodebookScheme
 from compress.weights.layer import LayerScheme
 
 
-class AQLM(LayerPass):
+class AQLM(HessianPass):
     """Store each run of `length` weights as indices into `books` codebooks of the layer, whose entries are summed.
 
     Minimize ||W X - Q X||^2 over codes, books and a scale per row (section 3 of the paper). The books start as k-means
@@ -45,22 +44,10 @@ class AQLM(LayerPass):
     books: int = Field(default=1, ge=1, le=8, description="codebooks whose entries are summed")
     rounds: int = Field(default=8, ge=0, description="times that books, scales and codes are improved in turns")
     steps: int = Field(default=8, ge=1, description="steps of conjugate gradients for the books in each round")
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
-    normalize_tokens: bool = Field(
-        default=True,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs count as "
-        "much as others",
-    )
     seed: int = Field(default=0, ge=0, description="seed of the first entries of k-means")
 
     def without_effect(self) -> dict[str, str]:
         return super().without_effect() | ({"steps": "with rounds: 0; leave it out"} if self.rounds == 0 else {})
-
-    @property
-    def observer(self) -> type[Observer]:
-        return UnitGram if self.normalize_tokens else Gram
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         return before.with_parts(CodebookScheme(self.bits, self.length, self.books, "tensor", scaled=True))

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import Codes, store
@@ -72,10 +72,6 @@ class BCQ(CompensatingPass):
         super().model_post_init(context)
         if isinstance(self.group_size, int) and self.group_size < 8:
             raise ValueError(f"group_size {self.group_size} is too small for {self.bits} scales; write at least 8")
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     def becomes(self, before: LayerScheme) -> LayerScheme:
         return before.with_parts(*[CodesScheme(BINARY, self.group_size)] * self.bits)

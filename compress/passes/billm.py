@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import Codes, groups_in, store
@@ -73,10 +73,6 @@ class BiLLM(CompensatingPass):
                 f"most_salient {self.most_salient} leaves no other column in a block of {self.block_size}; write a "
                 "smaller number"
             )
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     @property
     def group_size(self) -> int:

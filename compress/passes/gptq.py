@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.compensation import CompensatingPass
 from compress.families.quantizing import QuantizingPass, ScaleOption
 from compress.numerics.quant.codes import Codes
@@ -37,9 +37,6 @@ class GPTQ(CompensatingPass, QuantizingPass):
     use_for: ClassVar[str] = "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model."
     not_for: ClassVar[str] = "Runs without calibration text (rtn, hqq), and 2 bits alone: follow it by distill."
     paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
-    observes: ClassVar[type[Observer]] = Gram
-    normalizes: ClassVar[bool] = True
-
     act_order: Literal["none", "static", "group"] = Field(
         default="static",
         description="order of quantizing: 'none': left to right; 'static': columns with large inputs first; 'group': "
@@ -74,10 +71,6 @@ class GPTQ(CompensatingPass, QuantizingPass):
     @property
     def weighs_columns(self) -> bool:
         return True
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     def memory(self, size: ProblemSize) -> int:
         refining = refine_bytes(*size.shape) if self.refine else 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import Codes, fit, store
@@ -73,10 +73,6 @@ class PBLLM(CompensatingPass):
         super().model_post_init(context)
         if isinstance(self.group_size, int) and self.group_size < 8:
             raise ValueError(f"group_size {self.group_size} is too small for binary weights; write at least 8")
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     def blocks(self, width: int) -> list[slice]:
         """The blocks of columns that share scales."""

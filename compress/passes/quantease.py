@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.codebooks import Outliers
 from compress.families.compensation import CompensatingPass
 from compress.families.quantizing import QuantizingPass, ScaleOption
@@ -66,10 +66,6 @@ class QuantEase(CompensatingPass, QuantizingPass):
     def without_effect(self) -> dict[str, str]:
         idle = {} if self.outliers else {"outlier_dtype": "with outliers: 0; leave it out"}
         return super().without_effect() | idle
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     @property
     def _kept(self) -> Outliers:

@@ -12,11 +12,11 @@ from torch import Tensor
 from compress.api.facts import Fact, LayerFacts
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer, UnitGram
-from compress.api.passes import LayerPass
+from compress.api.observers import Gram
 from compress.errors import NumericError
+from compress.families.compensation import HessianPass
 from compress.numerics.hadamard import exists, largest_block
-from compress.numerics.linalg import DAMPING, damped, factor_bytes, inverse_factor
+from compress.numerics.linalg import damped, factor_bytes, inverse_factor
 from compress.numerics.quant.lattice import CHUNK, GAUSSIAN, LENGTH, count_bytes, decode, nearest
 from compress.weights.lattice import LatticePart, LatticeScheme, rotated_rows
 from compress.weights.layer import LayerScheme
@@ -25,7 +25,7 @@ from compress.weights.transforms.hadamard import Hadamard, HadamardScheme
 SMALLEST_BLOCK = 16  # of a Hadamard matrix that does not fit the whole width: a smaller one spreads little
 
 
-class QuipSharp(LayerPass):
+class QuipSharp(HessianPass):
     """Rotate weights and inputs by randomized Hadamard matrices, and round runs of eight weights to lattice points.
 
     The rotated weight has no outliers: it is nearly Gaussian (section 3), so one codebook suits all layers. That of 2
@@ -49,19 +49,7 @@ class QuipSharp(LayerPass):
     refine: int = Field(
         default=2, ge=0, le=100, description="rounds after the sweep in which scales and runs are chosen again"
     )
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
-    normalize_tokens: bool = Field(
-        default=True,
-        description="divide each token's input by its norm in the Hessian, so that tokens with small inputs count as "
-        "much as others",
-    )
     seed: int = Field(default=0, ge=0, description="seed of the random signs")
-
-    @property
-    def observer(self) -> type[Observer]:
-        return UnitGram if self.normalize_tokens else Gram
 
     def _rotated(self, rows: int) -> int | None:
         return largest_block(rows) if self.rotate == "both" else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram, Observer
+from compress.api.observers import Gram
 from compress.families.codebooks import Outliers
 from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
@@ -62,10 +62,6 @@ class SpQR(CompensatingPass):
         le=100,
         description="rounds after the sweep in which each code is chosen again; 0: as in the paper",
     )
-
-    @property
-    def observer(self) -> type[Observer]:
-        return self.hessian
 
     @property
     def grid(self) -> Grid:

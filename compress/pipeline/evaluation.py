@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
-from compress.api.memory import available_bytes, copies_within
+from compress.api.memory import available_bytes, copies_limit
 from compress.api.processes import Processes
 from compress.data.text_source import as_source
 from compress.errors import ModelError
@@ -92,7 +92,7 @@ def evaluate_models(
                     raise alone(model, source)
             else:
                 check_same(model, tokenizer, source, first[1], order[0], first[2])
-            run, copies = Run(where, model.dtype, journal=journal), copies_within(available_bytes(where))
+            run, copies = Run(where, model.dtype, journal=journal), copies_limit(available_bytes(where))
             about = {"texts": first[0], "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
             context = EvaluationContext(run, store=store, title=source, copies_bytes=copies, **about)
             values = measure(model, context.of_base() if source == base else context)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compress.api.memory import STORE_BYTES, copies_within
+from compress.api.memory import STORE_BYTES, copies_limit
 from compress.api.passes import LayerPass, ModelPass, Step
 from compress.data.ids import extent
 from compress.errors import ShortageError
@@ -56,7 +56,7 @@ def fitted(footprint: Footprint, memory_bytes: int) -> Fit:
     Raises ShortageError, which says what would make it fit.
     """
     limit = memory_bytes - LIBRARIES_BYTES
-    footprint = replace(footprint, copies_bytes=copies_within(max(0, limit)))
+    footprint = replace(footprint, copies_bytes=copies_limit(max(0, limit)))
     asked = footprint.recipe.calibration.batch
     for batch in _batches(footprint):
         now = with_calibration(footprint, batch=batch)
@@ -78,7 +78,7 @@ def check_available(footprint: Footprint, available_bytes: int) -> Fit:
 
     Raises ShortageError as `fitted` does where the memory is too small all the same.
     """
-    footprint = replace(footprint, copies_bytes=copies_within(available_bytes))
+    footprint = replace(footprint, copies_bytes=copies_limit(available_bytes))
     for store in _stores(footprint):
         found = unlimited(replace(footprint, store_bytes=store))
         if found.peak_bytes <= available_bytes:

@@ -5,9 +5,10 @@
 Prints the instruction set and the ceilings of the machine on one and on all threads (`ceilings.cpp`, compiled here): GB/s
 of reading, Gop/s of float32, bfloat16 and int8 products. Then a row per shape, grid and batch: microseconds of torch in
 float32 and bfloat16; of the kernel with float32 inputs, with float32 inputs that it may round to bfloat16 (torch's matmul
-precision "medium"), with bfloat16 inputs, and with inputs rounded to int8; of the peers (`peer_kernels.py`). The ratios are those
-of the better torch time to the kernel. The shares are those of the read ceiling that the packed weight takes at batch 1, and of
-the ceilings of products at larger batches. The calls of a row take turns. Run it on an idle machine.
+precision "medium"), with bfloat16 inputs, and with inputs rounded to int8; of the part itself in plain torch with float32
+inputs; of the peers (`peer_kernels.py`). The ratios are those of the better torch time of the dense weight to the kernel.
+The shares are those of the read ceiling that the packed weight takes at batch 1, and of the ceilings of products at larger
+batches. The calls of a row take turns. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def compared(
         calls[f"torch_{name}"] = partial(torch.nn.functional.linear, x, weight)
         calls[f"kernel_{name}"] = partial(dispatch.linear, x, [part], None, None)
     x = torch.randn(batch, part.shape[1])
+    calls["plain_torch"] = partial(part.product, x)
     calls["kernel_medium"] = partial(medium, partial(dispatch.linear, x, [part], None, None))
     if dispatch.kernel_for(part, x, rounding):
         calls["kernel_int8_inputs"] = partial(dispatch.linear, x, [part], rounding, None)

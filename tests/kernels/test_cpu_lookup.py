@@ -6,33 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from products import SETS, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
-from compress.kernels.cpu.library import library
 from compress.kernels.cpu_lookup import KERNEL
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codebook import CodebookPart
 from compress.weights.transforms.rounding import InputRounding
 
-SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
 DTYPES = [torch.float32, torch.bfloat16]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the sizes of the terms, in the dtype of the output
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(params=SETS)
-def chosen(request):
-    """One instruction set after the other."""
-    assert library().compress_use(request.param.encode()) == 0
-    yield request.param
-    library().compress_use(SETS[0].encode())
 
 
 def part_of(rows, runs, bits, length=1, count=1, own=True, scaled=False, dtype=torch.float32, seed=0):

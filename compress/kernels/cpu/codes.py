@@ -34,6 +34,12 @@ class PackedKernel:
     def mode(self, rounding: RoundingLike | None) -> int:
         return _mode(rounding)
 
+    def product(
+        self, x: Tensor, part: Part, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
+    ) -> Tensor:
+        """x W^T + bias, for kernels that take inputs as they are."""
+        return linear(x, prepared, bias)
+
 
 class CodesKernel(PackedKernel):
     """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""

@@ -87,9 +87,8 @@ def round_activations(model: PreTrainedModel, name: str) -> None:
 
 
 def packed_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the quantized weights inside of the blocks; kernels make a copy of about this size."""
-    layers = [layer for block in find_blocks(model) for layer in linears(block.module).values()]
-    known = [layer for layer in layers if isinstance(layer, CompressedLinear) and layer.quantized]
+    """Bytes of the quantized weights of linears; kernels make a copy of about this size."""
+    known = [layer for layer in linears(model).values() if isinstance(layer, CompressedLinear) and layer.quantized]
     return sum(tensor.nbytes for layer in known for tensor in layer.tensors().values())
 
 

@@ -79,7 +79,7 @@ bool looked_up(const compress_weight &w) {
     if (!w.table || w.books < 1 || w.entries < 1 || w.entries > 256 || (w.entries & (w.entries - 1))) return false;
     if (w.length < 1 || w.length > 16 || (w.length & (w.length - 1)) || w.width % w.length) return false;
     if ((w.tables != 1 && w.tables != w.rows) || w.groups != 1) return false;
-    if (w.entries == 16 && w.length == 1 && w.books == 1) return w.stride >= (w.width + 1) / 2;
+    if (compress_cpu::in_halves(w)) return w.stride >= (w.width + 1) / 2;
     return w.stride >= w.width / w.length * w.books;
 }
 

@@ -51,6 +51,10 @@ ROWS: dict[str, list[dict]] = {
         {"smoothquant": {"alpha": 0.8}},
         {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
     ],
+    "w8a8-rotated": [
+        {"rotate": ROTATED},
+        {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
+    ],
     "hqq-zeros": [{"hqq": {"weights": "int4", "group_size": 64}}],
     "hqq-float-zeros": [{"hqq": {"weights": "int4", "group_size": 64, "zero_point": "float", "optimize": "zero"}}],
     "awq-zeros": [{"awq": {"weights": "int4", **ZEROS}}, {"rtn": {"weights": "int4", **ZEROS}}],
@@ -93,6 +97,10 @@ ROWS: dict[str, list[dict]] = {
     "gptq-uint3-tile": [{"gptq": {"weights": "uint3_tile", "normalize_tokens": True}}],
     "quantease": [{"quantease": {"weights": "int3", **GROUPS, "outliers": 0.01}}],
     "quip_sharp-3": [{"quip_sharp": {"bits": 3}}],
+    "quip_sharp-3-learned": [
+        {"quip_sharp": {"bits": 3}},
+        {"distill": {**LEARN, "epochs": 3, "learning_rate": 0.002}},
+    ],
     "quip_sharp-4": [{"quip_sharp": {"bits": 4}}],
     "quip_sharp": [{"quip_sharp": {}}],
     "quip_sharp-learned": [{"quip_sharp": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
@@ -126,6 +134,15 @@ ROWS: dict[str, list[dict]] = {
     "w4a4-all": [{"rotate": ALL_ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
+    "w4a8-learned": [
+        {"gptq": {"weights": "int4", "group_size": 32, "activations": "int8"}},
+        {"distill": {**LEARN, "epochs": 2}},
+    ],
+    "w4a4-learned": [
+        {"rotate": ALL_ROTATED},
+        {"gptq": {"weights": "int4", "group_size": 32, "activations": "int4", "activation_clip": 0.9}},
+        {"distill": {**LEARN, "epochs": 2}},
+    ],
     "w4a8-plain": [{"gptq": {"weights": "int4", "activations": "int8"}}],
     "best-int4-g192": [{"gptq": {"weights": "int4", "group_size": 192}}, {"distill": {**LEARN, "epochs": 2}}],
     "best-int3-g192": [

@@ -82,6 +82,7 @@ def test_inputs_have_a_scale_per_token_and_group():
 
 @pytest.fixture(scope="module")
 def result(recipe, tmp_path_factory):
+    pytest.importorskip("compressed_tensors")
     return compress.run(recipe(compress.RTN(**GROUPED, ignore="lm_head")), tmp_path_factory.mktemp("blocks") / "out")
 
 
@@ -92,7 +93,6 @@ def test_transformers_computes_the_same(result):
     assert (group["weights"]["strategy"], group["weights"]["block_structure"]) == ("block", [32, 32])
     inputs = group["input_activations"]
     assert (inputs["strategy"], inputs["group_size"], inputs["dynamic"]) == ("group", 32, True)
-    pytest.importorskip("compressed_tensors")
     ours, theirs = compress.load(result.folder)[0], AutoModelForCausalLM.from_pretrained(result.folder)
     ids = torch.arange(48)[None]
     with torch.no_grad():

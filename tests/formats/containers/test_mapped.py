@@ -31,9 +31,11 @@ def stored(tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_are_those_that_safetensors_reads(stored, dtype):
     values = torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype)
-    path = stored(
-        {"a": values, "odd": torch.ones(3, dtype=torch.uint8), "none": torch.empty(0, 2), "one": values[1, 1].clone()}
-    )
+    others = {"odd": torch.ones(3, dtype=torch.uint8), "none": torch.empty(0, 2), "one": values[1, 1].clone()}
+    try:
+        path = stored({"a": values, **others})
+    except KeyError:
+        pytest.skip(f"this version of safetensors writes no {dtype}")
     found, wanted = MappedTensors(path).get_tensors(["one", "none", "a"]), load_file(path)
     assert list(found) == ["one", "none", "a"]
     for name, tensor in found.items():

@@ -120,7 +120,9 @@ def test_other_readers_of_the_same_input_are_scaled_but_not_rounded(notes):
 
 
 def test_bounds_in_the_wrong_order():
-    with pytest.raises(OptionError, match="dynamic_from 10 is below equalize_above 15; write bounds in ascending order"):
+    with pytest.raises(
+        OptionError, match="dynamic_from 10 is below equalize_above 15; write bounds in ascending order"
+    ):
         FPTQ(dynamic_from=10)
 
 
@@ -132,7 +134,9 @@ def test_a_pass_that_rounds_inputs_in_another_way_is_an_error(recipe):
 
 def test_it_comes_before_other_rounding_and_needs_a_pass_that_rounds_weights(recipe, pico_model, pico_ids):
     assert FPTQ.never_after == {"quantized", "activations_quantized", "cache_quantized"}
-    with pytest.raises(compress.CompressError, match="it is a preparation, but no later pass makes the model quantized"):
+    with pytest.raises(
+        compress.CompressError, match="it is a preparation, but no later pass makes the model quantized"
+    ):
         compress.apply(pico_model, [FPTQ()], pico_ids)
 
 
@@ -141,6 +145,8 @@ def test_the_chosen_rounding_stays_when_weights_are_rounded_and_saved(recipe, tm
         FPTQ(equalize_above=3, dynamic_from=4), compress.RTN(weights="int4", group_size=16), save={"format": "native"}
     )
     folder = compress.run(chain, tmp_path / "out").folder
-    found = [layer.scheme for layer in linears(compress.load(folder)[0]).values() if isinstance(layer, CompressedLinear)]
+    found = [
+        layer.scheme for layer in linears(compress.load(folder)[0]).values() if isinstance(layer, CompressedLinear)
+    ]
     assert len(found) == 21 and all(scheme.codes is not None for scheme in found)
     assert {scheme.rounding.scale for scheme in found} == {"static", "token"}

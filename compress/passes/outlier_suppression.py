@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from compress.api.facts import LayerFacts, Requirements
+from compress.api.memory import ProblemSize
 from compress.api.observers import InputAbsMax
-from compress.api.passes import Pass
+from compress.api.passes import COPIES, Pass
 from compress.api.processes import Processes
 from compress.families.equalizing import EqualizingPass, Readers
 from compress.families.weight_grid import GridName, GroupSizeOption, WeightGrid
@@ -61,6 +62,10 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
     @property
     def requires(self) -> Requirements:
         return Requirements(data=True, batches=True)
+
+    def memory(self, size: ProblemSize) -> int:
+        """As for any equalization, and the rounded readers during a pass through the block."""
+        return super().memory(size) + max(size.forward_bytes, COPIES * 4 * size.largest)
 
     @property
     def statistics(self) -> type[InputAbsMax]:

@@ -44,6 +44,12 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
     float32, and undone if it changes the block's output.
     """
 
+    use_for: ClassVar[str] = (
+        "Inputs in 8 bits of models with LayerNorm and biases, whose channels can be centered, in front of gptq or rtn."
+    )
+    not_for: ClassVar[str] = (
+        "Weights alone, and short runs: every input takes `steps` passes through its block, where smoothquant takes none."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.09145"
 
     weights: GridName = Field(default="int8", description=f"number grid of the weights: {', '.join(GRIDS)}")

@@ -72,6 +72,11 @@ class FPTQ(EqualizingPass):
     def becomes(self, before: LayerScheme) -> LayerScheme:
         return before.with_transform(RoundingScheme(GRIDS[self.activations]))
 
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        """Static scales, unless the options exclude them: not all formats store them with all weights."""
+        kind = "static" if self.dynamic_from > 0 else "token"
+        return super().at_most(before).with_transform(RoundingScheme(GRIDS[self.activations], kind))
+
     def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
         if later.becomes(LayerScheme(layer.shape)).rounding is None:
             return None

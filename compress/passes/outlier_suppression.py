@@ -48,7 +48,7 @@ class OutlierSuppression(WeightGrid, EqualizingPass):
         "Inputs in 8 bits of models with LayerNorm and biases, whose channels can be centered, in front of gptq or rtn."
     )
     not_for: ClassVar[str] = (
-        "Weights alone, and short runs: every input takes `steps` passes through its block, where smoothquant takes none."
+        "Weights alone, and short runs: every input takes `steps` passes through its block; smoothquant takes none."
     )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.09145"
 

@@ -150,3 +150,11 @@ def test_the_chosen_rounding_stays_when_weights_are_rounded_and_saved(recipe, tm
     ]
     assert len(found) == 21 and all(scheme.codes is not None for scheme in found)
     assert {scheme.rounding.scale for scheme in found} == {"static", "token"}
+
+
+def test_a_format_without_static_scales_for_these_weights_is_an_error_of_the_plan(recipe):
+    int4 = compress.RTN(weights="int4", group_size=16)
+    with pytest.raises(compress.CompressError, match="it may be that a static scale of the inputs is stored only with"):
+        compress.plan(recipe(FPTQ(), int4))
+    compress.plan(recipe(FPTQ(dynamic_from=0), int4))
+    compress.plan(recipe(FPTQ(), compress.RTN(weights="int8", group_size="channel")))

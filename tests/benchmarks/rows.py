@@ -55,6 +55,17 @@ ROWS: dict[str, list[dict]] = {
         {"rotate": ROTATED},
         {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
     ],
+    "w8a8-plain": [{"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}}],
+    "outlier_suppression-w8a8": [
+        {"outlier_suppression": {"steps": 8}},
+        {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
+    ],
+    "outlier_suppression-w4a8": [
+        {"outlier_suppression": {"weights": "int4", "group_size": 64, "steps": 8}},
+        {"gptq": {"weights": "int4", "activations": "int8"}},
+    ],
+    "fptq-w8a8": [{"fptq": {}}, {"gptq": {"weights": "int8", "group_size": "channel"}}],
+    "fptq-w4a8": [{"fptq": {}}, {"gptq": {"weights": "int4"}}],
     "hqq-zeros": [{"hqq": {"weights": "int4", "group_size": 64}}],
     "hqq-float-zeros": [{"hqq": {"weights": "int4", "group_size": 64, "zero_point": "float", "optimize": "zero"}}],
     "awq-zeros": [{"awq": {"weights": "int4", **ZEROS}}, {"rtn": {"weights": "int4", **ZEROS}}],
@@ -260,8 +271,11 @@ def unnormalized(steps: list[dict]) -> list[dict]:
 
 ROWS |= {f"{name}-unnormalized": unnormalized(ROWS[name]) for name in UNNORMALIZED}
 ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
-BATCH_OF_ONE = ("lkd",)
-"""Passes whose examples are the batches of the calibration text."""
+BATCH_OF_ONE = (
+    "outlier_suppression",
+    "lkd",
+)
+"""Passes whose examples are the batches of the calibration text, or that search on the first of them."""
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ CHAINS = {
     "wanda, allocated": [compress.Wanda(sparsity=0.5, allocate={"owl": {"M": 5, "lambda": 0.08}})],
     "sparsegpt": [compress.SparseGPT(pattern="2:4")],
     "awq, gptq": [compress.AWQ(weights="int4", **G), compress.GPTQ(weights="int4", **G)],
+    "fptq": [compress.FPTQ(equalize_above=2), compress.RTN(weights="int8", group_size="channel")],
+    "outlier_suppression": [compress.OutlierSuppression(steps=4), compress.RTN(**W8A8)],
     "smoothquant, static": [compress.SmoothQuant(), compress.RTN(**W8A8, activation_scale="static")],
     "smoothquant, searched": [compress.SmoothQuant(alpha="search"), compress.RTN(**W8A8)],
     "permutation": [compress.ChannelPermutation(), compress.SparseGPT(pattern="2:4")],

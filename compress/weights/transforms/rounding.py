@@ -87,6 +87,12 @@ class InputRounding(InputTransform):
         scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group, clip)
         return cls(scheme, shape, {"scale": scale, "columns": columns})
 
+    @classmethod
+    def covering(cls, grid: Grid, top: Float[Tensor, ""], dtype: torch.dtype) -> Self:
+        """Round to a grid with a static scale, stored in `dtype`, that covers magnitudes up to `top`."""
+        scale, _ = grid.fit(-top.reshape(1), top.reshape(1), True, dtype)
+        return cls.of(grid, scale.to(dtype))
+
     @property
     def grid(self) -> Grid:
         """The grid of the inputs."""

@@ -188,7 +188,7 @@ def test_a_layer_with_groups_of_inputs_is_stored_and_read_exactly():
     assert {name: tensors[name].dtype for name in ("input_zero_point", "input_g_idx", "input_scale")} == {
         "input_zero_point": torch.int8, "input_g_idx": torch.int32, "input_scale": torch.float32,
     }  # fmt: skip
-    parts, transforms = type(layer.scheme).from_json(layer.scheme.to_json()).read(tensors)
+    _, transforms = type(layer.scheme).from_json(layer.scheme.to_json()).read(tensors)
     assert transforms[0].sha256() == rounding.sha256() and transforms[0].scheme.text == (
         "inputs int4 in 2 groups of channels"
     )

@@ -39,8 +39,8 @@ class RPTQ(BlockPass):
     time and is proved in float32. Other inputs, such as those that come from a norm, are permuted by the layer.
 
     With grouping: equal it is per-embedding-group quantization (PEG, Bondarenko 2021, section 4): channels are sorted
-    by max X_j - min X_j and divided into groups of equal size. That paper also quantizes the outputs of linears and sums
-    of residual streams, and RPTQ the inputs of attention's products; here only the inputs of linears are rounded.
+    by max X_j - min X_j and divided into groups of equal size. That paper also quantizes outputs of linears and sums of
+    residual streams, and RPTQ the inputs of attention's products; here only the inputs of linears are rounded.
 
     Plain torch computes the rounded inputs and their product with dequantized weights. One case has integer kernels:
     grouping: equal, activation_scale: token, symmetric: true, activations: int8, in contiguous groups of as many

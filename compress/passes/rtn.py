@@ -36,7 +36,9 @@ class RTN(QuantizingPass):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.block_rows > 1 and self.group_size == "tensor":
-            raise ValueError("block_rows needs a group_size in columns, such as group_size: 128, or group_size: channel")
+            raise ValueError(
+                "block_rows needs a group_size in columns, such as group_size: 128, or group_size: channel"
+            )
         if self.block_rows > 1 and self.grid.group_size is not None:
             raise ValueError(
                 f"block_rows is not possible with weights {self.weights}, whose groups are fixed; use fp8_e4m3"

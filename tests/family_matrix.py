@@ -51,6 +51,7 @@ CHAINS: dict[str, list[dict]] = {
     "kv_cache": [{"kv_cache": {"keys": "int8", "values": "int8"}}, {"rtn": INT8}],
     "awq": [{"awq": INT8}, {"rtn": INT8}],
     "smoothquant": [{"smoothquant": {}}, {"rtn": ROUNDED_INPUTS}],
+    "qllm": [{"qllm": {**ROUNDED_INPUTS, "rank": 1, **STEPS}}, {"rtn": ROUNDED_INPUTS}],
     "rptq": [{"rptq": {"clusters": 4, "activation_scale": "token"}}, {"rtn": INT8}],
     "rotate": [{"rotate": {}}, {"rtn": INT8}],
     "magnitude": [{"magnitude": {"sparsity": 0.3}}],
@@ -75,7 +76,7 @@ NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
     "rtn", "gptq", "hqq", "obq", "owq", "quantease", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
-    "smoothquant", "rptq", "rotate",
+    "smoothquant", "rptq", "qllm", "rotate",
 }  # fmt: skip
 """Passes whose recipe leaves the model's function nearly as it was."""
 
@@ -254,7 +255,7 @@ GROUPS = {
         "signround", "block_ap", "qat",
         "llm_int8", "lorc", "mixed_precision",
     ),
-    "Prepare, and round the cache": ("awq", "smoothquant", "rptq", "rotate", "channel_permutation", "kv_cache"),
+    "Prepare, and round the cache": ("awq", "smoothquant", "rptq", "qllm", "rotate", "channel_permutation", "kv_cache"),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
     "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),
 }  # fmt: skip

@@ -18,7 +18,7 @@ class RTN(QuantizingPass):
     """Round each weight to the nearest value of the grid; needs no calibration data.
 
     With block_rows, some rows share their scales: blocks of rows and columns, or with group_size: channel groups of
-    output rows, as in Q-BERT (Shen 2020, arXiv 1909.05840, figure 4: a range for the rows of each head, or of fewer).
+    output rows, as Shen 2020 (arXiv 1909.05840, figure 4) rounds: a range for the rows of each head, or for fewer.
     The scale of a group is stored for each of its rows.
     """
 

@@ -53,6 +53,8 @@ CHAINS: dict[str, list[dict]] = {
     "smoothquant": [{"smoothquant": {}}, {"rtn": ROUNDED_INPUTS}],
     "outlier_suppression": [{"outlier_suppression": {"steps": 2}}, {"rtn": ROUNDED_INPUTS}],
     "fptq": [{"fptq": {"equalize_above": 2}}, {"rtn": INT8}],
+    "qllm": [{"qllm": {**ROUNDED_INPUTS, "rank": 1, **STEPS}}, {"rtn": ROUNDED_INPUTS}],
+    "rptq": [{"rptq": {"clusters": 4, "activation_scale": "token"}}, {"rtn": INT8}],
     "rotate": [{"rotate": {}}, {"rtn": INT8}],
     "magnitude": [{"magnitude": {"sparsity": 0.3}}],
     "wanda": [{"wanda": {"sparsity": 0.5}}],
@@ -76,7 +78,7 @@ NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
     "rtn", "gptq", "hqq", "obq", "owq", "quantease", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
-    "smoothquant", "outlier_suppression", "fptq", "rotate",
+    "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate",
 }  # fmt: skip
 """Passes whose recipe leaves the model's function nearly as it was."""
 
@@ -256,7 +258,7 @@ GROUPS = {
         "llm_int8", "lorc", "mixed_precision",
     ),
     "Prepare, and round the cache": (
-        "awq", "smoothquant", "outlier_suppression", "fptq", "rotate", "channel_permutation", "kv_cache",
+        "awq", "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate", "channel_permutation", "kv_cache",
     ),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
     "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),

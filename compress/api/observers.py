@@ -124,6 +124,36 @@ class InputAbsMax(Observer):
         self.absmax = self.absmax / scale
 
 
+class InputRange(Observer):
+    """The least and the largest value of every input channel, [in] each; zero where no token was seen."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        super().__init__(width, device)
+        self._low = torch.full((width,), torch.inf, device=device)
+        self._high = torch.full((width,), -torch.inf, device=device)
+
+    def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
+        low, high = torch.aminmax(rows, dim=0)
+        self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
+
+    def combine(self, processes: Processes) -> None:
+        self._low, self._high = -processes.maximum(-self._low), processes.maximum(self._high)
+
+    @classmethod
+    def memory_bytes(cls, width: int) -> int:
+        return 2 * 4 * width
+
+    @property
+    def low(self) -> Float[Tensor, " in"]:
+        """The least value per channel."""
+        return self._low if self.tokens else torch.zeros_like(self._low)
+
+    @property
+    def high(self) -> Float[Tensor, " in"]:
+        """The largest value per channel."""
+        return self._high if self.tokens else torch.zeros_like(self._high)
+
+
 class OutlierFrequency(Observer):
     """The fraction of tokens, per input channel, in which the magnitude reaches `threshold`, [in]."""
 

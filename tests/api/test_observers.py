@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.api.observers import Gram, InputAbsMax, InputNorm, Nothing, Sample, UnitGram
+from compress.api.observers import Gram, InputAbsMax, InputNorm, InputRange, Nothing, Sample, UnitGram
 from compress.errors import NumericError
 
 CPU = torch.device("cpu")
@@ -45,6 +45,15 @@ def test_the_largest_magnitude_of_every_channel(drawn):
 
 
 @given(rows_in_batches())
+def test_the_range_of_every_channel(drawn):
+    rows, batches = drawn
+    seen = feed(InputRange(rows.shape[1], CPU), batches)
+    assert torch.equal(seen.low, rows.amin(0)) and torch.equal(seen.high, rows.amax(0))
+    unseen = InputRange(3, CPU)
+    assert unseen.low.tolist() == unseen.high.tolist() == [0.0, 0.0, 0.0]
+
+
+@given(rows_in_batches())
 def test_the_hessian_of_the_squared_error(drawn):
     rows, batches = drawn
     seen = feed(Gram(rows.shape[1], CPU), batches)
@@ -65,7 +74,7 @@ def test_half_precision_is_gathered_in_float32():
     assert feed(Gram(2, CPU), [rows]).hessian.tolist() == [[180_000] * 2] * 2
 
 
-@pytest.mark.parametrize("kind", [Nothing, InputNorm, InputAbsMax, Gram])
+@pytest.mark.parametrize("kind", [Nothing, InputNorm, InputAbsMax, InputRange, Gram])
 def test_no_token_is_no_change(kind):
     seen = feed(kind(3, CPU), [torch.empty(0, 3)])
     assert seen.tokens == 0

@@ -145,6 +145,33 @@ ROWS: dict[str, list[dict]] = {
     "w4a4-all": [{"rotate": ALL_ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
+    "w8a8-static": [
+        {"rtn": {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}}
+    ],
+    "w8a8-rptq": [{"rptq": {"activations": "int8"}}, {"gptq": {"weights": "int8", "group_size": "channel"}}],
+    "w4a8-rptq": [{"rptq": {"activations": "int8"}}, {"gptq": {"weights": "int4"}}],
+    "w8a8-rptq-rtn": [{"rptq": {}}, {"rtn": {"weights": "int8", "group_size": "channel"}}],
+    "w8a8-peg": [
+        {"rptq": {"grouping": "equal", "clusters": 6}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
+    ],
+    "w8a8-peg-token": [
+        {"rptq": {"grouping": "equal", "clusters": 6, "activation_scale": "token"}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
+    ],
+    "w4a4-rtn-g32": [{"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}}],
+    "w4a4-split": [
+        {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "rank": 0}},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
+    "w4a4-qllm": [
+        {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "epochs": 10}},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
+    "w4a4-rotated-rtn": [
+        {"rotate": ALL_ROTATED},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
     "w4a8-learned": [
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int8"}},
         {"distill": {**LEARN, "epochs": 2}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
 from compress.errors import NumericError
 from compress.families.compensation import HessianPass
+from compress.numerics.block_sweep import BlockSweep
 from compress.numerics.hadamard import exists, largest_block
 from compress.numerics.linalg import damped, factor_bytes, inverse_factor
 from compress.numerics.quant.lattice import CHUNK, GAUSSIAN, LENGTH, count_bytes, decode, nearest
@@ -87,7 +88,8 @@ class QuipSharp(HessianPass):
         factor, used = inverse_factor(hessian, self.damping)
         if used != self.damping:
             layer.log("fallback", "damping raised until the Hessian was positive definite", damping=used)
-        runs = _Runs(turned, damped(hessian, used), self.bits, layer.storage)
+        first = turned.square().mean(1).sqrt() * GAUSSIAN[self.bits]
+        runs = BlockSweep(turned, damped(hessian, used), _Points(self.bits), first, layer.storage)
         runs.sweep(factor)
         for _ in range(self.refine):
             runs.fit_scales()
@@ -97,61 +99,16 @@ class QuipSharp(HessianPass):
         return Solution([found], transforms=(turn,))
 
 
-class _Runs:
-    """The rounded weight of a layer. weight: rotated. hessian: rotated and damped. dtype: of the stored scales."""
+class _Points:
+    """Runs of eight weights of a row as points of the lattice."""
 
-    def __init__(self, weight: Tensor, hessian: Tensor, bits: int, dtype: torch.dtype) -> None:
-        self.weight, self.hessian, self.bits, self.dtype = weight, hessian, bits, dtype
-        rows, width = weight.shape
-        self.scale = self._stored(weight.square().mean(1).sqrt() * GAUSSIAN[bits])
-        size = width // LENGTH
-        self.codes = torch.zeros(rows, size, count_bytes(bits), dtype=torch.uint8, device=weight.device)
-        self.found = torch.zeros_like(weight)
+    rows, columns = 1, LENGTH
 
-    def _stored(self, scale: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        return scale.clamp(min=torch.finfo(torch.bfloat16).tiny).to(self.dtype).float()
+    def __init__(self, bits: int) -> None:
+        self.bits, self.size = bits, count_bytes(bits)
 
-    def _round(self, values: Float[Tensor, "out 8"]) -> tuple[Tensor, Tensor]:
-        """The codes of the nearest points of a run, and their values."""
-        codes = nearest(values / self.scale[:, None], self.bits)
-        return codes, decode(codes, self.bits) * self.scale[:, None]
+    def encode(self, values: Float[Tensor, "out 8"]) -> Int[Tensor, "out bytes"]:
+        return nearest(values, self.bits)
 
-    def sweep(self, factor: Float[Tensor, "in in"]) -> None:
-        """Round all runs from left to right; later runs compensate the error of a run. factor: U of inv(H) = U^T U."""
-        work = self.weight.clone()
-        for at in range(0, work.shape[1], LENGTH):
-            here = slice(at, at + LENGTH)
-            codes, values = self._round(work[:, here])
-            self.codes[:, at // LENGTH], self.found[:, here] = codes, values
-            if at + LENGTH < work.shape[1]:
-                error = torch.linalg.solve_triangular(
-                    factor[here, here], work[:, here] - values, upper=True, left=False
-                )
-                work[:, at + LENGTH :] -= error @ factor[here, at + LENGTH :]
-
-    def fit_scales(self) -> None:
-        """The scale of each row with the least error for the present points."""
-        plain = self.found / self.scale[:, None]
-        weighed = plain @ self.hessian
-        size = (weighed * plain).sum(1)
-        found = (weighed * self.weight).sum(1) / size
-        fits = found.isfinite() & (found > 0) & (size > 0)
-        self.scale = torch.where(fits, self._stored(found.clamp(min=0)), self.scale)
-        self.found = plain * self.scale[:, None]
-
-    def descend(self) -> None:
-        """Choose each run again, given all others, and keep the choice in rows whose error falls."""
-        slope = (self.weight - self.found) @ self.hessian  # half of the negative gradient
-        for at in range(0, self.weight.shape[1], LENGTH):
-            here = slice(at, at + LENGTH)
-            own = self.hessian[here, here]
-            now = self.found[:, here]
-            best = now + torch.linalg.solve(own, slope[:, here].T).T
-            codes, values = self._round(best)
-            step = values - now
-            # the error changes by d H d - 2 d (W - Q) H
-            change = ((step @ own) * step).sum(1) - 2 * (step * slope[:, here]).sum(1)
-            step = step * (change < 0)[:, None]
-            self.codes[:, at // LENGTH] = torch.where((change < 0)[:, None], codes, self.codes[:, at // LENGTH])
-            self.found[:, here] = now + step
-            slope -= step @ self.hessian[here]
+    def decode(self, codes: Int[Tensor, "out bytes"]) -> Float[Tensor, "out 8"]:
+        return decode(codes, self.bits)

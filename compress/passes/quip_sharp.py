@@ -19,8 +19,9 @@ from compress.numerics.block_sweep import BlockSweep
 from compress.numerics.hadamard import exists, largest_block
 from compress.numerics.linalg import damped, factor_bytes, inverse_factor
 from compress.numerics.quant.lattice import CHUNK, GAUSSIAN, LENGTH, count_bytes, decode, nearest
-from compress.weights.lattice import LatticePart, LatticeScheme, rotated_rows
+from compress.weights.lattice import LatticePart, LatticeScheme
 from compress.weights.layer import LayerScheme
+from compress.weights.scaled_rows import rotated_rows
 from compress.weights.transforms.hadamard import Hadamard, HadamardScheme
 
 SMALLEST_BLOCK = 16  # of a Hadamard matrix that does not fit the whole width: a smaller one spreads little

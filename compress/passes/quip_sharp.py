@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.facts import Fact, LayerFacts
-from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
-from compress.api.observers import Gram
-from compress.errors import NumericError
-from compress.families.compensation import HessianPass
+from compress.families.rotated import GaussianCode, RotatedPass
 from compress.numerics.block_sweep import BlockSweep
-from compress.numerics.hadamard import exists, largest_block
-from compress.numerics.linalg import damped, factor_bytes, inverse_factor
 from compress.numerics.quant.lattice import CHUNK, GAUSSIAN, LENGTH, count_bytes, decode, nearest
-from compress.weights.lattice import LatticePart, LatticeScheme
-from compress.weights.layer import LayerScheme
-from compress.weights.scaled_rows import rotated_rows
-from compress.weights.transforms.hadamard import Hadamard, HadamardScheme
-
-SMALLEST_BLOCK = 16  # of a Hadamard matrix that does not fit the whole width: a smaller one spreads little
+from compress.weights.lattice import LatticeScheme
 
 
-class QuipSharp(HessianPass):
+class QuipSharp(RotatedPass):
     """Rotate weights and inputs by randomized Hadamard matrices, and round runs of eight weights to lattice points.
 
     The rotated weight has no outliers: it is nearly Gaussian (section 3), so one codebook suits all layers. That of 2
@@ -41,63 +30,26 @@ class QuipSharp(HessianPass):
     use_for: ClassVar[str] = "2 bits (2.04 with scales and signs), without any book to store; follow it by distill."
     not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and no kernel decodes the lattice here."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04396"
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
-    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
 
     bits: Literal[2, 3, 4] = Field(default=2, description="bits per weight: E8P; E8P and E8; E8P twice")
-    rotate: Literal["both", "inputs"] = Field(
-        default="inputs", description="sides of the weight that are rotated; with 'both' scales cannot be learned"
-    )
     refine: int = Field(
         default=2, ge=0, le=100, description="rounds after the sweep in which scales and runs are chosen again"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the random signs")
 
-    def _rotated(self, rows: int) -> int | None:
-        return largest_block(rows) if self.rotate == "both" else None
+    def scheme(self, rotated: int | None) -> LatticeScheme:
+        return LatticeScheme(self.bits, rotated)
 
-    def becomes(self, before: LayerScheme) -> LayerScheme:
-        rows, width = before.shape
-        found = before.with_parts(LatticeScheme(self.bits, self._rotated(rows)))
-        return found.with_transform(HadamardScheme(largest_block(width)))
+    def code(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
+        return GaussianCode(_Points(self.bits), GAUSSIAN[self.bits], {})
 
-    def check(self, layer: LayerFacts) -> str | None:
-        reason = super().check(layer)
-        sides = {"inputs": layer.shape[1]} | ({"outputs": layer.shape[0]} if self.rotate == "both" else {})
-        for side, width in sides.items():
-            if reason is None and not exists(width) and largest_block(width) < SMALLEST_BLOCK:
-                reason = f"no Hadamard matrix of order {SMALLEST_BLOCK} or more divides its {width} {side}; ignore it"
-        return reason
+    def improve(self, found: BlockSweep) -> None:
+        for _ in range(self.refine):
+            found.fit_scales()
+            found.descend()
 
     def memory(self, size: ProblemSize) -> int:
         distances = 2 * 4 * CHUNK * LENGTH * 256  # of some runs to all vectors of magnitudes
-        return 2 * super().memory(size) + 2 * factor_bytes(size.shape[1]) + distances
-
-    def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        if seen.tokens == 0:
-            raise NumericError(f"{layer.name}: no calibration token reached this layer")
-        rows, width = weight.shape
-        turn = Hadamard.of(largest_block(width), self.seed, (rows, width)).to(weight.device)
-        part = LatticePart.of(
-            torch.zeros(rows, width // LENGTH, count_bytes(self.bits), dtype=torch.uint8, device=weight.device),
-            torch.ones(rows, device=weight.device), self.bits, self._rotated(rows), self.seed + 1,
-        )  # fmt: skip
-        turned = turn(weight.float())
-        if part.signs is not None:
-            turned = rotated_rows(turned, part.signs, part.scheme.rotated)
-        hessian = turn(turn(seen.hessian).T.contiguous())
-        factor, used = inverse_factor(hessian, self.damping)
-        if used != self.damping:
-            layer.log("fallback", "damping raised until the Hessian was positive definite", damping=used)
-        first = turned.square().mean(1).sqrt() * GAUSSIAN[self.bits]
-        runs = BlockSweep(turned, damped(hessian, used), _Points(self.bits), first, layer.storage)
-        runs.sweep(factor)
-        for _ in range(self.refine):
-            runs.fit_scales()
-            runs.descend()
-        held: dict[str, Any] = {"codes": runs.codes.flatten(1), "scale": runs.scale.to(layer.storage)}
-        found = LatticePart(part.scheme, (rows, width), {**held, "signs": part.signs})
-        return Solution([found], transforms=(turn,))
+        return super().memory(size) + distances
 
 
 class _Points:

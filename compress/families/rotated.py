@@ -55,7 +55,7 @@ class RotatedPass(HessianPass):
         """The scheme of the part. rotated: rows of a Hadamard matrix; None: rows are not rotated."""
 
     @abstractmethod
-    def code(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
+    def code_of(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
         """The code that the weights are rounded to. storage: the dtype of stored floats."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class RotatedPass(HessianPass):
             raise NumericError(f"{layer.name}: no calibration token reached this layer")
         rows, width = weight.shape
         turn = Hadamard.of(largest_block(width), self.seed, (rows, width)).to(weight.device)
-        scheme, code = self.scheme(self._rotated(rows)), self.code(layer.storage, weight.device)
+        scheme, code = self.scheme(self._rotated(rows)), self.code_of(layer.storage, weight.device)
         turned, signs = turn(weight.float()), None
         if scheme.rotated is not None:
             signs = signs_of(rows, self.seed + 1).to(weight.device)

@@ -39,7 +39,7 @@ class QuipSharp(RotatedPass):
     def scheme(self, rotated: int | None) -> LatticeScheme:
         return LatticeScheme(self.bits, rotated)
 
-    def code(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
+    def code_of(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
         return GaussianCode(_Points(self.bits), GAUSSIAN[self.bits], {})
 
     def improve(self, found: BlockSweep) -> None:

@@ -20,7 +20,7 @@ from compress.numerics.additive import vector_kmeans
 Code = Literal["1mad", "3inst", "hyb"]
 CODES: tuple[Code, ...] = get_args(Code)
 TABLE_BITS = 9  # Q of section 4.2: pairs of the table of hyb
-SAMPLE = 1 << 16  # Gaussian pairs of which the table is the k-means
+SAMPLE = 1 << 14  # Gaussian pairs of which the table is the k-means
 WIDER = 1.04  # the best of 1, 1.02, 1.04 and 1.06 for 3inst with 2^12 states at 2 bits
 
 

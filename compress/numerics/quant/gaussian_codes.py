@@ -70,10 +70,11 @@ def hybrid(states: Int[Tensor, " n"], table: Float[Tensor, "entries 2"]) -> Floa
 
 @cache
 def first_table() -> Float[Tensor, "entries 2"]:
-    """The table of hyb: k-means of Gaussian pairs (section 3.1.2), with variance 1."""
+    """The table of hyb: k-means of Gaussian pairs (section 3.1.2), with mean 0 and variance 1."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(SAMPLE, 2, generator=generator)
     found = vector_kmeans(points, torch.ones(SAMPLE), 1 << TABLE_BITS, generator)
+    found = found - found.mean(0)
     return found / found.square().mean().sqrt()
 
 

@@ -31,7 +31,7 @@ class QTIP(RotatedPass):
     also rotates the outputs, as the paper does; with 'inputs' distill and lkd can learn the scales of the rows.
     """
 
-    use_for: ClassVar[str] = "2 to 4 bits (and 0.03 for scales) with the least error here; follow it by distill."
+    use_for: ClassVar[str] = "2 bits (2.03 with scales), with less error than a lattice; follow it by distill."
     not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and no kernel decodes the trellis here."
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11235"
 
@@ -40,12 +40,15 @@ class QTIP(RotatedPass):
         default=12,
         ge=2,
         le=16,
-        description="bits of a state; each bit more doubles the time, and lowers the error by 2.5% (12 to 13) or less",
+        description="bits of a state; each bit more doubles the time, and lowers the squared error by 3% or less",
     )
     code: Code = Field(default="3inst", description="how the bits of a state become a value, or two values with 'hyb'")
     tile_rows: int = Field(default=16, ge=1, le=256, description="outputs that a tile spans")
     tile_columns: int = Field(
-        default=16, ge=1, le=256, description="inputs that a tile spans, which do not compensate each other's errors"
+        default=16,
+        ge=1,
+        le=256,
+        description="inputs that a tile spans; they do not compensate each other's errors: fewer are slower and better",
     )
     refine: int = Field(
         default=0, ge=0, le=100, description="rounds after the sweep in which tiles and scales are chosen again"
@@ -61,7 +64,7 @@ class QTIP(RotatedPass):
         return TrellisScheme(self.bits, self.states, self.code, self.tile_rows, self.tile_columns, rotated)
 
     def code_of(self, storage: torch.dtype, device: torch.device) -> GaussianCode:
-        tables = {"table": first_table().to(device, storage)} if self.code == "hyb" else {}
+        tables = {"table": first_table().to(device, storage, copy=True)} if self.code == "hyb" else {}
         values = values_of(self.code, self.states, tables.get("table"), device)
         return GaussianCode(_Tiles(self.scheme(None), values), best_scale(self.bits, values), tables)
 

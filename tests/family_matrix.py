@@ -41,6 +41,7 @@ CHAINS: dict[str, list[dict]] = {
     "bcq": [{"bcq": {"group_size": "channel"}}],
     "olive": [{"olive": {}}],
     "quip_sharp": [{"quip_sharp": {"refine": 1}}],
+    "qtip": [{"qtip": {"states": 6, "tile_rows": 8, "tile_columns": 8}}],
     "pb_llm": [{"pb_llm": {"group_size": "channel"}}],
     "signround": [{"signround": {**INT8, "iterations": 2}}],
     "block_ap": [{"block_ap": {**INT8, **STEPS}}],
@@ -253,7 +254,7 @@ structure behave the same. Options and steps before and after each pass are in `
 GROUPS = {
     "Round weights": (
         "rtn", "gptq", "hqq", "obq", "owq", "aqlm", "squeezellm", "gobo", "pb_llm", "billm", "bcq", "spqr", "quantease",
-        "olive", "quip_sharp",
+        "olive", "quip_sharp", "qtip",
         "signround", "block_ap", "qat",
         "llm_int8", "lorc", "mixed_precision",
     ),

@@ -37,6 +37,7 @@ WORKS = {
     "bcq": [{"bcq": {"group_size": 16}}],
     "olive": [{"olive": {}}],
     "quip_sharp": [{"quip_sharp": {}}],
+    "qtip": [{"qtip": {"states": 6}}],
     "pb_llm": [{"pb_llm": {"group_size": 16}}],
     "squeezellm": [{"squeezellm": {"bits": 2, "sensitivity": "none"}}],
     "awq": [{"awq": INT4}, {"rtn": INT4}],

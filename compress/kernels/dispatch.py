@@ -88,9 +88,6 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
     """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
     total: Tensor | None = None
     rounded: Tensor | None = None
-    parts = tuple(parts)
-    if len(parts) > 1 and (summed := _in_one_call(x, parts, rounding, bias)) is not None:
-        return summed
     for part in parts:
         kernel = None if _plain else kernel_for(part, x, rounding)
         if kernel is not None:
@@ -100,19 +97,6 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
             y = part.product(rounded, bias)
         total, bias = y if total is None else total + y, None  # the first part adds the bias
     assert total is not None, "a layer has at least one part"
-    return total
-
-
-def _in_one_call(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor | None:
-    """The sum of the products of parts, such as binary planes, that a kernel computes in one call; else None."""
-    if torch.compiler.is_compiling() or len(parts) > MOST_TOGETHER:
-        return None
-    found = linears(x, parts, rounding, [bias, *[None] * (len(parts) - 1)])
-    if found is None:
-        return None
-    total, *others = found
-    for y in others:
-        total.add_(y)
     return total
 
 

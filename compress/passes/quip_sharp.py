@@ -37,7 +37,9 @@ class QuipSharp(HessianPass):
     """
 
     use_for: ClassVar[str] = "2 bits (2.04 with scales and signs), without any book to store; follow it by distill."
-    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and no kernel decodes the lattice here."
+    not_for: ClassVar[str] = (
+        "The fastest decoding: a point takes longer to decode than integers, and inputs are rotated when a layer runs."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04396"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -161,6 +161,13 @@ def points_of(rows: int, width: int, bits: int, rotated: int | None = None) -> W
     return LatticePart.of(codes, torch.ones(rows).bfloat16(), bits, rotated)
 
 
+def rotated_of(weight: torch.Tensor, outputs: bool) -> Layer:
+    """Random points of 2 bits with the transform of their inputs, as quip_sharp has; outputs: of their outputs, too."""
+    rows, width = weight.shape
+    part = points_of(rows, width, 2, largest_block(rows) if outputs else None)
+    return Layer([part], [Hadamard.of(largest_block(width), 0, (rows, width))])
+
+
 def halves_of(weight: torch.Tensor) -> WeightPart:
     """2:4: the larger half of the weights alone, in bfloat16."""
     mask = torch.zeros_like(weight, dtype=torch.bool)
@@ -208,10 +215,8 @@ def layer_of(weight: torch.Tensor, grid: str) -> Layer:
 KINDS: dict[str, Callable[[torch.Tensor], Layer]] = {
     "bfloat16": lambda w: Layer([DensePart.of(w.bfloat16())]),
     "2:4": lambda w: Layer([halves_of(w)]),
-    "quip_sharp": lambda w: Layer([points_of(*w.shape, 2)], [Hadamard.of(largest_block(w.shape[1]), 0, (*w.shape,))]),
-    "quip_sharp-both": lambda w: Layer(
-        [points_of(*w.shape, 2, largest_block(len(w)))], [Hadamard.of(largest_block(w.shape[1]), 0, (*w.shape,))]
-    ),
+    "quip_sharp": lambda w: rotated_of(w, outputs=False),
+    "quip_sharp-both": lambda w: rotated_of(w, outputs=True),
     "pairs": lambda w: Layer([pairs_of(w)]),
     "planes2": lambda w: Layer([codes_of(w, "binary", 128) for _ in range(2)]),
     "planes3": lambda w: Layer([codes_of(w, "binary", 128) for _ in range(3)]),

@@ -95,4 +95,6 @@ def test_the_library_checks_the_sizes_of_a_weight(name, value):
 def test_a_compiled_layer_calls_the_kernel():
     layer, x = CompressedLinear(part_of(40, 32), random(40)), random(2, 32)
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+        wanted = layer(x)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), wanted)

@@ -41,6 +41,33 @@ class Part(Protocol):
         ...
 
 
+class Transform(Protocol):
+    """The interface of a transform of inputs (`weights.base.InputTransform`) that kernels use."""
+
+    kind: ClassVar[str]
+    scheme: Any
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name."""
+        ...
+
+    def plain(self, x: Tensor) -> Tensor:
+        """The transformed inputs in plain torch."""
+        ...
+
+
+class TransformKernel(Protocol):
+    """A faster way to compute some kinds of transforms of inputs."""
+
+    def supports(self, transform: Transform, x: Tensor) -> bool:
+        """Whether this kernel can compute this call (kind, device, dtype, sizes)."""
+        ...
+
+    def transformed(self, transform: Transform, x: Tensor) -> Tensor:
+        """The transformed inputs, equal to `plain` up to float rounding."""
+        ...
+
+
 class Kernel(Protocol):
     """A faster way to compute x W^T + bias for some kinds of parts."""
 

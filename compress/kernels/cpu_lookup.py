@@ -13,7 +13,7 @@ from torch import Tensor
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import TYPES, PackedKernel
 from compress.kernels.cpu.library import available
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
+from compress.kernels.cpu.packed import PackedCodes, of_bytes
 
 LOOKED_UP = 15  # compress_codec of compress_cpu.h
 LENGTHS = 1, 2, 4, 8, 16  # weights of a run
@@ -34,7 +34,7 @@ class LookupKernel(PackedKernel):
 
 def pack(part: Any) -> PackedCodes:
     """Describe a part to the kernels. Indexes of 4 and 8 bits are shared, not copied; books become float32."""
-    scheme, (rows, width) = part.scheme, part.shape
+    scheme = part.scheme
     books, halves = part.books.float().contiguous(), scheme.length == scheme.count == 1 and scheme.bits <= 4
     if halves and scheme.bits < 4:  # the missing entries have no index
         books = torch.nn.functional.pad(books, (0, 0, 0, FEW - books.shape[2]))
@@ -42,11 +42,8 @@ def pack(part: Any) -> PackedCodes:
         words = part.words.view(torch.uint8)
     else:
         words = _bytes(part.indices.flatten(1), halves)
-    columns = -(-width // UNIT) * UNIT
-    scale = torch.zeros(-(-rows // LANES) * LANES)
-    scale[:rows] = 1 if part.scale is None else part.scale.float()
-    sizes = LOOKED_UP, rows, width, columns
-    return PackedCodes(words, scale.view(-1, 1, LANES), None, books, None, None, None, 0.0, *sizes, part.narrow_inputs)
+    scale = None if part.scale is None else part.scale[:, None]
+    return of_bytes(LOOKED_UP, words, books, scale, part.shape, part.narrow_inputs)
 
 
 def _bytes(indices: Tensor, halves: bool) -> Tensor:

@@ -1,6 +1,7 @@
 """Kernel dispatch: the first kernel that supports a call computes a part of a layer; otherwise plain torch does.
 
-A kernel is a file of this folder that defines `KERNEL`; it is found by its file. It receives the rounding of the inputs
+A kernel is a file of this folder that defines `KERNEL`, for products, or `TRANSFORM`, for transforms of inputs; it is
+found by its file. A kernel of products receives the rounding of the inputs
 together with the weights, so that an integer kernel can compute with integers instead of dequantized values.
 """
 
@@ -16,21 +17,25 @@ import torch
 from torch import Tensor
 
 from compress import kernels
-from compress.kernels.contract import Kernel, Part, RoundingLike
+from compress.kernels.contract import Kernel, Part, RoundingLike, Transform, TransformKernel
 
 SHARED = ("choice", "contract", "dispatch", "reference")
 """Files of this folder that are no kernels. Kernels import none of them but `choice` and `contract`."""
 
 
-def find_kernels() -> list[Kernel]:
-    """Import the kernels of this folder, in the order of their file names."""
+def find_kernels() -> tuple[list[Kernel], list[TransformKernel]]:
+    """Import the kernels of products and of transforms of this folder, in the order of their file names."""
     modules = [importlib.import_module(f"{kernels.__name__}.{f.name}") for f in pkgutil.iter_modules(kernels.__path__)
                if f.name not in SHARED]  # fmt: skip
-    return [module.KERNEL for module in modules]
+    transforms = [module.TRANSFORM for module in modules if hasattr(module, "TRANSFORM")]
+    return [module.KERNEL for module in modules if not hasattr(module, "TRANSFORM")], transforms
 
 
-KERNELS: list[Kernel] = find_kernels()
-"""All kernels; the first that supports a call computes it."""
+KERNELS: list[Kernel]
+"""All kernels of products; the first that supports a call computes it."""
+TRANSFORMS: list[TransformKernel]
+"""All kernels of transforms of inputs."""
+KERNELS, TRANSFORMS = find_kernels()
 
 
 MOST_TOGETHER = 8
@@ -93,6 +98,14 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
         total, bias = y if total is None else total + y, None  # the first part adds the bias
     assert total is not None, "a layer has at least one part"
     return total
+
+
+def transformed(transform: Transform, x: Tensor) -> Tensor:
+    """The transformed inputs, by the first kernel that supports the call; otherwise in plain torch."""
+    for kernel in () if _plain else TRANSFORMS:
+        if kernel.supports(transform, x):
+            return kernel.transformed(transform, x)
+    return transform.plain(x)
 
 
 def linears(

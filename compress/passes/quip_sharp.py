@@ -28,7 +28,9 @@ class QuipSharp(RotatedPass):
     """
 
     use_for: ClassVar[str] = "2 bits (2.04 with scales and signs), without any book to store; follow it by distill."
-    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and no kernel decodes the lattice here."
+    not_for: ClassVar[str] = (
+        "The fastest decoding: a point takes longer to decode than integers, and inputs are rotated when a layer runs."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04396"
 
     bits: Literal[2, 3, 4] = Field(default=2, description="bits per weight: E8P; E8P and E8; E8P twice")

@@ -26,6 +26,15 @@ class Weight(ctypes.Structure):
     ]  # fmt: skip
 
 
+class HadamardMatrix(ctypes.Structure):
+    """`compress_hadamard` of compress_cpu.h."""
+
+    _fields_ = [
+        ("matrices", c_void_p), ("lengths", c_void_p), ("numbers", c_int64), ("count", c_int64), ("inner", c_int64),
+        ("levels", c_int64), ("order", c_int64),
+    ]  # fmt: skip
+
+
 PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3
 
 
@@ -42,6 +51,7 @@ def library() -> ctypes.CDLL | None:
     found = ctypes.CDLL(path)
     found.compress_product.argtypes = PRODUCT
     found.compress_products.argtypes = [c_int64, *PRODUCT]
+    found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]

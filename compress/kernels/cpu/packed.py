@@ -97,6 +97,27 @@ class PackedCodes:
         return values[:, chosen // self.group].mT.flatten(0, 1)[: self.rows]
 
 
+def of_bytes(
+    codec: int, words: Tensor, table: Tensor, scale: Tensor | None, shape: tuple[int, int], narrow: bool,
+    group: int | None = None,
+) -> PackedCodes:  # fmt: skip
+    """Describe weights that are looked up in a table [tables, books, entries, length] by the bytes of each row.
+
+    scale: [out or 1, groups]; None: 1. group: columns that share a scale, a multiple of 16; None: whole rows.
+    """
+    rows, width = shape
+    columns = -(-width // UNIT) * UNIT
+    group = group or columns
+    tiles, groups = -(-rows // LANES), -(-columns // group)
+    scales = torch.zeros(tiles * LANES, groups)
+    if scale is None:
+        scales[:rows] = 1
+    else:
+        scales[:rows, : scale.shape[1]] = scale.float()
+    tiled = scales.view(tiles, LANES, groups).mT.contiguous()
+    return PackedCodes(words, tiled, None, table, None, None, None, 0.0, codec, rows, width, group, narrow)
+
+
 def pointer(tensor: Tensor | None) -> int | None:
     """The address of the numbers of a tensor."""
     return None if tensor is None else tensor.data_ptr()

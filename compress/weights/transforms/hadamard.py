@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
+from compress.kernels import dispatch
 from compress.numerics.hadamard import exists, signs_of, transformed
 from compress.weights.base import InputTransform, TensorSpec, TransformScheme, stored_name
 
@@ -55,6 +56,10 @@ class Hadamard(InputTransform):
         return cls(HadamardScheme(block), shape, {"signs": signs_of(shape[1], seed)})
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        return dispatch.transformed(self, x)
+
+    def plain(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        """The transformed inputs in plain torch. Kernels are tested against it."""
         return transformed(x.float() * self.signs, self.scheme.block).to(x.dtype)
 
     def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:

@@ -16,11 +16,10 @@
 
 namespace {
 
-using Products = int (*)(const compress_call *, int64_t);
-
 struct Set {
     const char *name;
-    Products products;
+    int (*products)(const compress_call *, int64_t);
+    int (*rotate)(const compress_rotation *);
     bool available;
 };
 
@@ -44,28 +43,28 @@ bool has_avx2() {
 const Set *sets() {
     static const Set found[] = {
 #if defined(COMPRESS_AVX512)
-        {"avx512_bf16", compress_cpu::avx512_bf16::products, has_avx512() && __builtin_cpu_supports("avx512bf16")},
-        {"avx512", compress_cpu::avx512::products, has_avx512()},
+        {"avx512_bf16", compress_cpu::avx512_bf16::products, compress_cpu::avx512_bf16::rotate, has_avx512() && __builtin_cpu_supports("avx512bf16")},
+        {"avx512", compress_cpu::avx512::products, compress_cpu::avx512::rotate, has_avx512()},
 #endif
 #if defined(COMPRESS_AVX2)
-        {"avx2", compress_cpu::avx2::products, has_avx2()},
+        {"avx2", compress_cpu::avx2::products, compress_cpu::avx2::rotate, has_avx2()},
 #endif
-        {"generic", compress_cpu::generic::products, true},
-        {nullptr, nullptr, false},
+        {"generic", compress_cpu::generic::products, compress_cpu::generic::rotate, true},
+        {nullptr, nullptr, nullptr, false},
     };
     return found;
 }
 
-std::atomic<Products> chosen{nullptr};
+std::atomic<const Set *> chosen{nullptr};
 
-Products best() {
-    Products found = chosen.load();
+const Set &best() {
+    const Set *found = chosen.load();
     if (!found) {
-        const Set *set = sets();
-        while (!set->available) ++set;
-        chosen.store(found = set->products);
+        found = sets();
+        while (!found->available) ++found;
+        chosen.store(found);
     }
-    return found;
+    return *found;
 }
 
 int bits_of(const compress_weight &w) { return w.codec > 4 ? 8 : w.codec; }
@@ -78,19 +77,42 @@ bool in_floats(const compress_weight &w) { return w.codec > COMPRESS_E5M2; }
 bool looked_up(const compress_weight &w) {
     if (!w.table || w.books < 1 || w.entries < 1 || w.entries > 256 || (w.entries & (w.entries - 1))) return false;
     if (w.length < 1 || w.length > 16 || (w.length & (w.length - 1)) || w.width % w.length) return false;
-    if ((w.tables != 1 && w.tables != w.rows) || w.groups != 1) return false;
+    if (w.tables != 1 && w.tables != w.rows) return false;
     if (compress_cpu::in_halves(w)) return w.stride >= (w.width + 1) / 2;
     return w.stride >= w.width / w.length * w.books;
 }
 
+bool points(const compress_weight &w) { return w.codec >= COMPRESS_POINTS_2; }
+
+// Whether the sizes of tables of points fit together. Each byte is an index.
+bool in_points(const compress_weight &w) {
+    const int64_t bytes = w.codec - COMPRESS_POINTS_2 + 2;
+    if (!w.table || w.tables != 1 || w.books != (bytes == 2 ? 2 : 3) || w.entries != 256 || w.length != 8) return false;
+    return w.width % 8 == 0 && w.stride >= w.width / 8 * bytes;
+}
+
 bool consistent(const compress_weight &w) {
-    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_LOOKED_UP) return false;
-    if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : w.table && w.codec > 4) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_POINTS_4) return false;
+    if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : points(w) ? !in_points(w) : w.table && w.codec > 4) return false;
     if (in_floats(w) && (w.zero || w.order || w.zero_point != 0.0f)) return false;
     if (kept_alone(w) && (!w.masks || !w.offsets)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
     if (!w.order && w.units * 32 < w.width) return false;
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
+}
+
+bool consistent(const compress_hadamard &h) {
+    constexpr int64_t LARGEST = 1 << 20;
+    if (h.order < 1 || h.order > LARGEST || h.inner < 1 || h.inner > h.order || h.levels < 0 || h.levels > 20 || h.count < 0)
+        return false;
+    if (h.levels > 0 && h.inner % 16) return false;  // butterflies take whole vectors
+    int64_t order = h.inner << h.levels, numbers = h.inner * ((h.inner + 15) / 16 * 16);
+    for (int64_t i = 0; i < h.count; ++i) {
+        const int64_t length = h.lengths[i];
+        if (length < 1 || length > h.order || order > h.order) return false;
+        order *= length, numbers += length * length;
+    }
+    return order == h.order && numbers == h.numbers;
 }
 
 struct Packing {
@@ -162,12 +184,19 @@ int compress_products(int64_t count, const compress_weight *const *weights, cons
         if (!consistent(w) || w.width != weights[0]->width || (m > 1 && ldx < w.width)) return -1;
         calls[i] = {weights[i], x, y[i], bias[i], static_scale, m, ldx, type, rounded, threads};
     }
-    return best()(calls, count);
+    return best().products(calls, count);
 }
 
 int compress_product(const compress_weight *weight, const void *x, void *y, const void *bias, const float *static_scale,
                      int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t threads) {
     return compress_products(1, &weight, x, &y, &bias, static_scale, m, ldx, type, rounded, threads);
+}
+
+int compress_rotate(const compress_hadamard *matrix, const void *x, void *y, const int8_t *signs, const float *bias, int64_t m,
+                    int64_t width, int64_t ldx, int32_t x_type, int32_t y_type, int32_t outputs, int32_t threads) {
+    if (!consistent(*matrix) || m < 0 || threads < 1 || width < 0 || width % matrix->order || (m > 1 && ldx < width)) return -1;
+    const compress_rotation rotation = {matrix, x, y, signs, bias, m, width, ldx, x_type, y_type, outputs, threads};
+    return m == 0 || width == 0 ? 0 : best().rotate(&rotation);
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {
@@ -224,7 +253,7 @@ const char *compress_instruction_sets(void) {
 int compress_use(const char *name) {
     for (const Set *set = sets(); set->name; ++set)
         if (set->available && !std::strcmp(set->name, name)) {
-            chosen.store(set->products);
+            chosen.store(set);
             return 0;
         }
     return -1;

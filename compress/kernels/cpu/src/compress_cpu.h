@@ -32,9 +32,10 @@ enum compress_rounding {
 // Or weights that are looked up: each run of `length` weights of a row is the sum of `books` entries. `words` holds an index
 // per run and book in `stride` bytes a row: a byte each, or half a byte, the lower first, if there are 16 entries of one
 // weight in one book.
+// Or points of a lattice: each run of 8 weights is one or the sum of two points, of 2, 3 or 4 bytes; see lookup.inc.
 enum compress_codec {
     COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12, COMPRESS_ROWS_F32 = 13,
-    COMPRESS_ROWS_BF16 = 14, COMPRESS_LOOKED_UP = 15
+    COMPRESS_ROWS_BF16 = 14, COMPRESS_LOOKED_UP = 15, COMPRESS_POINTS_2 = 16, COMPRESS_POINTS_3 = 17, COMPRESS_POINTS_4 = 18
 };
 
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
@@ -42,7 +43,8 @@ struct compress_weight {
     const uint32_t *words;  // [tiles][units][bits][16]
     const float *scale;     // [tiles][groups][16]
     const float *zero;      // like scale, or NULL: zero_point for all
-    const float *table;     // [2^codec], or NULL; of weights that are looked up: [tables][books][entries][length]
+    const float *table;     // [2^codec], or NULL; of weights that are looked up: [tables][books][entries][length];
+                            // of points: for the first byte, the second, and what is added [2 or 3][256][8]
     const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k
     const uint16_t *masks;  // [tiles][32 units] a bit per row of the tile, 1 for kept; NULL for codes
     const int64_t *offsets; // [tiles] index of the first kept weight; 16 more numbers than these can be read; NULL for codes
@@ -87,6 +89,32 @@ COMPRESS_API int compress_pack(const struct compress_weight *weight, const uint8
 // The codes [rows, count] of some packed columns.
 COMPRESS_API int compress_codes(const struct compress_weight *weight, const int32_t *columns, int64_t count, uint8_t *codes,
                                 int32_t threads);
+
+// A Hadamard matrix over the root of its order: the Kronecker product of some of Paley, `levels` times that of order 2, and
+// one of order `inner`, the innermost. matrices: the innermost, [inner][inner rounded up to 16] with zeros at the end, then
+// `count` others [length][length], from the innermost to the outermost, with their lengths in `lengths`; `numbers` in all.
+struct compress_hadamard {
+    const float *matrices;
+    const int64_t *lengths;
+    int64_t numbers, count, inner, levels, order;
+};
+
+// Runs of `order` numbers times a matrix. x: [m, width] with row stride ldx; y: [m, width], contiguous. signs: [width], 1
+// or -1: of the inputs, or, if `outputs`, of the outputs. bias: [width], or NULL.
+struct compress_rotation {
+    const struct compress_hadamard *matrix;
+    const void *x;
+    void *y;
+    const int8_t *signs;
+    const float *bias;
+    int64_t m, width, ldx;
+    int32_t x_type, y_type, outputs, threads;
+};
+
+// 0, or -1 for sizes that do not fit together, -2 when out of memory.
+COMPRESS_API int compress_rotate(const struct compress_hadamard *matrix, const void *x, void *y, const int8_t *signs,
+                                 const float *bias, int64_t m, int64_t width, int64_t ldx, int32_t x_type, int32_t y_type,
+                                 int32_t outputs, int32_t threads);
 
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);

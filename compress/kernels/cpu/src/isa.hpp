@@ -8,8 +8,14 @@ namespace compress_cpu {
 // Whether indexes of books take half a byte each.
 inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
 
-namespace generic { int products(const compress_call *calls, int64_t count); }
-namespace avx2 { int products(const compress_call *calls, int64_t count); }
-namespace avx512_bf16 { int products(const compress_call *calls, int64_t count); }
-namespace avx512 { int products(const compress_call *calls, int64_t count); }
+#define COMPRESS_SET(name)                                      \
+    namespace name {                                            \
+    int products(const compress_call *calls, int64_t count);    \
+    int rotate(const compress_rotation *rotation);              \
+    }
+COMPRESS_SET(generic)
+COMPRESS_SET(avx2)
+COMPRESS_SET(avx512)
+COMPRESS_SET(avx512_bf16)
+#undef COMPRESS_SET
 }  // namespace compress_cpu

@@ -1,0 +1,128 @@
+"""Products of rows and randomized Hadamard matrices on the CPU, and their torch operator."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from compress.kernels.cpu.codes import OUT_OF_MEMORY, TYPES
+from compress.kernels.cpu.library import HadamardMatrix, library
+from compress.kernels.cpu.packed import LANES, pointer
+from compress.numerics.hadamard import factors, hadamard
+
+LARGEST = 512  # rows of a matrix that is multiplied as it is; torch's products of matrices are for larger ones
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """A Hadamard matrix as compress_cpu.h describes it. matrices: float32; lengths: int64, of all but the first."""
+
+    matrices: Tensor
+    lengths: Tensor
+    inner: int
+    levels: int
+    order: int
+
+    @cached_property
+    def matrix(self) -> HadamardMatrix:
+        """The C structure; valid as long as the tensors are."""
+        return HadamardMatrix(
+            matrices=pointer(self.matrices), lengths=pointer(self.lengths), numbers=self.matrices.numel(),
+            count=self.lengths.numel(), inner=self.inner, levels=self.levels, order=self.order,
+        )  # fmt: skip
+
+    @cached_property
+    def address(self) -> int:
+        """The address of the C structure."""
+        return ctypes.addressof(self.matrix)
+
+
+@cache
+def steps(order: int, inverse: bool) -> Steps | None:
+    """The steps of a product with a matrix or its inverse; None if a dense one would be larger than `LARGEST`.
+
+    Butterflies take whole vectors, so the innermost 16 rows are multiplied as one matrix; where the order has fewer
+    factors of 2, the smallest matrix of Paley joins them.
+    """
+    parts = factors(order)
+    if parts is None:
+        return None
+    paley, twos = [part for part in parts if part != 2], parts.count(2)
+    low = min(twos, 4)
+    inner = hadamard(2**low)
+    if twos < 3 and paley:
+        inner = torch.kron(hadamard(paley.pop()), inner)
+    if max([len(inner), *paley]) > LARGEST:
+        return None
+    others = [hadamard(part) for part in reversed(paley)]
+    if inverse:
+        inner, others = inner.T, [matrix.T for matrix in others]
+    with torch.inference_mode(False):
+        padded = torch.nn.functional.pad(inner, (0, -len(inner) % LANES))
+        matrices = torch.cat([matrix.flatten().float() for matrix in (padded, *others)])
+        lengths = torch.tensor([len(matrix) for matrix in others], dtype=torch.int64, device="cpu")
+    return Steps(matrices, lengths, len(inner), twos - low, order)
+
+
+def rotate(
+    x: Tensor, signs: Tensor, order: int, outputs: bool = False, bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """(x * signs) H / sqrt(order), or, if `outputs`, x H^T / sqrt(order) * signs + bias, for runs of `order` channels.
+
+    x: float32 or bfloat16; it is computed in float32. dtype: of the result; None: that of x.
+    """
+    native, found = library(), steps(order, outputs)
+    assert native is not None and found is not None
+    assert signs.dtype == torch.int8 and signs.shape == x.shape[-1:] and (bias is None or bias.shape == signs.shape)
+    width, rows = x.shape[-1], x
+    if not x.is_contiguous():
+        rows = x.reshape(-1, width)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    y = x.new_empty(x.shape, dtype=dtype or x.dtype)
+    signs, bias = signs.contiguous(), None if bias is None else bias.float().contiguous()
+    count, step = x.numel() // max(1, width), width if rows is x else rows.stride(0)
+    failed = native.compress_rotate(
+        found.address, rows.data_ptr(), y.data_ptr(), signs.data_ptr(), pointer(bias), count, width, step,
+        TYPES[x.dtype], TYPES[y.dtype], outputs, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of a Hadamard matrix and its inputs do not fit together"
+    return y
+
+
+_LIBRARY = torch.library.Library("compress", "FRAGMENT")
+_LIBRARY.define(
+    "rotate(Tensor x, Tensor signs, int order, bool outputs, Tensor? bias, ScalarType? dtype) -> Tensor",
+)
+_LIBRARY.impl("rotate", rotate, "CPU")
+
+
+def _shape_of_rotated(
+    x: Tensor, signs: Tensor, order: int, outputs: bool, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype or x.dtype)
+
+
+torch.library.register_fake("compress::rotate", _shape_of_rotated, lib=_LIBRARY)
+
+
+def rotated(
+    x: Tensor, signs: Tensor, order: int, outputs: bool = False, bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """`rotate`, as the operator where torch traces."""
+    if torch.compiler.is_compiling():
+        return torch.ops.compress.rotate(x, signs, order, outputs, bias, dtype)
+    return rotate(x, signs, order, outputs, bias, dtype)
+
+
+@torch.compiler.assume_constant_result
+def has_steps(order: int) -> bool:
+    """Whether a matrix of this order is multiplied here; a constant for torch.compile."""
+    return library() is not None and steps(order, False) is not None

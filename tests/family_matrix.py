@@ -141,6 +141,11 @@ REASONS: dict[str, tuple[str, str]] = {
         "inputs are not a multiple of|group_size .* is larger than its|runs of 8 weights do not divide",
         "a linear has fewer inputs than a group, or part of one; leave it out with `ignore`",
     ),
+    "other tiles": (
+        "tile_(rows|columns) .* does not divide its",
+        "tiles of this size do not divide the outputs or inputs of a linear; choose `tile_rows` and `tile_columns`, or "
+        "leave it out with `ignore`",
+    ),
     "one output": ("rank .* is not below its", "a linear has fewer outputs than any rank; leave it out with `ignore`"),
     "cannot run": (
         "transformers cannot run the model without the blocks",

@@ -94,6 +94,8 @@ class Kernel(Protocol):
 class BoundCall(Protocol):
     """The products of some parts with the same inputs, whose checks and arguments are prepared once."""
 
+    kernel: Kernel
+
     def computes(self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> bool:
         """Whether a call is one of those that it was prepared for; with as many parts as those."""
         ...

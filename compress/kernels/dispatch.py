@@ -127,7 +127,7 @@ def _bound(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> B
     if _plain or torch.compiler.is_compiling():
         return None
     found = parts[0].bound.get(len(parts))
-    return found if found is not None and found.computes(x, parts, rounding) else None
+    return found if found is not None and found.kernel in KERNELS and found.computes(x, parts, rounding) else None
 
 
 def _bind(kernel: Any, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> BoundCall | None:

@@ -33,7 +33,12 @@ class BoundProducts:
     """
 
     def __init__(
-        self, kernel: Kernel, weights: Sequence[PackedCodes], dtype: torch.dtype, rounding: RoundingLike | None, mode: int
+        self,
+        kernel: Kernel,
+        weights: Sequence[PackedCodes],
+        dtype: torch.dtype,
+        rounding: RoundingLike | None,
+        mode: int,
     ) -> None:
         """weights: the parts as `kernel` prepared them. mode: what the kernel rounds inputs to, by the input alone."""
         native = library()

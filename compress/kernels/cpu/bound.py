@@ -50,12 +50,12 @@ class BoundProducts:
         self._address, self._addresses = weights[0].address, self._pointers(*[weight.address for weight in weights])
 
     def computes(self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> bool:
-        """Whether a call is one of these: the same unchanged parts, rounding and dtype. The number of parts is equal."""
+        """Whether a call is one of these: the same unchanged parts, rounding and dtype. There are as many parts."""
         if rounding is not self.rounding or x.dtype is not self.dtype or not x.is_cpu or not x.is_contiguous():
             return False
         if x.requires_grad and torch.is_grad_enabled():
             return False
-        for part, weight in zip(parts, self.weights):  # noqa: B905  checking the lengths takes as long as a part
+        for part, weight in zip(parts, self.weights):  # noqa: B905, SIM110  lengths and a generator take longer
             if part.cached(self.kernel) is not weight:
                 return False
         return True

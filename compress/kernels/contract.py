@@ -23,7 +23,6 @@ class Part(Protocol):
     scheme: Any
     shape: tuple[int, int]
     narrow_inputs: bool
-    bound: dict[int, BoundCall]
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
@@ -35,10 +34,6 @@ class Part(Protocol):
 
     def prepared(self, kernel: Kernel) -> Any:
         """The cached result of `kernel.prepare`."""
-        ...
-
-    def cached(self, kernel: Kernel) -> Any:
-        """The cached result of `kernel.prepare`; None if there is none."""
         ...
 
     def is_prepared(self, kernel: Kernel) -> bool:
@@ -91,25 +86,13 @@ class Kernel(Protocol):
         ...
 
 
-class BoundCall(Protocol):
-    """The products of some parts with the same inputs, whose checks and arguments are prepared once."""
+class JointKernel(Kernel, Protocol):
+    """A kernel that also computes several products with the same inputs in one call."""
 
-    kernel: Kernel
-
-    def computes(self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> bool:
-        """Whether a call is one of those that it was prepared for; with as many parts as those."""
-        ...
-
-    def __call__(self, x: Tensor, biases: Sequence[Tensor | None]) -> list[Tensor]:
-        """`product` for each part."""
-        ...
-
-
-class BindingKernel(Kernel, Protocol):
-    """A kernel that prepares calls, also of several products with the same inputs."""
-
-    def bind(self, parts: Sequence[Part], x: Tensor, rounding: RoundingLike | None) -> BoundCall | None:
-        """A call for inputs like x, which are contiguous, for parts that the kernel supports; None for other calls."""
+    def products(
+        self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:  # fmt: skip
+        """`product` for each part; x is contiguous."""
         ...
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compress import kernels
-from compress.kernels.contract import BoundCall, Kernel, Part, RoundingLike, Transform, TransformKernel
+from compress.kernels.contract import Kernel, Part, RoundingLike, Transform, TransformKernel
 
 SHARED = ("choice", "contract", "dispatch", "reference")
 """Files of this folder that are no kernels. Kernels import none of them but `choice` and `contract`."""
@@ -89,12 +89,8 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
     total: Tensor | None = None
     rounded: Tensor | None = None
     for part in parts:
-        call = _bound(x, (part,), rounding)
-        kernel = None if _plain or call is not None else kernel_for(part, x, rounding)
-        call = call or _bind(kernel, x, (part,), rounding)
-        if call is not None:
-            y = call(x, (bias,))[0]
-        elif kernel is not None:
+        kernel = None if _plain else kernel_for(part, x, rounding)
+        if kernel is not None:
             y = kernel.product(x, part, part.prepared(kernel), rounding, bias)
         else:
             rounded = (x if rounding is None else rounding(x)) if rounded is None else rounded
@@ -116,30 +112,12 @@ def linears(
     x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
 ) -> list[Tensor] | None:
     """`linear` for some layers of one part each, at most `MOST_TOGETHER`; None if no kernel computes them together."""
-    if _plain:
+    if _plain or not x.is_contiguous():
         return None
-    call = _bound(x, parts, rounding) or _bind(kernel_for(parts[0], x, rounding), x, parts, rounding)
-    return None if call is None else call(x, biases)
-
-
-def _bound(x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> BoundCall | None:
-    """The call that was prepared for these parts, if there is one and it computes this call."""
-    if _plain or torch.compiler.is_compiling():
+    kernel: Any = kernel_for(parts[0], x, rounding)
+    if not hasattr(kernel, "products") or not all(kernel.supports(part, x, rounding) for part in parts[1:]):
         return None
-    found = parts[0].bound.get(len(parts))
-    return found if found is not None and found.kernel in KERNELS and found.computes(x, parts, rounding) else None
-
-
-def _bind(kernel: Any, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None) -> BoundCall | None:
-    """Prepare a call for these parts, if a kernel does that."""
-    if not hasattr(kernel, "bind") or torch.compiler.is_compiling() or not x.is_contiguous():
-        return None
-    if not all(kernel.supports(part, x, rounding) for part in parts[1:]):
-        return None
-    found = kernel.bind(parts, x, rounding)
-    if found is not None:
-        parts[0].bound[len(parts)] = found
-    return found
+    return kernel.products(x, parts, rounding, biases)
 
 
 def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int] | None:

@@ -304,9 +304,6 @@ class CompressedLinear(nn.Module):
                 return dispatch.traced_linear(x, self.bias, *self.traced)
         elif self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:
             return y
-        call = self.joint_call
-        if call is not None:
-            return dispatch.linear(x, call[:1], call[1], call[2])
         rounding: Any = None
         transform: Any
         for transform in self.transforms:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -34,7 +33,6 @@ class SharedInput:
         self._sets: dict[Layer, list[Layer]] = {}  # by the first; one member: it is computed alone
         self._seen: dict[Layer, tuple[weakref.ref[Tensor], int]] = {}  # the first input of each layer, with its version
         self._ready: dict[Layer, tuple[Tensor, int, dict[Layer, Tensor]]] = {}  # outputs to take, by the first layer
-        self._alike: list[Any] = []  # the roundings of inputs that were last found to compute the same
 
     def output(self, layer: Layer, x: Tensor) -> Tensor | None:
         """The output of a layer if it is computed together with others, else None."""
@@ -54,7 +52,7 @@ class SharedInput:
         if self._ready.pop(layer, None) is not None:  # outputs that nobody took
             self._sets[layer] = [layer]
             return None
-        computed = self._outputs(members, x) if len(members) > 1 else None
+        computed = _outputs(members, x) if len(members) > 1 else None
         if computed is None:
             return None
         self._ready[layer] = x, version, dict(zip(members[1:], computed[1:], strict=True))
@@ -75,25 +73,16 @@ class SharedInput:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies learn anew."""
-        return {"_sets": {}, "_seen": {}, "_ready": {}, "_alike": []}
+        return {"_sets": {}, "_seen": {}, "_ready": {}}
 
-    def _outputs(self, layers: Sequence[Layer], x: Tensor) -> list[Tensor] | None:
-        """The outputs of layers that a kernel computes in one call; None if none does."""
-        calls = [layer.joint_call for layer in layers]
-        if None in calls:
-            return None
-        parts, roundings, biases = zip(*calls, strict=True)  # type: ignore[arg-type]
-        first = roundings[0]
-        if any(r is not first for r in roundings) and not self._all_alike(roundings):
-            return None
-        return dispatch.linears(x, parts, first, biases)
 
-    def _all_alike(self, roundings: Sequence[Any]) -> bool:
-        """Whether roundings round every input to the same numbers; known ones are recognized."""
-        if len(self._alike) == len(roundings) and all(map(operator.is_, self._alike, roundings)):
-            return True
-        first = roundings[0]
-        if any((r is None) != (first is None) or not (r is None or first.computes_like(r)) for r in roundings):
-            return False
-        self._alike = list(roundings)
-        return True
+def _outputs(layers: Sequence[Layer], x: Tensor) -> list[Tensor] | None:
+    """The outputs of layers that a kernel computes in one call; None if none does."""
+    calls = [layer.joint_call for layer in layers]
+    if any(call is None for call in calls):
+        return None
+    parts, roundings, biases = zip(*calls, strict=True)  # type: ignore[arg-type]
+    first = roundings[0]
+    if any((r is None) != (first is None) or not (r is None or first.computes_like(r)) for r in roundings):
+        return None
+    return dispatch.linears(x, parts, first, biases)

@@ -277,7 +277,6 @@ class WeightPart(Component):
         self.lattice: tuple[int, ...] = shape
         self.narrow_inputs = False  # kernels may round float32 inputs to bfloat16; set before the first product
         self._prepared: dict[int, Any] = {}
-        self.bound: dict[int, dispatch.BoundCall] = {}  # calls that begin with this part, by their number of parts
         self.register_load_state_dict_post_hook(WeightPart.forget_prepared)
 
     @property
@@ -304,17 +303,13 @@ class WeightPart(Component):
             self._prepared[key] = kernel.prepare(self)
         return self._prepared[key]
 
-    def cached(self, kernel: dispatch.Kernel) -> Any:
-        """The cached result of `kernel.prepare`; None if there is none."""
-        return self._prepared.get(id(kernel))
-
     def is_prepared(self, kernel: dispatch.Kernel) -> bool:
         """Whether the result of `kernel.prepare` is cached."""
         return id(kernel) in self._prepared
 
     def forget_prepared(self, keys: Any = None) -> None:
         """Drop the results of kernels, because the tensors have changed; also a hook after `load_state_dict`."""
-        self._prepared, self.bound = {}, {}
+        self._prepared = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
         self.forget_prepared()
@@ -322,7 +317,7 @@ class WeightPart(Component):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude the results of kernels; a copy prepares its own."""
-        return {**self.__dict__, "_prepared": {}, "bound": {}}
+        return {**self.__dict__, "_prepared": {}}
 
     def in_storage(self, dtype: torch.dtype) -> WeightPart:
         """The part with its floats (such as scales and float zero points) in the storage dtype.

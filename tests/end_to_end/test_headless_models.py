@@ -64,6 +64,13 @@ WORKS = {
     "rtn": [{"rtn": INT4}],
     "signround": [{"signround": {**INT4, "iterations": 2}}],
     "smoothquant": [{"smoothquant": {}}, {"rtn": INT8}],
+    "outlier_suppression": [{"outlier_suppression": {"steps": 2}}, {"rtn": INT8}],
+    "fptq": [{"fptq": {}}, {"rtn": {"weights": "int8", "group_size": "channel"}}],
+    "rptq": [
+        {"rptq": {"clusters": 4, "activation_scale": "token"}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
+    ],
+    "qllm": [{"qllm": {**INT8, "rank": 1, "steps": 2}}, {"rtn": INT8}],
     "sparsegpt": [{"sparsegpt": {"pattern": "2:4"}}],
     "sr_ste": [{"sr_ste": TAUGHT}],
     "top_kast": [{"top_kast": {"sparsity": 0.5, **TAUGHT}}],

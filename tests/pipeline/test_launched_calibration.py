@@ -24,7 +24,7 @@ CHAINS = {
 }
 SHARE = 0.98  # of weights that agree with one process, whose sums are added in another order
 # a weight that is pruned in place of another, or scaled otherwise, moves those after it
-SHARES = {"smoothquant": 0.9, "sparsegpt": 0.8, "segments": 0.9}
+SHARES = {"smoothquant": 0.9, "sparsegpt": 0.7, "segments": 0.9}
 pytestmark = pytest.mark.slow
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -11,23 +12,17 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.bound import (
-    AS_THEY_ARE,
-    TO_BF16,
-    TO_INT8,
-    TO_INT8_GROUPS,
-    TYPES,
-    BoundProducts,
-    check,
-)
 from compress.kernels.cpu.library import available, library
 from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes, pointer
 from compress.kernels.cpu.pages import PAGES
 
 HALF = 16  # columns of which groups are whole multiples
+TYPES = {torch.float32: 0, torch.bfloat16: 1}
 CODECS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # by bits; codes of 5 to 7 bits take a byte
 FLOATS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 LONGEST_GROUP = 16384  # columns that are summed in int32: 255 * 128 * 16384 < 2^31
+AS_THEY_ARE, TO_INT8, TO_BF16, TO_INT8_GROUPS = 0, 1, 2, 3  # compress_rounding of compress_cpu.h
+OUT_OF_MEMORY = -2
 
 
 class PackedKernel:
@@ -66,10 +61,11 @@ class CodesKernel(PackedKernel):
         known: Any = rounding
         return linear(x, prepared, bias, _mode(rounding), known.scale, known.threshold, known.columns)
 
-    def bind(self, parts: Sequence[Part], x: Tensor, rounding: Any) -> BoundProducts | None:
-        if rounding is not None and not rounding.computes_like(rounding):
-            return None
-        return BoundProducts(self, [part.prepared(self) for part in parts], x.dtype, rounding, _mode(rounding))
+    def products(
+        self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        biases = [b if b is None or b.dtype == x.dtype else b.to(x.dtype) for b in biases]
+        return products(x, [part.prepared(self) for part in parts], biases, _mode(rounding))
 
 
 def _packs(part: Any) -> bool:
@@ -226,10 +222,30 @@ def product(
         packed.address, inside.data_ptr(), y.data_ptr(), pointer(bias), pointer(static), x.numel() // packed.width,
         packed.width if inside is x else inside.stride(0), TYPES[x.dtype], mode, torch.get_num_threads(),
     )  # fmt: skip
-    check(failed)
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of a packed weight do not fit together"
     if chosen is not None:
         y += (rows[:, chosen] @ packed.columns(chosen).to(x.dtype).T).view_as(y)
     return y
+
+
+def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], mode: int) -> list[Tensor]:
+    """x W^T + bias for some weights, prepared once. x: contiguous. Biases: in its dtype."""
+    native = library()
+    assert native is not None
+    found = [x.new_empty((*x.shape[:-1], weight.rows)) for weight in weights]
+    many = ctypes.c_void_p * len(weights)
+    narrow = weights[0].narrow or torch.get_float32_matmul_precision() == "medium"
+    failed = native.compress_products(
+        len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
+        many(*map(pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
+        mode or (TO_BF16 if narrow else AS_THEY_ARE), torch.get_num_threads(),
+    )  # fmt: skip
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of packed weights do not fit together"
+    return found
 
 
 def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Tensor | None:

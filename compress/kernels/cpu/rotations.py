@@ -9,7 +9,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.bound import TYPES, check
+from compress.kernels.cpu.codes import OUT_OF_MEMORY, TYPES
 from compress.kernels.cpu.library import HadamardMatrix, library
 from compress.kernels.cpu.packed import LANES, pointer
 from compress.numerics.hadamard import factors, hadamard
@@ -90,7 +90,9 @@ def rotate(
         found.address, rows.data_ptr(), y.data_ptr(), signs.data_ptr(), pointer(bias), count, width, step,
         TYPES[x.dtype], TYPES[y.dtype], outputs, torch.get_num_threads(),
     )  # fmt: skip
-    check(failed)
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the buffers of a kernel do not fit into memory")
+    assert not failed, "sizes of a Hadamard matrix and its inputs do not fit together"
     return y
 
 

@@ -78,7 +78,7 @@ def test_two_processes_compute_what_one_computes(chain, tiny, ids):
     assert chain in SEARCHED or agreement(alone, found[0][0]) > 0.99
     logits = [one(input_ids=text).logits for one in (model, alone, found[0][0])]
     one, other = (relative_error(each, logits[0]) for each in logits[1:])
-    assert other == pytest.approx(one, rel=0.1)  # as far from the uncompressed model
+    assert other == pytest.approx(one, rel=0.15)  # as far from the uncompressed model
 
 
 @pytest.mark.parametrize("chain", ["gptq", "wanda", "gptq on the original block"])

@@ -1,7 +1,5 @@
 """What the tests of kernels share."""
 
-import sys
-
 import pytest
 import torch
 from products import SETS
@@ -21,5 +19,4 @@ def chosen(request):
 def compiled_anew():
     """Forget what a test compiled: torch compiles the forward pass of a class at most eight times."""
     yield
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    torch.compiler.reset()

@@ -89,12 +89,17 @@ class Solution:
 
 @dataclass(frozen=True)
 class Surveyed:
-    """One layer in a survey. seen: the survey's observer. rows: sampled inputs, [rows, in], or None."""
+    """One layer in a survey.
+
+    seen: the survey's observer. rows: sampled inputs, [rows, in], or None. together: a name that is common to the
+    linears that servers compute as one: those of one module with the same input, and the same ones of all experts.
+    """
 
     layer: Layer
     module: CompressedLinear
     seen: Any
     rows: Float[Tensor, "rows in"] | None
+    together: str = ""
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:

@@ -24,7 +24,7 @@ PLAIN_WORDS = {
 }
 """Replacements of pydantic messages, by type, whose wording is about Python instead of YAML."""
 
-OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides"})
+OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides", "allocate"})
 """Options that a pass cannot override per layer; a pass with more of them lists all in `of_the_whole`."""
 
 INHERITED = "inherited"
@@ -202,14 +202,15 @@ class Override(BaseModel):
         return any(matches(name, pattern) for pattern in self.targets)
 
 
-def read_overrides(kind: type[BaseModel], base: Mapping[str, Any], spelled: Any) -> tuple[Override, ...]:
+def read_overrides(
+    kind: type[BaseModel], base: Mapping[str, Any], spelled: Any, here: Place = ("overrides",)
+) -> tuple[Override, ...]:
     """Read overrides: a list of {targets, options...}, or a mapping of patterns to options.
 
-    kind: the pass; base: its own options. The options of every layer are validated together.
+    kind: the pass; base: its own options. The options of every layer are validated together. here: their place in it.
 
     Raises OptionError.
     """
-    here: Place = ("overrides",)
     if isinstance(spelled, Mapping):
         items = [((*here, key), {"targets": key}, options) for key, options in spelled.items()]
     elif isinstance(spelled, Sequence) and not isinstance(spelled, str):

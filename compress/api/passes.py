@@ -19,10 +19,12 @@ passes keep:
                    unmet            the reason why the pass finds nothing to work on in its layers
                    mismatch         the reason why a later pass is not the one that this pass prepares a layer for
                    memory           an estimate of the peak memory
+                   alternatives     further forms that a layer may get, which only the run decides
+                   survey           a look at all layers before the first one is solved
+                   settled          the pass with what its survey decided
     LayerPass      observer         the statistics of inputs that several layers share
                    by_rows          whether rows of a weight are solved apart
                    watches          further statistics of the inputs of one layer
-                   survey           a walk over all layers before the first one is solved
     ModelPass      adapt_objective  the language-model objective with the options of the pass
                    outcome          the configuration of the model after the pass
 """
@@ -31,10 +33,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -57,6 +59,50 @@ if TYPE_CHECKING:
 COPIES = 4  # of a weight in float32: the original, the result, and two intermediate ones
 
 ActivationScale = Literal["token", "group", "static"]
+
+
+class Survey(ABC):
+    """A walk over all layers of a pass, block by block, before the sweep solves the first one (original model).
+
+    observer: the statistics of the inputs of every layer; Nothing: the blocks are not run.
+    """
+
+    observer: type[Observer]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it first needs the whole model, with all weights in memory."""
+        return False
+
+    @property
+    def data(self) -> bool:
+        """Whether it needs calibration token ids."""
+        return self.whole or self.observer is not Nothing
+
+    def memory(self, size: ProblemSize) -> int:
+        """Estimate the peak memory of `prepare` in bytes, without the model."""
+        return 0
+
+    def prepare(
+        self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
+    ) -> None:  # fmt: skip
+        """Read what is needed of the whole model; called before the walk if `whole`. names: of the linears.
+
+        batches: the calibration ids of this process.
+        """
+        return
+
+    @abstractmethod
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Any]:
+        """The figures of the layers of a block, by full name."""
+
+    @abstractmethod
+    def allocate(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The value of `Layer.allocated` for every layer, by full name. found: the collected figures of all layers."""
+
+    def note(self, allocated: Mapping[str, Any]) -> str | None:
+        """What the journal says of the result, or None."""
+        return None
 
 
 class Pass(Options, ABC):
@@ -185,26 +231,22 @@ class Pass(Options, ABC):
         """Patterns of layers that match the targets but are skipped."""
         return self.ignore
 
+    @property
+    def alternatives(self) -> tuple[Self, ...]:
+        """The forms of the pass that a layer may get, if the run decides which one; a plan checks all of them."""
+        return ()
+
+    def survey(self) -> Survey | None:
+        """The survey that runs before the first layer is solved. None: no survey."""
+        return None
+
+    def settled(self, allocated: Mapping[str, Any]) -> Self:
+        """The pass with what its survey decided, by full name; by default the solver gets it, as `Layer.allocated`."""
+        return self
+
     def takes(self, name: str) -> bool:
         """Whether the pass works on a module, by its full name."""
         return chosen(name, self.targets, self.ignore)
-
-
-class Survey(Protocol):
-    """A walk over all layers of a pass, block by block, before the sweep solves the first one (original model)."""
-
-    @property
-    def observer(self) -> type[Observer]:
-        """The statistics of the inputs of every layer; Nothing: the blocks are not run."""
-        ...
-
-    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Any]:
-        """The figures of the layers of a block, by full name."""
-        ...
-
-    def allocate(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The value of `Layer.allocated` for every layer, by full name. found: the collected figures of all layers."""
-        ...
 
 
 class LayerPass(Pass):
@@ -223,14 +265,10 @@ class LayerPass(Pass):
         """Make a further observer (width, device) of this layer's inputs, which becomes `layer.inputs`. None: none."""
         return None
 
-    def survey(self) -> Survey | None:
-        """The survey that runs before the first layer is solved. None: no survey."""
-        return None
-
     @property
     def requires(self) -> Requirements:
         survey = self.survey()
-        data = self.observer is not Nothing or (survey is not None and survey.observer is not Nothing)
+        data = self.observer is not Nothing or (survey is not None and survey.data)
         return Requirements(data=data, reference=issubclass(self.observer, CrossGram))
 
     @property

@@ -137,7 +137,7 @@ def read_allocation(value: Any) -> Allocation:
         raise OptionError((key, *place), message) from error
 
 
-class _Threshold:
+class _Threshold(Survey):
     """A histogram of every layer's scores, so that only one layer's scores are in memory at a time."""
 
     def __init__(self, step: Prunes) -> None:
@@ -153,7 +153,7 @@ class _Threshold:
         return {name: removed[name] / histogram.total for name, histogram in found.items()}
 
 
-class _Outliers:
+class _Outliers(Survey):
     """Collect (fraction of outliers in the block, number of weights of the layer) for each layer."""
 
     observer: type[Observer] = InputNorm
@@ -177,7 +177,7 @@ class _Outliers:
             raise TargetError(f"allocate owl: {error}; use a smaller lambda") from error
 
 
-class _Errors:
+class _Errors(Survey):
     """Collect (error curve of the layer, number of its weights) for each layer."""
 
     def __init__(self, step: Prunes, within: float) -> None:

@@ -1,48 +1,44 @@
-"""Choose one of several sizes for each item within a total, so that the sum of errors is small."""
+"""Choose one of several sizes for each item within a total, so that the sum of errors is least."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 
-from compress.numerics.sparse.allocation import envelope
+import numpy as np
 
 Options = Mapping[str, tuple[float, float]]
 """choice -> (size, error)."""
 
+SECONDS = 60
+"""After so long, the best choices so far are taken."""
+
 
 def within_budget(items: Mapping[str, Options], budget: float) -> dict[str, str]:
-    """The choice for each item: item -> choice. The sizes sum up to at most `budget`.
+    """The choice for each item: item -> choice. The sizes sum up to at most `budget`, and the errors are least.
 
-    All items start at their smallest choice. Steps along the lower convex envelopes of their errors are taken in the
-    order of error saved per size, as long as they fit. A step that does not fit is left out, so the result is the
-    optimum of the relaxed problem up to one step (multiple-choice knapsack, Sinha and Zoltners 1979).
+    A multiple-choice knapsack problem, solved as an integer program (HiGHS, through scipy); of equal errors the smaller
+    size is chosen.
 
     Raises ValueError when the smallest choices exceed the budget.
     """
-    found: dict[str, str] = {}
-    steps: list[tuple[float, str, str, float]] = []
-    left = budget
-    for item, options in items.items():
-        least: dict[float, tuple[float, str]] = {}  # size -> (error, choice)
-        for choice, (size, error) in options.items():
-            least[size] = min(least.get(size, (error, choice)), (error, choice))
-        names = {(size, error): choice for size, (error, choice) in least.items()}
-        hull = envelope(sorted(names))
-        while len(hull) > 1 and hull[-1][1] >= hull[-2][1]:  # larger, and no better
-            hull.pop()
-        found[item] = names[hull[0]]
-        left -= hull[0][0]
-        for before, after in pairwise(hull):
-            size = after[0] - before[0]
-            steps.append(((after[1] - before[1]) / size, item, names[after], size))
-    if left < 0:
-        raise ValueError(f"the smallest choices take {budget - left:g}, more than {budget:g}")
-    closed: set[str] = set()
-    for _, item, choice, size in sorted(steps):
-        if size > left or item in closed:
-            closed.add(item)  # later steps of the item follow this one
-            continue
-        found[item] = choice
-        left -= size
-    return found
+    from scipy.optimize import Bounds, LinearConstraint, milp  # here: the import takes a third of a second
+
+    least = sum(min(size for size, _ in options.values()) for options in items.values())
+    if least > budget:
+        raise ValueError(f"the smallest choices take {least:g}, more than {budget:g}")
+    pairs = [(item, choice) for item, options in items.items() for choice in options]
+    sizes = np.array([items[item][choice][0] for item, choice in pairs])
+    errors = np.array([items[item][choice][1] for item, choice in pairs])
+    owners = {item: row for row, item in enumerate(items)}
+    once = np.zeros((len(items), len(pairs)))
+    once[[owners[item] for item, _ in pairs], range(len(pairs))] = 1
+    largest = max(float(np.abs(errors).max()), 1e-300)
+    found = milp(
+        errors / largest + 1e-9 * sizes / max(float(sizes.sum()), 1e-300),
+        integrality=np.ones(len(pairs)),
+        bounds=Bounds(0, 1),
+        constraints=[LinearConstraint(once, 1, 1), LinearConstraint(sizes / budget, -np.inf, 1)],
+        options={"time_limit": SECONDS, "mip_rel_gap": 0},
+    )
+    assert found.x is not None, "the smallest choices are a solution"
+    return {item: choice for (item, choice), taken in zip(pairs, found.x, strict=True) if taken > 0.5}

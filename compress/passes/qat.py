@@ -8,14 +8,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.options import OF_THE_WHOLE
 from compress.families.quantizing import Quantizing
 from compress.families.training import TrainingPass
-from compress.model.linear import CompressedLinear
+from compress.model.linear import CompressedLinear, linears
+from compress.model.structure.blocks import find_blocks
 from compress.numerics.quant.rounding import GridOptions
 from compress.stream.install import adapt
+from compress.stream.survey import survey_model
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student, trainable
@@ -64,6 +67,14 @@ class QAT(Quantizing, TrainingPass):
         return super().takes(name) and self.for_layer(name) is not None
 
     def apply(self, model: nn.Module, run: Run) -> None:
+        survey, label = self.survey(), run.label or self.key()
+        if survey is not None:
+            assert isinstance(model, PreTrainedModel)
+            inside = tuple(f"{block.name}." for block in find_blocks(model))
+            names = [name for name in linears(model) if name.startswith(inside) and self.takes(name)]
+            found = survey_model(model, survey, names, run, label)
+            run.journal.add("note", label, survey.note(found) or "")
+            return self.settled(found).apply(model, run)
         super().apply(model, run)
         dtype = next(model.parameters()).dtype
         for name, layer in model.named_modules():

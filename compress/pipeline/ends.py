@@ -27,8 +27,10 @@ def _inside_only(step: Pass) -> str | None:
     here = "the linears inside the blocks, not on the output head or the embedding"
     if not isinstance(step, LayerPass) or "quantized" not in step.facts() or needs.new_shape:
         return f"it works on {here}, which only passes that quantize one layer at a time take"
-    if step.sparsities((1, 1)) or step.survey() is not None:
+    if step.sparsities((1, 1)):
         return f"it prunes {here}"
+    if step.survey() is not None:
+        return f"it divides a budget among {here}"
     if needs.reference or needs.original or needs.unquantized:
         return f"it compares a layer with the uncompressed one, on {here}"
     return None

@@ -117,6 +117,11 @@ class Footprint:
         if whole:
             always["all blocks"] = self._all_blocks()
         for i, (label, step, names) in enumerate(self.steps):
+            survey = step.survey()
+            if survey is not None and survey.whole:
+                every = {} if whole else {"all blocks": self._all_blocks()}
+                own = {"derivatives": survey.memory(self._size(i, names))}
+                found.append(Need(f"{label} survey", always | every | own))
             if isinstance(step, ModelPass):
                 found.append(Need(label, always | {"the pass": self._pass_bytes(step, self._size(i, names))}))
                 continue

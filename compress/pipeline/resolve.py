@@ -282,14 +282,16 @@ def _check_layers(
     preparation gives to a dense layer are stored with the codes of a later pass, and checked there.
     """
     for name in names:
-        own, before = own_options(step, name), schemes[name]
-        after = schemes[name] = own.becomes(before)
-        reason = own.check(LayerFacts(name, before.shape))
-        awaits_codes = step.prepares == "quantized" and after.folds and after.maps_inputs is None
-        if reason is None and after != before and not awaits_codes:
-            reason = format_.refuses(after)
-        if reason is not None:
-            raise TargetError(f"{where}: {name}: {reason}")
+        before = schemes[name]
+        schemes[name] = own_options(step, name).becomes(before)
+        for own in (own_options(step, name), *step.alternatives):
+            after = own.becomes(before)
+            reason = own.check(LayerFacts(name, before.shape))
+            awaits_codes = step.prepares == "quantized" and after.folds and after.maps_inputs is None
+            if reason is None and after != before and not awaits_codes:
+                reason = format_.refuses(after)
+            if reason is not None:
+                raise TargetError(f"{where}: {name}: {reason}")
 
 
 def _check_transforms(

@@ -16,6 +16,7 @@ from compress.api.layers import Layer, Surveyed
 from compress.api.observers import Nothing, Observer, without_data
 from compress.api.passes import Survey
 from compress.model.linear import CompressedLinear
+from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.structure.blocks import Block, find_blocks
 from compress.stream.block_inputs import Inputs
@@ -81,6 +82,8 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
     opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
     ids = run.calibration
     tasks = [SurveyTask(where, survey, names, {})]
+    if survey.whole:
+        survey.prepare(model, names, ids.split(BATCH), run)
     shell, texts = ModelShell(opened), (ids[:1, :PROBE], ids.split(BATCH))
     with torch.no_grad():
         state = captured(shell, *texts, run.store_bytes, run.work)
@@ -98,8 +101,23 @@ def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surve
     seen = next(found for group, found in gathered.items() if name in group.linears)
     if seen.tokens == 0 and not isinstance(seen, Nothing):
         without_data(seen)
-    layer = Layer(inputs.context.full(name), module.mask, inputs.context.run.scale_dtype, _silent)
-    return Surveyed(layer, module, seen, inputs.rows(name))
+    run, absmax = inputs.context.run, float(module.weight.abs().max())
+    layer = Layer(
+        inputs.context.full(name), module.mask, run.scale_dtype, _silent, shared_absmax=absmax,
+        negative_scales=run.format.negative_scales,
+    )  # fmt: skip
+    return Surveyed(layer, module, seen, inputs.rows(name), inputs.context.full(_together(inputs, name)))
+
+
+def _together(inputs: Inputs, name: str) -> str:
+    """The first of the linears that servers compute as one with this one, with '*' for the number of an expert."""
+    group = next(group for group in inputs.groups if name in group.linears)
+    parent = name.rpartition(".")[0]
+    first = next(one for one in group.linears if one.rpartition(".")[0] == parent)
+    for expert in in_experts(inputs.context.block.module):
+        if first.startswith(f"{expert}."):
+            return f"{expert.rpartition('.')[0]}.*{first.removeprefix(expert)}"
+    return first
 
 
 def _silent(*args: Any, **figures: Any) -> None:

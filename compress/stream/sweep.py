@@ -121,7 +121,7 @@ class Sweep:
 
     def _survey(self, state: SweepState) -> None:
         """Run the surveys of all passes before the first layer is solved; the model does not change."""
-        surveys = [(label, step.survey(), names) for label, step, names in self.steps if isinstance(step, LayerPass)]
+        surveys = [(label, step.survey(), names) for label, step, names in self.steps]
         tasks = [SurveyTask(label, survey, names, {}) for label, survey, names in surveys if survey is not None]
         if not tasks:
             return
@@ -132,11 +132,28 @@ class Sweep:
         for hidden in state.hidden:
             apart.hidden.append(hidden)
         with self.run.phase("survey"):
+            self._look_at_all(tasks)
             self.allocated = run_surveys(
                 self.opened.blocks, tasks, self._bring, self.opened.weights.release,
                 lambda block, label: self._context(block, apart, f"{label} survey"),
                 lambda block, runs: self._enter(block, apart, runs),
             )  # fmt: skip
+        for task in tasks:
+            if (note := task.survey.note(self.allocated[task.label])) is not None:
+                self.run.journal.add("note", task.label, note)
+        self.steps = [(label, step.settled(self.allocated.get(label, {})), names) for label, step, names in self.steps]
+
+    def _look_at_all(self, tasks: Sequence[SurveyTask]) -> None:
+        """Prepare the surveys that need the whole model, with the weights of all blocks in memory."""
+        whole = [task for task in tasks if task.survey.whole]
+        if not whole:
+            return
+        for block in self.opened.blocks:
+            self._load(block)
+        for task in whole:
+            task.survey.prepare(self.opened.model, task.names, self.batches, self.run.at(task.label))
+        for block in self.opened.blocks:
+            self.opened.weights.release(block)
 
     def _enter(self, block: Block, state: SweepState, runs: bool = True) -> None:
         """Capture the inputs of a later stack before its first block. runs: for all batches."""

@@ -20,6 +20,7 @@ CHAINS = {
     "wanda": "[wanda: {sparsity: 0.5}]",
     "awq": f"[{{awq: {{weights: int4, group_size: 32}}}}, {{gptq: {{{G}}}}}]",
     "smoothquant": "[{smoothquant: {}}, {gptq: {weights: int8, activations: int8}}]",
+    "allocate": "[gptq: {group_size: 32, allocate: {bits: 3.5}}]",
     "sparsegpt": '[sparsegpt: {pattern: "2:4"}]',
     "segments": f"[{{wanda: {{sparsity: 0.5}}}}, {{finetune: {{steps: 2}}}}, {{gptq: {{{PLAIN}}}}}, {{lkd: {{epochs: 1}}}}]",
 }

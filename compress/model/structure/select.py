@@ -93,14 +93,14 @@ class ModuleNames:
 
     linears: the linears inside the blocks. others: all other modules that contain none of these linears. blocks: the
     names of the blocks. ends: the input embedding and the output head. A pattern that matches linears inside the blocks
-    means these only; another one may name an end. widths: the inputs of each linear, ends included.
+    means these only; another one may name an end. shapes: (out, in) of each linear, ends included.
     """
 
     linears: Mapping[str, frozenset[str]]
     others: Mapping[str, frozenset[str]]
     blocks: tuple[str, ...]
     ends: tuple[End, ...]
-    widths: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel, blocks: Sequence[Block]) -> ModuleNames:
@@ -113,12 +113,12 @@ class ModuleNames:
             for name, module in model.named_modules()
             if name and name not in inside and name not in containers and not name.startswith(parts)
         }
-        widths = {
-            f"{b.name}.{name}": CompressedLinear.of(m).shape[1] for b in blocks for name, m in linears(b.module).items()
+        shapes = {
+            f"{b.name}.{name}": CompressedLinear.of(m).shape for b in blocks for name, m in linears(b.module).items()
         }
         ends = tuple(find_ends(model))
-        widths |= {end.name: layer_of(model.get_submodule(end.name)).shape[1] for end in ends}
-        return cls(inside, rest, tuple(block.name for block in blocks), ends, widths)
+        shapes |= {end.name: layer_of(model.get_submodule(end.name)).shape for end in ends}
+        return cls(inside, rest, tuple(block.name for block in blocks), ends, shapes)
 
     def block_of(self, name: str) -> int:
         """The index of the block that contains a linear."""

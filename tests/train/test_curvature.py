@@ -1,0 +1,122 @@
+"""Second derivatives of a model by its linears: by hand, against the whole Hessian, and what cannot be."""
+
+import pytest
+import torch
+from headless import KINDS, headless
+from torch import nn
+
+import compress
+from compress.errors import NumericError, TargetError
+from compress.model.linear import linears
+from compress.model.objective import run_on
+from compress.train.curvature import draws, hessian_traces, output_curvature, surprise
+
+
+def untold(done):
+    return
+
+
+def draw(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def blocks_of(model):
+    return [name for name in linears(model) if "layers" in name]
+
+
+def test_answers_are_drawn_from_the_models_own_predictions(tiny, ids):
+    model, row = tiny("llama"), ids(1, 200)
+    with torch.no_grad():
+        found = [surprise(model, row, draw(seed)) for seed in range(20)]
+        logits = run_on(model, row).logits[0].log_softmax(-1)
+    entropy = float(-(logits.exp() * logits).sum())
+    assert {places for _, places in found} == {200}
+    assert sum(float(loss) for loss, _ in found) / 20 == pytest.approx(entropy, rel=0.01)
+    assert len({float(loss) for loss, _ in found}) == 20
+
+
+def test_the_curvature_of_outputs_is_that_of_the_divergence(tiny, ids):
+    """KL(p || p') of a small change d of one output of the last linear is 1/2 d^2 times the Fisher information."""
+    model = tiny("llama").double()
+    name, row = blocks_of(model)[-1], ids(1, 24)
+    squares = torch.zeros(model.get_submodule(name).out_features)
+    for seed in range(400):
+        found, places = output_curvature(model, [name], [row], seed, untold)
+        squares += found[name]
+    assert places == 24
+    with torch.no_grad():
+        before = run_on(model, row).logits[0].log_softmax(-1)
+        for output in (0, 5):
+            changed = 0.0
+            for token in range(
+                24
+            ):  # one at a time: the products of two tokens have expectation 0 only where they differ
+
+                def shift(module, args, out, token=token, output=output):
+                    out = out.clone()
+                    out[0, token, output] += 1e-3
+                    return out
+
+                handle = model.get_submodule(name).register_forward_hook(shift)
+                after = run_on(model, row).logits[0].log_softmax(-1)
+                handle.remove()
+                changed += float((before.exp() * (before - after)).sum())
+            assert changed == pytest.approx(0.5 * 1e-6 * float(squares[output]) / 400, rel=0.15)
+
+
+def test_parameters_are_as_before(tiny, ids):
+    model = tiny("llama")
+    output_curvature(model, blocks_of(model), [ids(1, 8)], 0, untold)
+    hessian_traces(model, blocks_of(model), [ids(1, 8)], 1, 0, untold)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_the_trace_is_that_of_the_whole_hessian(tiny, ids):
+    model, row = tiny("llama").double(), ids(1, 6)
+    name = next(n for n in blocks_of(model) if n.endswith("k_proj"))
+    weight = model.get_submodule(name).weight
+    found, places = hessian_traces(model, [name], [row], 300, 0, untold)
+    assert places == 6
+
+    def loss(flat):
+        changed = {f"{name}.weight": flat.view_as(weight)}
+        answer = torch.func.functional_call(model, changed, (), {"input_ids": row, "use_cache": False}).logits[0]
+        drawn = torch.multinomial(answer.detach().float().softmax(-1), 1, generator=draws(row, 0))[:, 0]
+        return nn.functional.cross_entropy(answer, drawn, reduction="sum")
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        whole = torch.autograd.functional.hessian(loss, weight.detach().flatten())
+    spread = float((2 * (whole.square().sum() - whole.diagonal().square().sum()) / 300).sqrt())  # Hutchinson's
+    assert found[name] == pytest.approx(float(whole.trace()), abs=4 * spread + 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_models_has_a_curvature(kind, ids):
+    model = headless(kind)
+    names = [name for name in linears(model) if "layer" in name][:4]
+    found, places = output_curvature(model, names, [ids(1, 10)], 0, untold)
+    traces, _ = hessian_traces(model, names, [ids(1, 10)], 1, 0, untold)
+    assert places >= 1 and all(float(found[name].sum()) > 0 for name in names) and any(traces.values())
+
+
+def test_a_layer_that_no_token_reaches_has_none(tiny, ids):
+    model = tiny("llama")
+    model.add_module("unused", nn.Linear(4, 3))
+    found, _ = output_curvature(model, ["unused"], [ids(1, 4)], 0, untold)
+    assert torch.equal(found["unused"], torch.zeros(3))
+
+
+def test_predictions_that_are_not_finite_are_an_error(tiny, ids):
+    model = tiny("llama")
+    name = blocks_of(model)[-1]
+    with torch.no_grad():
+        model.get_submodule(name).weight[:] = torch.nan
+    with pytest.raises(NumericError, match="the model's predictions hold NaN or infinity on the calibration text"):
+        output_curvature(model, [name], [ids(1, 4)], 0, untold)
+
+
+def test_a_compressed_layer_has_no_trace(tiny, ids):
+    model = compress.apply(tiny("llama"), compress.RTN(group_size=16))
+    with pytest.raises(TargetError, match="is compressed already, so it has no weight with a Hessian; write by: kl"):
+        hessian_traces(model, blocks_of(model)[:1], [ids(1, 4)], 1, 0, untold)

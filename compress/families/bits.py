@@ -172,8 +172,9 @@ class BitSurvey(Survey):
         return Costs(one.together, weight.numel(), tuple(options))
 
     def _cost(self, name: str, wrong: Tensor, hessian: Tensor | None, scale: float) -> float:
-        if hessian is None:  # HAWQ-V2, equation 9: mean diagonal of the Hessian times the squared error of the weight
-            return self.traces[name] / wrong.numel() * float(wrong.square().sum(dtype=torch.float64)) / 2
+        if hessian is None:  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
+            mean = max(self.traces[name], 0) / wrong.numel()  # negative only by chance, or far from an optimum
+            return mean * float(wrong.square().sum(dtype=torch.float64)) / 2
         outputs = ((wrong @ hessian) * wrong).sum(1)  # mean over tokens of (E x)_o^2
         if self.options.by == "sensitivity":
             return float(outputs.sum()) / scale
@@ -221,6 +222,13 @@ class Allocating(Overridden):
             raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
         if len({repr(sorted(one.options.items())) for one in choices}) < len(choices):
             raise OptionError(("allocate", "choices"), "two of them are equal")
+
+    def without_effect(self) -> dict[str, str]:
+        if self.allocate is None:
+            return super().without_effect()
+        stated = [set(choice.options) for choice in self.allocate.choices_for(self.grid)]
+        reason = "with allocate, whose choices all state it; leave it out"
+        return super().without_effect() | dict.fromkeys(sorted(set.intersection(*stated)), reason)
 
     @abstractmethod
     def rough(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
@@ -287,7 +295,7 @@ class Allocating(Overridden):
             raise ValueError(f"bits {allocate.bits:g}: {reached}")
         first = max((step for step, size in zip(steps, sizes, strict=True) if size <= allocate.bits),
                     key=lambda step: sizes[steps.index(step)])  # fmt: skip
-        changed = {*FOLLOWING, *(name for choice in choices for name in choice.options)}
+        changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
         complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)
         values = {name: getattr(first, name) for name in changed}
         return self.model_copy(update={**values, "allocate": allocate.model_copy(update={"choices": complete})})

@@ -107,7 +107,7 @@ def hessian_traces(
     """The traces of the Hessian of the surprise by the weight of every linear, summed over the sequences; the places.
 
     Hutchinson's estimate: the mean of v^T H v over random signs v, one product with the Hessian for all layers each
-    (HAWQ-V2, Dong 2020, arXiv 1911.03852, section 3.2). Weights, derivatives and v of all layers are in memory.
+    (HAWQ-V2, Dong 2020, arXiv 1911.03852). Weights, derivatives and v of all layers are in memory.
 
     Raises TargetError for a linear without a dense weight, NumericError for a trace that is not finite.
     """

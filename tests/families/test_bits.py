@@ -71,6 +71,12 @@ def test_grids_without_widths_need_choices():
         compress.RTN(weights="nf4", allocate=3)
 
 
+def test_an_option_that_all_choices_state_has_no_effect():
+    with pytest.raises(OptionError, match="weights has no effect with allocate, whose choices all state it; leave it"):
+        compress.RTN(weights="int8", allocate=3)
+    assert compress.RTN(weights="int8", allocate={"bits": 8.4, "choices": [{"group_size": 32}, {"group_size": 64}]})
+
+
 def test_an_override_cannot_allocate():
     with pytest.raises(OptionError, match="allocate: applies to the whole pass"):
         compress.RTN(overrides={"q_proj": {"allocate": {"bits": 3}}})

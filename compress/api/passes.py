@@ -23,7 +23,8 @@ passes keep:
                    by_rows          whether rows of a weight are solved apart
                    watches          further statistics of the inputs of one layer
                    survey           a walk over all layers before the first one is solved
-    ModelPass      adapt_objective  the language-model objective with the options of the pass
+    ModelPass      rehearsal        the pass that a plan runs on random weights
+                   adapt_objective  the language-model objective with the options of the pass
                    outcome          the configuration of the model after the pass
 """
 
@@ -270,6 +271,10 @@ class ModelPass(Pass):
     """
 
     rehearsed: ClassVar[bool] = True
+
+    def rehearsal(self) -> Self:
+        """The pass that a plan rehearses: without work that finds no structures to refuse."""
+        return self
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         """The model's objective with the options of the pass. where: the label of the pass.

@@ -133,15 +133,15 @@ class RotationLearning(LoopOptions, Options):
     def memory(self, size: ProblemSize) -> int:
         """Memory of learning in addition to the model in float32.
 
-        Activations of the backward pass: every linear keeps its rotated, its rounded and its rotated-back input. The
-        logits with their gradient; those of the teacher too. The rotation of hidden states has no more numbers than the
-        largest linear: parameter, gradient, best value and momentum, and four matrices of a step in float64. Rounded
-        weights: the rotated weight on one side, on both, rounded, and its gradient.
+        Activations of the backward pass, as of training: the inputs and outputs of the linears. The logits with their
+        gradient; those of the teacher too. The rotation of hidden states has no more numbers than the largest linear:
+        parameter, gradient, best value and momentum, and four matrices of a step in float64. Rounded weights: the
+        rotated weight, and the rounded one.
         """
         tokens = self.batch * size.length
         logits = (2 if self.ce_weight == 1 else 4) * size.vocabulary
-        weights = 0 if self.weights is None else 4 * 4 * size.weights
-        return 4 * tokens * (3 * size.passed + logits) + (4 * 4 + 4 * 8) * size.largest + weights
+        weights = 0 if self.weights is None else 2 * 4 * size.weights
+        return 4 * tokens * (size.passed + logits) + (4 * 4 + 4 * 8) * size.largest + weights
 
     def rounding(self, shape: tuple[int, int]) -> InputRounding | None:
         """The rounding of the inputs of a linear [out, in]."""
@@ -230,7 +230,7 @@ def learn_rotations(model: PreTrainedModel, found: Learnable, options: RotationL
     loss = LanguageLoss(options.ce_weight, teacher=teacher, lm_objective=run.lm_objective)
     key = f"{run.storage} {run.lm_objective}"
     where = TrainingContext(run.label, run.journal, run.folder_of_pass(), key)
-    with rotated(model, rotations, layers) as student:
+    with rotated(model, rotations, layers, where.label) as student:
         run.training[where.label] = train(student, loss, run.calibration, options, where)
     done = {name: nearest_orthogonal(parameter.detach()) for name, parameter in rotations.items()}
     return Learned(done.get(HIDDEN), [done[_name(i)] for i in range(len(found.values))])

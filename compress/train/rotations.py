@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from compress.errors import RecipeError
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.fake import straight
 from compress.train.parametrization import Parametrization
@@ -127,13 +128,27 @@ class RotatedLinear:
         return found
 
 
+@dataclass
+class RotatedStudent(Student):
+    """A model whose rotations are learned. where: the label for errors."""
+
+    where: str = ""
+
+    def split(self, device: torch.device, processes: int, reshard: bool) -> Student:
+        """Raise RecipeError: FSDP would shard the rotations, of which a step needs all rows."""
+        raise RecipeError(
+            f"{self.where}: the launcher uses FSDP, which shards the rotations, but a step needs whole ones; "
+            "launch with --multi_gpu, or leave learn out"
+        )
+
+
 @contextmanager
 def rotated(
-    model: nn.Module, rotations: Mapping[str, nn.Parameter], layers: Mapping[str, RotatedLinear]
+    model: nn.Module, rotations: Mapping[str, nn.Parameter], layers: Mapping[str, RotatedLinear], where: str = "learn"
 ) -> Iterator[Student]:
     """Run dense linears of the model, by full name, with rotated and rounded inputs inside of the context.
 
-    rotations: the learned parameters, by names without dots; the layers use them.
+    rotations: the learned parameters, by names without dots; the layers use them. where: the label for errors.
     """
     last = _Last()
     modules = {name: model.get_submodule(name) for name in layers}
@@ -141,7 +156,7 @@ def rotated(
         module.forward = _forward(module, layers[name], last)
     model.add_module(ATTACHED, nn.ParameterDict(dict(rotations)))
     try:
-        yield Student(model, {"rotations": dict(rotations)})
+        yield RotatedStudent(model, {"rotations": dict(rotations)}, where=where)
     finally:
         delattr(model, ATTACHED)
         for module in modules.values():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from compress.errors import RecipeError
 from compress.numerics.hadamard import random_orthogonal
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions
@@ -93,3 +94,16 @@ def test_linears_that_read_one_tensor_share_the_rounding():
         with torch.no_grad():
             fourth = model[2](other)
     assert len(calls) == 3 and float(first) == float(second) != float(third) == float(fourth)
+
+
+def test_sharded_rotations_are_an_error():
+    rotation, model = nn.Parameter(torch.tensor(TURN)), One()
+    with (
+        rotated(
+            model, {"hidden": rotation}, {"linear": RotatedLinear([OfAll(rotation)])}, "passes[0] rotate"
+        ) as student,
+        pytest.raises(
+            RecipeError, match=r"passes\[0\] rotate: the launcher uses FSDP, .*; launch with --multi_gpu, or"
+        ),
+    ):
+        student.split(torch.device("cpu"), 2, True)

@@ -66,9 +66,10 @@ class RotationLearning(LoopOptions, Options):
         "weight 1 - ce_weight",
     )
     steps: int = Field(default=100, ge=1, description="number of steps of Cayley SGD")
-    learning_rate: float = Field(default=1.5, gt=0, description="highest rate; a step turns by less than its limit")
+    learning_rate: float = Field(default=1.5, gt=0, description="highest rate; a step has a limit of its own, 1 / |W|")
     momentum: Share = Field(default=0.0, description="decay rate of the momentum of Cayley SGD")
     warmup: int = Field(default=0, ge=0, description="number of warmup steps, in which the rate rises")
+    seed: int = Field(default=0, ge=0, description="seed of the sequence order and of the held-out sequences")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="linear", description="schedule of the rate after warmup"
     )
@@ -96,6 +97,8 @@ class RotationLearning(LoopOptions, Options):
         idle = super().without_effect()
         if self.weights is None:
             idle["group_size"] = "without weights, which are not rounded; set weights, or leave group_size out"
+        if not self.hold_out:
+            idle["evaluate_every"] = "with hold_out: 0; set hold_out, or leave evaluate_every out"
         if self.input_grid is None:
             idle["activation_clip"] = "with activations: none; set activations, or leave activation_clip out"
         return idle

@@ -55,6 +55,11 @@ class Rotate(ReshapingPass):
     they run, with its inverse in the weight; only format native can hold it if the weight is quantized. All is proved
     by the logits in float32, on random tokens. For models with LayerNorm, norms of what is added to hidden states, or
     routers, `residual` is an error that names the property.
+
+    learn: from the random matrices, Cayley SGD learns one for the hidden states and one for the values of each block,
+    on the loss of the model whose inputs of linears are rounded (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2).
+    Weights stay unrounded unless `learn.weights` is set, as in the paper before GPTQ (section 4.3). The learned
+    matrices are folded and proved like the random ones.
     """
 
     use_for: ClassVar[str] = (
@@ -75,8 +80,8 @@ class Rotate(ReshapingPass):
     seed: int = Field(default=0, ge=0, description="of the random signs and matrices")
     learn: RotationLearning | None = Field(
         default=None,
-        description="learn residual and values by Cayley SGD, from the random ones (SpinQuant): {steps: 100}; {}: the "
-        f"defaults; options: {', '.join(RotationLearning.model_fields)}; null: they stay random",
+        description="learn the rotations of residual and values, from the random ones: a mapping of the options below, "
+        "such as {steps: 100}; null: they stay random",
     )
 
     _online_patterns = field_validator("online", mode="before")(patterns)

@@ -160,6 +160,7 @@ def test_memory_by_hand():
             {"learn": {"activations": "none", "weights": "int4", "activation_clip": 0.9}},
             "learn: activation_clip has no effect with activations: none",
         ),
+        ({"learn": {"hold_out": 0, "evaluate_every": 2}}, "learn: evaluate_every has no effect with hold_out: 0"),
         ({"learn": {"weights": "mxfp4", "group_size": 64}}, "mxfp4 has one scale for 32 columns; write 32"),
         ({"learn": {"rate": 1.5}}, "rotate learn rate: unknown option"),
         ({"learn": {"lr": 1.5}}, "did you mean 'learning_rate'"),

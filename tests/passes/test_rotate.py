@@ -210,6 +210,31 @@ def test_a_killed_run_continues_to_the_same_bytes(recipe, stop, tmp_path):
     assert again["checkpoint_sha256"] == whole["checkpoint_sha256"]
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"online": "*"}),
+        *(
+            pytest.param(family, options, marks=pytest.mark.slow)
+            for family, options in [
+                ("qwen2", {}),
+                ("phi3", {"values": False, "online": "down_proj"}),
+                *((family, {"residual": False}) for family in (*WITHOUT_RESIDUAL, "gemma2", "mixtral")),
+            ]
+        ),
+    ],
+)
+def test_the_function_stays_with_learned_rotations(tiny, ids, family, options):
+    """Experts, biases and norms (1 + weight): what rotates at random also learns."""
+    model = tiny(family)
+    before, journal = logits(model, ids()), Journal()
+    learn = {"steps": 2, "batch": 2, "hold_out": 0, "weights": "int8", "group_size": 8}
+    compress.apply(model, Rotate(**options, learn=learn), ids(), journal=journal)
+    assert far(logits(model, ids()), before) < 1e-5
+    (found,) = [e.figures for e in journal.entries if e.message == "trained"]
+    assert found["rotations"] == 32 * 32 * options.get("residual", True) + 3 * 64 * options.get("values", True)
+
+
 def test_a_plan_learns_nothing_and_counts_the_memory_of_learning(recipe, monkeypatch):
     def none(*_):
         raise AssertionError("a plan must not learn")

@@ -25,7 +25,8 @@ passes keep:
     LayerPass      observer         the statistics of inputs that several layers share
                    by_rows          whether rows of a weight are solved apart
                    watches          further statistics of the inputs of one layer
-    ModelPass      adapt_objective  the language-model objective with the options of the pass
+    ModelPass      rehearsal        the pass that a plan runs on random weights
+                   adapt_objective  the language-model objective with the options of the pass
                    outcome          the configuration of the model after the pass
 """
 
@@ -308,6 +309,10 @@ class ModelPass(Pass):
     """
 
     rehearsed: ClassVar[bool] = True
+
+    def rehearsal(self) -> Self:
+        """The pass that a plan rehearses: without work that finds no structures to refuse."""
+        return self
 
     def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
         """The model's objective with the options of the pass. where: the label of the pass.

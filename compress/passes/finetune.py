@@ -10,7 +10,7 @@ from pydantic import Field
 from compress.api.memory import ProblemSize
 from compress.families.training import TrainingPass
 from compress.model.linear import CompressedLinear
-from compress.train.parametrization import Kind, LowRankUpdate, Parametrization
+from compress.train.parametrization import Kind, LowRankUpdate, ParameterKind, Parametrization
 
 
 class Finetune(TrainingPass):
@@ -56,7 +56,7 @@ class Finetune(TrainingPass):
     def kinds(self) -> tuple[Kind, ...] | None:
         return ("weights",) if self.lora_rank is not None and self.train is None else self.train
 
-    def rate_of(self, kind: Kind) -> float:
+    def rate_of(self, kind: ParameterKind) -> float:
         return self.learning_rate if self.lora_rank is not None and kind == "weights" else super().rate_of(kind)
 
     def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:

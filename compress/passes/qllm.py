@@ -25,7 +25,7 @@ from compress.numerics.quant.fake import straight
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.reassembly import merging_errors, similar_pairs, sub_channels
 from compress.train.options import TrainingOptions
-from compress.train.parametrization import Kind, LowRankUpdate, Parametrization
+from compress.train.parametrization import Kind, LowRankUpdate, ParameterKind, Parametrization
 from compress.weights.layer import LayerScheme
 from compress.weights.transforms.reassembly import Reassembly, ReassemblyScheme
 from compress.weights.transforms.rounding import InputRounding, RoundingScheme
@@ -87,7 +87,7 @@ class QLLM(WeightGrid, ReconstructionPass):
     def requires(self) -> Requirements:
         return Requirements(data=True, reference=self.rank > 0, batches=self.rank > 0)
 
-    def rate_of(self, kind: Kind) -> float:
+    def rate_of(self, kind: ParameterKind) -> float:
         return self.learning_rate
 
     def memory(self, size: ProblemSize) -> int:

@@ -16,11 +16,12 @@ from compress.api.facts import LayerFacts, Requirements
 from compress.api.memory import ProblemSize
 from compress.api.options import patterns
 from compress.errors import ModelError
+from compress.families.learned_rotations import Learnable, Learned, RotationLearning, ValueLink, learn_rotations
 from compress.families.reshaping import ReshapingPass
 from compress.formats.base import Format
 from compress.model.forward import logits_of
 from compress.model.linear import CompressedLinear, linears, replace_linear
-from compress.model.objective import text_config
+from compress.model.objective import LMObjective, check_learns, text_config
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.reshape.reconfigure import build, changed, replace_in_place, tensors
 from compress.model.reshape.residual import TRADED
@@ -54,6 +55,11 @@ class Rotate(ReshapingPass):
     they run, with its inverse in the weight; only format native can hold it if the weight is quantized. All is proved
     by the logits in float32, on random tokens. For models with LayerNorm, norms of what is added to hidden states, or
     routers, `residual` is an error that names the property.
+
+    learn: from the random matrices, Cayley SGD learns one for the hidden states and one for the values of each block,
+    on the loss of the model whose inputs of linears are rounded (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2).
+    Weights stay unrounded unless `learn.weights` is set, as in the paper before GPTQ (section 4.3). The learned
+    matrices are folded and proved like the random ones.
     """
 
     use_for: ClassVar[str] = (
@@ -72,6 +78,11 @@ class Rotate(ReshapingPass):
         description="linears whose inputs are rotated when they run, in the forms of targets, such as down_proj",
     )
     seed: int = Field(default=0, ge=0, description="of the random signs and matrices")
+    learn: RotationLearning | None = Field(
+        default=None,
+        description="learn the rotations of residual and values, from the random ones: a mapping of the options below, "
+        "such as {steps: 100}; null: they stay random",
+    )
 
     _online_patterns = field_validator("online", mode="before")(patterns)
 
@@ -79,10 +90,20 @@ class Rotate(ReshapingPass):
         super().model_post_init(context)
         if not (self.residual or self.values or self.online):
             raise ValueError("residual, values and online are all off, so nothing is rotated; turn one on")
+        if self.learn is not None and not (self.residual or self.values):
+            raise ValueError("learn has no effect with residual: false and values: false; turn one on, or leave it out")
 
     @property
     def requires(self) -> Requirements:
-        return Requirements(new_shape=True)
+        learns = self.learn is not None
+        return Requirements(data=learns, objective=learns, training=learns, new_shape=True)
+
+    def rehearsal(self) -> Self:
+        return self.model_copy(update={"learn": None})
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        check_learns(lm_objective, where, "leave learn out, which needs a loss on the text")
+        return lm_objective
 
     def on_model(self, names: ModuleNames, where: str) -> Self:
         found = super().on_model(names, where)
@@ -116,7 +137,8 @@ class Rotate(ReshapingPass):
         """What is rotated, and where it stays."""
         names = {"hidden states": self.residual, "values": self.values}
         folded = " and ".join(name for name, turned in names.items() if turned)
-        found = [f"{folded} are rotated in the weights"] if folded else []
+        learned = "" if self.learn is None else f" by matrices {self.learn.text}"
+        found = [f"{folded} are rotated in the weights{learned}"] if folded else []
         if self.online:
             found.append(
                 f"inputs of {', '.join(self.online)} are rotated when the layers run, which only format native states"
@@ -138,8 +160,12 @@ class Rotate(ReshapingPass):
         return model.config if config is None else config
 
     def memory(self, size: ProblemSize) -> int:
-        """Three copies of the model in float32: before a rotation, after it, and one for the comparison."""
-        return 3 * 4 * (size.weights + size.outside)
+        """Three copies of the model in float32: before a rotation, after it, and one for the comparison.
+
+        While rotations are learned there are two, and what learning needs.
+        """
+        copy = 4 * (size.weights + size.outside)
+        return max(3 * copy, 0 if self.learn is None else 2 * copy + self.learn.memory(size))
 
     @torch.no_grad()
     def apply(self, model: nn.Module, run: Run) -> None:
@@ -150,10 +176,14 @@ class Rotate(ReshapingPass):
         plain = {name: tensor.float() for name, tensor in tensors(model).items()}
         new = with_own_head(model, told) if self.residual else build(model, model.config, plain)
         before = logits_of(new, ids)
+        width, norms, links = None, [], []
         if self.residual:
-            new = self._rotate_hidden(new, ids, run, told)
+            width = _hidden_width(new, where)
+            new, norms = self._rotate_hidden(new, width, ids, run, told)
         if self.values:
-            self._rotate_values(new, ids, run, where)
+            links = self._rotate_values(new, ids, run, where)
+        if self.learn is not None:
+            new = self._rotate_further(new, self._learned(new, width, links, run), width, norms, links, ids, run, told)
         held = tensors(new)
         online = self._rotate_online(new, run, where)
         error = relative_error(logits_of(new, ids), before)
@@ -170,9 +200,10 @@ class Rotate(ReshapingPass):
             )
         replace_in_place(model, stored)
 
-    def _rotate_hidden(self, model: PreTrainedModel, ids: Tensor, run: Run, told: Told) -> PreTrainedModel:
-        """R1: fold norms and rotate the residual stream."""
-        width = _hidden_width(model, told.where)
+    def _rotate_hidden(
+        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, told: Told
+    ) -> tuple[PreTrainedModel, list[str]]:
+        """R1: fold norms and rotate the residual stream. Returns the rotated model, and the names of the norms."""
         size = next(iter(width.axes.values()))[0]
         readers = readers_of_norms(model, width, ids, told)
         folded = fold_norms(model, readers, ids, told)
@@ -180,22 +211,21 @@ class Rotate(ReshapingPass):
         turned, error = rotate(folded, width, list(readers), rotation, ids, told)
         kind = "Hadamard" if exists(size) else "random orthogonal"
         run.journal.add("note", told.where, f"hidden states rotated by a {kind} matrix", width=size, error=error)
-        return build(model, model.config, turned)
+        return build(model, model.config, turned), list(readers)
 
-    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> None:
+    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[ValueLink]:
         """R2: rotate the values of every attention layer of the targets. Raises ModelError if there is none."""
-        done, sizes, missing = 0, set(), []
+        done, missing = [], []
         for context in _contexts(model, ids, run, where):
             inside = [name for name in linears(context.block.module) if self.takes(context.full(name))]
-            inputs, found = Inputs(context, inside), 0
+            inputs, found = Inputs(context, inside), []
             for link in inputs.permutations:
                 size = head_size(link)
                 if size is None or not {*link.sources, *link.readers} <= set(inside):
                     continue
                 rotation = randomized(size, self.seed + 1)
                 if rotate_values(context.block.module, link, rotation, inputs.probe).kept:
-                    found += 1
-                    sizes.add(size)
+                    found.append(ValueLink(context.block.name, link, size))
             missing += [] if found else [context.block.name]
             done += found
         if not done:
@@ -205,21 +235,55 @@ class Rotate(ReshapingPass):
             )
         if missing:
             run.journal.add("fallback", where, "no values to rotate were found in some blocks", blocks=missing)
-        run.journal.add("note", where, "values rotated", layers=done, head_sizes=sorted(sizes))
+        run.journal.add("note", where, "values rotated", layers=len(done), head_sizes=sorted({v.size for v in done}))
+        return done
+
+    def _learned(self, model: PreTrainedModel, width: Width | None, links: Sequence[ValueLink], run: Run) -> Learned:
+        """Learn rotations of hidden states and values, on the rounded inputs of the targets."""
+        assert self.learn is not None
+        names = [name for name in linears_of_blocks(model) if self.takes(name)]
+        shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in names}
+
+        def online(name: str) -> Hadamard | None:
+            return self._online_transform(shapes[name]) if self._is_online(name) else None
+
+        size = None if width is None else next(iter(width.axes.values()))[0]
+        readers, writers = (frozenset() if width is None else width.modules(side, model) for side in ("in", "out"))
+        found = Learnable(names, size, frozenset(readers), frozenset(writers), links, online)
+        return learn_rotations(model, found, self.learn, run.at(run.label or self.key()))
+
+    def _rotate_further(
+        self, model: PreTrainedModel, learned: Learned, width: Width | None, norms: Sequence[str],
+        links: Sequence[ValueLink], ids: Tensor, run: Run, told: Told,
+    ) -> PreTrainedModel:  # fmt: skip
+        """Fold learned rotations into the weights as the random ones. Raises ModelError if the function changes."""
+        if width is not None and learned.hidden is not None:
+            turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, told)
+            model = build(model, model.config, turned)
+        turns = dict(zip(links, learned.values, strict=True))
+        for context in _contexts(model, ids, run, told.where) if links else ():
+            for link in (link for link in links if link.block == context.block.name):
+                probe = Inputs(context, list(linears(context.block.module))).probe
+                kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
+                assert kept, "a random rotation of these values was proved"
+        return model
 
     def _rotate_online(self, model: PreTrainedModel, run: Run, where: str) -> list[str]:
         """R4: rotate the inputs of the layers of `online` when they run. Returns their names."""
         names = [name for name in linears_of_blocks(model) if self.takes(name) and self._is_online(name)]
         for name in names:
             layer = replace_linear(model, name)
-            block = _block(layer.shape[1])
-            assert block is not None
-            rotation = Hadamard.of(block, self.seed + 2, layer.shape)  # readers of one tensor stay alike
-            rotate_inputs(layer, rotation.to(layer.weight.device))
+            rotate_inputs(layer, self._online_transform(layer.shape).to(layer.weight.device))
         blocks = sorted({_block(CompressedLinear.of(model.get_submodule(name)).shape[1]) or 0 for name in names})
         if names:
             run.journal.add("note", where, "inputs rotated when layers run", layers=len(names), blocks=blocks)
         return names
+
+    def _online_transform(self, shape: tuple[int, int]) -> Hadamard:
+        """The transform of the inputs of a layer (out, in)."""
+        block = _block(shape[1])
+        assert block is not None
+        return Hadamard.of(block, self.seed + 2, shape)  # readers of one tensor stay alike
 
 
 def _block(width: int) -> int | None:

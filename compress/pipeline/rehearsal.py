@@ -52,7 +52,7 @@ def _try(step: ModelPass, where: str, model: PreTrainedModel, whole: bool, objec
     """Run a pass. whole: False: the model has fewer blocks than the real one, which targets may name."""
     run = Run(label=where, calibration=random_ids(model, SEQUENCES, LENGTH), lm_objective=objective())
     try:
-        step.apply(model, run)
+        step.rehearsal().apply(model, run)
     except NumericError:
         return  # of the random weights
     except (ModelError, TargetError) as error:

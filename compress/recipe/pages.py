@@ -10,11 +10,13 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
+from compress.api.discovery import is_class
+from compress.api.options import Options
 from compress.api.passes import Pass
 from compress.recipe.measured import HEAD, Row, Table, measured, rows_of
 from compress.recipe.presets import presets
@@ -105,8 +107,11 @@ class _AnyValue(GenerateJsonSchema):
         return {}
 
 
-def options_of(step: type[Pass]) -> Iterator[Option]:
-    """The options of a pass in the order of the class."""
+def options_of(step: type[BaseModel], within: str = "") -> Iterator[Option]:
+    """The options of a pass in the order of the class; `name.option` for those of an option that is a mapping of them.
+
+    within: the name of that mapping, with its dot.
+    """
     for name, field in step.model_fields.items():
         adapter = TypeAdapter[Any](field.rebuild_annotation())
         default = None
@@ -114,7 +119,10 @@ def options_of(step: type[Pass]) -> Iterator[Option]:
             default = json.dumps(adapter.dump_python(field.get_default(call_default_factory=True), mode="json"))
         schema = adapter.json_schema(schema_generator=_AnyValue)
         values = " or ".join(dict.fromkeys(_words(schema, schema.get("$defs", {}))))
-        yield Option(field.alias or name, values, default, field.description or "")
+        yield Option(f"{within}{field.alias or name}", values, default, field.description or "")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if is_class(kind) and issubclass(kind, Options):
+                yield from options_of(kind, f"{within}{name}.")
 
 
 def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError, ShortageError
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
-from compress.train.options import TrainingOptions
+from compress.train.options import LoopOptions
 from compress.train.sharded import full, gather, like
 from compress.train.student import Student
 
@@ -100,7 +100,7 @@ def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin |
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: TrainingOptions,
+    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: LoopOptions,
     where: TrainingContext, span: ScheduleSlice | None = None, parts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train the student; returns the figures for the report: losses, steps and the curve.
@@ -123,7 +123,7 @@ class _Trainer:
         student: Student,
         objective: Objective,
         ids: Tensor,
-        settings: TrainingOptions,
+        settings: LoopOptions,
         where: TrainingContext,
         span: ScheduleSlice,
         parts: bool = False,

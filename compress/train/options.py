@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -14,7 +15,7 @@ from transformers import get_scheduler
 
 from compress.api.memory import ProblemSize
 from compress.train.lion import Lion
-from compress.train.parametrization import Kind
+from compress.train.parametrization import Kind, ParameterKind
 from compress.weights.layer import LayerScheme
 
 EPOCHS = 2  # default if neither steps nor epochs are given
@@ -23,39 +24,17 @@ WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, f
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class TrainingOptions(BaseModel):
-    """The options of training; a mixin for passes."""
+class LoopOptions(BaseModel):
+    """The options of the training loop, whatever is trained; a mixin for passes and for their parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    repeats: ClassVar[str | None] = "steps"
 
-    train: tuple[Kind, ...] | None = Field(
-        default=None,
-        min_length=1,
-        description="parameters to train: scales (a factor per scale, if stored as floats), norms, weights (of layers "
-        "that are not packed), biases; null: all kinds that the layers have",
-    )
     steps: int | None = Field(default=None, ge=1, description="number of optimizer steps; instead of epochs")
-    epochs: float | None = Field(
-        default=None, gt=0, description=f"number of passes over the sequences; {EPOCHS} if neither is given"
-    )
     batch: int = Field(default=1, ge=1, description="sequences per forward and backward pass")
     accumulate: int = Field(default=1, ge=1, description="forward and backward passes per step, in every process")
     learning_rate: float = Field(
         default=1e-3, gt=0, description="highest rate of norms, and of scales, relative to each scale"
     )
-    weight_rate: float = Field(
-        default=WEIGHT_RATE, gt=0, description="rate of weights and biases, relative to learning_rate"
-    )
-    optimizer: Literal["adamw", "lion"] = Field(
-        default="adamw",
-        description="adamw, or lion, whose state has half the size; lion needs a learning_rate 3 to 10 times smaller",
-    )
-    betas: tuple[Share, Share] | None = Field(
-        default=None,
-        description="decay rates of the optimizer's averages; null: 0.9 and 0.95 for adamw, 0.9 and 0.99 for lion",
-    )
-    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of the optimizer, for weights only")
     warmup: int = Field(default=4, ge=0, description="number of warmup steps, in which the rate rises")
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="schedule of the rate after warmup"
@@ -77,6 +56,81 @@ class TrainingOptions(BaseModel):
         default=16, ge=1, description="steps between checkpoints, from which a killed run resumes"
     )
 
+    def model_post_init(self, context: Any) -> None:
+        if self.patience is not None and not self.hold_out:
+            raise ValueError("patience needs held-out sequences; write hold_out: 0.1, or leave out patience")
+
+    @abstractmethod
+    def rate_of(self, kind: ParameterKind) -> float:
+        """The highest learning rate of a kind of parameter."""
+
+    @abstractmethod
+    def decay_of(self, kind: ParameterKind) -> float:
+        """The weight decay of a kind of parameter."""
+
+    @abstractmethod
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer of groups of parameters, each with its rate and decay."""
+
+    @abstractmethod
+    def step_count(self, sequences: int, each: int) -> int:
+        """The number of steps on so many sequences, of which every step sees `each`."""
+
+    def split(self, sequences: int) -> tuple[list[int], list[int]]:
+        """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""
+        if not self.hold_out:
+            return list(range(sequences)), []
+        count = min(max(1, round(self.hold_out * sequences)), sequences - 1)
+        order = torch.randperm(sequences, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        return sorted(order[count:]), sorted(order[:count])
+
+    def order(self, rows: list[int], processes: int) -> Int[Tensor, "steps parts batch"]:
+        """The sequences of every step, in parts that are forwarded together: shuffled epochs, one after the other."""
+        parts = self.accumulate * processes
+        each = parts * self.batch
+        steps = self.step_count(len(rows), each)
+        generator, drawn = torch.Generator().manual_seed(self.seed), []
+        for _ in range(math.ceil(steps * each / len(rows))):
+            drawn.append(torch.randperm(len(rows), generator=generator))
+        chosen = torch.tensor(rows)[torch.cat(drawn)[: steps * each]]
+        return chosen.view(steps, parts, self.batch)
+
+    def rates(self, steps: int) -> Float[Tensor, " steps"]:
+        """The rate of every step relative to the highest; no step has a rate of 0."""
+        spare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
+        made: Any = get_scheduler(name, spare, num_warmup_steps=self.warmup, num_training_steps=steps + 1)
+        (shape,) = made.lr_lambdas
+        return torch.tensor([shape(step + 1) for step in range(steps)], dtype=torch.float64)
+
+
+class TrainingOptions(LoopOptions):
+    """The options of training; a mixin for passes."""
+
+    repeats: ClassVar[str | None] = "steps"
+
+    train: tuple[Kind, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="parameters to train: scales (a factor per scale, if stored as floats), norms, weights (of layers "
+        "that are not packed), biases; null: all kinds that the layers have",
+    )
+    epochs: float | None = Field(
+        default=None, gt=0, description=f"number of passes over the sequences; {EPOCHS} if neither is given"
+    )
+    weight_rate: float = Field(
+        default=WEIGHT_RATE, gt=0, description="rate of weights and biases, relative to learning_rate"
+    )
+    optimizer: Literal["adamw", "lion"] = Field(
+        default="adamw",
+        description="adamw, or lion, whose state has half the size; lion needs a learning_rate 3 to 10 times smaller",
+    )
+    betas: tuple[Share, Share] | None = Field(
+        default=None,
+        description="decay rates of the optimizer's averages; null: 0.9 and 0.95 for adamw, 0.9 and 0.99 for lion",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="weight decay of the optimizer, for weights only")
+
     @field_validator("train", mode="before")
     @classmethod
     def _one_kind(cls, value: Any) -> Any:
@@ -86,8 +140,7 @@ class TrainingOptions(BaseModel):
     def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs both set the length of training; leave out one of them")
-        if self.patience is not None and not self.hold_out:
-            raise ValueError("patience needs held-out sequences; write hold_out: 0.1, or leave out patience")
+        super().model_post_init(context)
 
     def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
         """Why a kind of parameters to train is not there: scales in a format without them, or packed weights."""
@@ -104,7 +157,7 @@ class TrainingOptions(BaseModel):
             return f"train: weights matches no parameter: all layers are quantized; write train: [{rest}, scales]"
         return None
 
-    def rate_of(self, kind: Kind) -> float:
+    def rate_of(self, kind: ParameterKind) -> float:
         """The highest learning rate of a kind of parameter."""
         return self.learning_rate * (self.weight_rate if kind in ("weights", "biases") else 1)
 
@@ -114,9 +167,13 @@ class TrainingOptions(BaseModel):
             return Lion(groups, self.betas or (0.9, 0.99))
         return torch.optim.AdamW(groups, betas=self.betas or (0.9, 0.95), foreach=False)
 
-    def decay_of(self, kind: Kind) -> float:
+    def decay_of(self, kind: ParameterKind) -> float:
         """The weight decay of a kind of parameter."""
         return self.weight_decay if kind == "weights" else 0.0
+
+    def step_count(self, sequences: int, each: int) -> int:
+        """`steps`, or the steps of the epochs."""
+        return self.steps or max(1, math.ceil((self.epochs or EPOCHS) * sequences / each))
 
     def memory(self, size: ProblemSize) -> int:
         """Memory of training in addition to the model.
@@ -138,30 +195,3 @@ class TrainingOptions(BaseModel):
     def _trained(self, size: ProblemSize) -> int:
         kinds = self.train or get_args(Kind)
         return size.scales * ("scales" in kinds) + size.weights * ("weights" in kinds)
-
-    def split(self, sequences: int) -> tuple[list[int], list[int]]:
-        """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""
-        if not self.hold_out:
-            return list(range(sequences)), []
-        count = min(max(1, round(self.hold_out * sequences)), sequences - 1)
-        order = torch.randperm(sequences, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        return sorted(order[count:]), sorted(order[:count])
-
-    def order(self, rows: list[int], processes: int) -> Int[Tensor, "steps parts batch"]:
-        """The sequences of every step, in parts that are forwarded together: shuffled epochs, one after the other."""
-        parts = self.accumulate * processes
-        each = parts * self.batch
-        steps = self.steps or max(1, math.ceil((self.epochs or EPOCHS) * len(rows) / each))
-        generator, drawn = torch.Generator().manual_seed(self.seed), []
-        for _ in range(math.ceil(steps * each / len(rows))):
-            drawn.append(torch.randperm(len(rows), generator=generator))
-        chosen = torch.tensor(rows)[torch.cat(drawn)[: steps * each]]
-        return chosen.view(steps, parts, self.batch)
-
-    def rates(self, steps: int) -> Float[Tensor, " steps"]:
-        """The rate of every step relative to the highest; no step has a rate of 0."""
-        spare = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
-        name = "constant_with_warmup" if self.schedule == "constant" else self.schedule
-        made: Any = get_scheduler(name, spare, num_warmup_steps=self.warmup, num_training_steps=steps + 1)
-        (shape,) = made.lr_lambdas
-        return torch.tensor([shape(step + 1) for step in range(steps)], dtype=torch.float64)

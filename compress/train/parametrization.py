@@ -16,7 +16,10 @@ from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.schedules import partial_mask
 
 Kind = Literal["scales", "norms", "weights", "biases"]
-"""The kinds of trained parameters, each with its own rate."""
+"""The kinds of trained parameters of a layer or a norm, each with its own rate."""
+
+ParameterKind = Literal[Kind, "rotations"]
+"""The kinds of all trained parameters."""
 
 Shares = Mapping[str, tuple[Tensor | float, int]]
 """Counts of a step by name: (affected weights, all weights); summed over all layers they give fractions."""

@@ -17,7 +17,7 @@ from compress.model.embedding import CompressedEmbedding
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.blocks import find_blocks
 from compress.train.linear import TrainedLinear
-from compress.train.parametrization import Kind, Parametrize, masked
+from compress.train.parametrization import Kind, ParameterKind, Parametrize, masked
 from compress.train.sharded import full, split
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -34,7 +34,7 @@ class Student:
     """
 
     model: nn.Module
-    parameters: dict[Kind, dict[str, nn.Parameter]]
+    parameters: dict[ParameterKind, dict[str, nn.Parameter]]
     layers: dict[str, TrainedLinear] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)

@@ -148,6 +148,14 @@ ROWS: dict[str, list[dict]] = {
     "rotate-gptq-int3": [{"rotate": ROTATED}, {"gptq": {"weights": "int3"}}],
     "w4a4": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a4-all": [{"rotate": ALL_ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
+    "spinquant": [
+        {"rotate": {**ALL_ROTATED, "learn": {"steps": 100, "activation_clip": 0.9, "ce_weight": 0.0}}},
+        {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}},
+    ],
+    "spinquant-ce": [
+        {"rotate": {**ALL_ROTATED, "learn": {"steps": 100, "activation_clip": 0.9}}},
+        {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}},
+    ],
     "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
     "w8a8-static": [

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from headless import headless
 from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
@@ -182,7 +183,79 @@ def test_passes_between_keep_the_transform(pico_model, pico_ids):
     assert far(logits(pico_model, pico_ids[:2]), before) < 0.05
 
 
+LEARN = Rotate(online="down_proj", learn={"steps": 3, "activation_clip": 0.9, "hold_out": 0.3, "evaluate_every": 1})
+W4A4 = GPTQ(group_size=32, activations="int4", activation_clip=0.9)
+
+
+def test_learned_rotations_before_gptq(recipe, tmp_path):
+    report = compress.run(recipe(LEARN, W4A4, save=NATIVE), tmp_path).report
+    assert report["verified"]["own"] <= LOGITS
+    record = report["training"]["passes[0] rotate"]
+    assert record["steps"] == 3 and record["trained"] == {"rotations": 128 * 128 + 3 * 32 * 32}
+    held = [point["held_out"] for point in record["curve"] if "held_out" in point]
+    assert record["best"]["held_out"] == min(held) and len(held) == 4
+    model, _ = compress.load(tmp_path)
+    assert kinds(model) == ["hadamard", "rounding"]
+    assert not [e for e in report["journal"]["entries"] if e["message"].startswith("training resumes")]
+
+
+def test_a_killed_run_continues_to_the_same_bytes(recipe, stop, tmp_path):
+    """Stopped in the second step, with a state on disk after every step."""
+    learn = LEARN.learn.model_copy(update={"checkpoint_every": 1})
+    asked = recipe(LEARN.model_copy(update={"learn": learn}), W4A4, save=NATIVE)
+    whole = compress.run(asked, tmp_path / "whole").report
+    stop(asked, tmp_path / "stopped", lambda entry: entry.figures.get("done") == 2 and "loss" in entry.figures)
+    again = compress.run(asked, tmp_path / "stopped").report
+    assert "training resumes" in [entry["message"] for entry in again["journal"]["entries"]]
+    assert again["checkpoint_sha256"] == whole["checkpoint_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {"online": "*"}),
+        *(
+            pytest.param(family, options, marks=pytest.mark.slow)
+            for family, options in [
+                ("qwen2", {}),
+                ("phi3", {"values": False, "online": "down_proj"}),
+                *((family, {"residual": False}) for family in (*WITHOUT_RESIDUAL, "gemma2", "mixtral")),
+            ]
+        ),
+    ],
+)
+def test_the_function_stays_with_learned_rotations(tiny, ids, family, options):
+    """Experts, biases and norms (1 + weight): what rotates at random also learns."""
+    model = tiny(family)
+    before, journal = logits(model, ids()), Journal()
+    learn = {"steps": 2, "batch": 2, "hold_out": 0, "weights": "int8", "group_size": 8}
+    compress.apply(model, Rotate(**options, learn=learn), ids(), journal=journal)
+    assert far(logits(model, ids()), before) < 1e-5
+    (found,) = [e.figures for e in journal.entries if e.message == "trained"]
+    assert found["rotations"] == 32 * 32 * options.get("residual", True) + 3 * 64 * options.get("values", True)
+
+
+def test_a_plan_learns_nothing_and_counts_the_memory_of_learning(recipe, monkeypatch):
+    def none(*_):
+        raise AssertionError("a plan must not learn")
+
+    monkeypatch.setattr("compress.passes.rotate.learn_rotations", none)
+    found, plain = (plan(recipe(one, W4A4, save=NATIVE)) for one in (LEARN, ONLINE))
+    (note,) = [note for note in found.notes if "rotate" in note]
+    assert (
+        "hidden states and values are rotated in the weights by matrices learned in 3 steps with inputs in int4" in note
+    )
+    needs = [{n.where: n.size_bytes for n in one.fit.needs}["passes[0] rotate"] for one in (found, plain)]
+    logits = 4 * 64 * 2 * 1024  # the least of what is added to two copies of the model; a third one is away
+    assert needs[0] > logits and found.process_bytes is not None and plain.process_bytes is None
+
+
 # Bad input
+
+
+def test_a_model_without_a_loss_learns_no_rotations(ids):
+    with pytest.raises(RecipeError, match="leave learn out, which needs a loss on the text"):
+        compress.apply(headless("encoder"), Rotate(residual=False, learn={}), ids())
 
 
 @pytest.mark.parametrize(

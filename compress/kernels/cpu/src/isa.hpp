@@ -17,5 +17,8 @@ COMPRESS_SET(generic)
 COMPRESS_SET(avx2)
 COMPRESS_SET(avx512)
 COMPRESS_SET(avx512_bf16)
+COMPRESS_SET(neon)
+COMPRESS_SET(neon_dotprod)
+COMPRESS_SET(neon_bf16)
 #undef COMPRESS_SET
 }  // namespace compress_cpu

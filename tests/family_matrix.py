@@ -41,6 +41,7 @@ CHAINS: dict[str, list[dict]] = {
     "bcq": [{"bcq": {"group_size": "channel"}}],
     "olive": [{"olive": {}}],
     "quip_sharp": [{"quip_sharp": {"refine": 1}}],
+    "qtip": [{"qtip": {"states": 6, "tile_rows": 8, "tile_columns": 8}}],
     "pb_llm": [{"pb_llm": {"group_size": "channel"}}],
     "signround": [{"signround": {**INT8, "iterations": 2}}],
     "block_ap": [{"block_ap": {**INT8, **STEPS}}],
@@ -51,6 +52,10 @@ CHAINS: dict[str, list[dict]] = {
     "kv_cache": [{"kv_cache": {"keys": "int8", "values": "int8"}}, {"rtn": INT8}],
     "awq": [{"awq": INT8}, {"rtn": INT8}],
     "smoothquant": [{"smoothquant": {}}, {"rtn": ROUNDED_INPUTS}],
+    "outlier_suppression": [{"outlier_suppression": {"steps": 2}}, {"rtn": ROUNDED_INPUTS}],
+    "fptq": [{"fptq": {"equalize_above": 2}}, {"rtn": INT8}],
+    "qllm": [{"qllm": {**ROUNDED_INPUTS, "rank": 1, **STEPS}}, {"rtn": ROUNDED_INPUTS}],
+    "rptq": [{"rptq": {"clusters": 4, "activation_scale": "token"}}, {"rtn": INT8}],
     "rotate": [{"rotate": {}}, {"rtn": INT8}],
     "magnitude": [{"magnitude": {"sparsity": 0.3}}],
     "wanda": [{"wanda": {"sparsity": 0.5}}],
@@ -74,7 +79,7 @@ NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
     "rtn", "gptq", "hqq", "obq", "owq", "quantease", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
-    "smoothquant", "rotate",
+    "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate",
 }  # fmt: skip
 """Passes whose recipe leaves the model's function nearly as it was."""
 
@@ -135,6 +140,11 @@ REASONS: dict[str, tuple[str, str]] = {
     "part of a group": (
         "inputs are not a multiple of|group_size .* is larger than its|runs of 8 weights do not divide",
         "a linear has fewer inputs than a group, or part of one; leave it out with `ignore`",
+    ),
+    "other tiles": (
+        "tile_(rows|columns) .* does not divide its",
+        "tiles of this size do not divide the outputs or inputs of a linear; choose `tile_rows` and `tile_columns`, or "
+        "leave it out with `ignore`",
     ),
     "one output": ("rank .* is not below its", "a linear has fewer outputs than any rank; leave it out with `ignore`"),
     "cannot run": (
@@ -249,11 +259,13 @@ structure behave the same. Options and steps before and after each pass are in `
 GROUPS = {
     "Round weights": (
         "rtn", "gptq", "hqq", "obq", "owq", "aqlm", "squeezellm", "gobo", "pb_llm", "billm", "bcq", "spqr", "quantease",
-        "olive", "quip_sharp",
+        "olive", "quip_sharp", "qtip",
         "signround", "block_ap", "qat",
         "llm_int8", "lorc", "mixed_precision",
     ),
-    "Prepare, and round the cache": ("awq", "smoothquant", "rotate", "channel_permutation", "kv_cache"),
+    "Prepare, and round the cache": (
+        "awq", "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate", "channel_permutation", "kv_cache",
+    ),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
     "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),
 }  # fmt: skip

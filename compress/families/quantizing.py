@@ -340,9 +340,7 @@ class Quantizing(WeightGrid):
             return None if scheme is None else InputRounding(scheme, (0, 0), {})
         if layer.inputs.tokens == 0:
             raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
-        top = layer.inputs.absmax.max().reshape(1)
-        scale, _ = self.input_grid.fit(-top, top, True, layer.storage)
-        return InputRounding.of(self.input_grid, scale.to(layer.storage))
+        return InputRounding.covering(self.input_grid, layer.inputs.absmax.max(), layer.storage)
 
 
 class QuantizingPass(Quantizing, LayerPass):

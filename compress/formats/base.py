@@ -126,6 +126,8 @@ def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
         return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
     if scheme.rounding is not None and scheme.rounding.clip != 1:
         return f"{here} cannot state that scales of inputs are clipped; use activation_clip: 1, or format: native"
+    if scheme.rounding is not None and scheme.rounding.groups is not None:
+        return f"{here} cannot state scales of inputs for groups of channels; use format: native"
     mapped = scheme.maps_inputs
     if mapped is not None:
         return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"

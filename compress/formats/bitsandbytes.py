@@ -112,7 +112,7 @@ class BitsAndBytes(Format):
                 "symmetric: true, or format: native"
             )
         dynamic = rounding is not None and rounding.scale == "token" and rounding.symmetric and not rounding.columns
-        dynamic = dynamic and rounding is not None and rounding.clip == 1
+        dynamic = dynamic and rounding is not None and rounding.clip == 1 and rounding.groups is None
         if rounding is None or not dynamic or rounding.grid is not INT8:
             return (
                 f"{here} rounds the inputs of int8 weights to int8 per token, with outlier columns found at run time; "

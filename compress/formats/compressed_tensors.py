@@ -97,6 +97,8 @@ class CompressedTensors(Format):
         blocks = scheme.codes.rows > 1
         if blocks and layout is not IN_FLOAT8:
             return "blocks of weights are stored only with fp8_e4m3; use block_rows: 1, or format: native"
+        if blocks and not isinstance(scheme.codes.group_size, int):
+            return "whole rows that share a scale have no layout; use a group_size in columns, or format: native"
         if scheme.rounding is not None and scheme.rounding.scale == "group" and not blocks:
             return (
                 "a scale of the inputs per group is stored only with blocks of fp8_e4m3 weights; add block_rows: "

@@ -4,7 +4,8 @@
                            weight_g_idx of codes (`weights.codes`); weight_kept with weight_values or the tensors of
                            codes, of kept weights alone (`weights.sparse`); weight of a dense part
     <m>.<kind>_<name>      further parts, such as low_rank_a; the second one of the same kind is <kind>_2_<name>
-    <m>.input_<name>       transforms: input_permutation, input_channel_scale; input_scale, input_outliers of rounding
+    <m>.input_<name>       transforms: input_permutation, input_channel_scale; input_scale, input_outliers,
+                           input_zero_point, input_g_idx of rounding
     config.json: quantization_config = {quant_method: compress, version, layers: {name: scheme}}, where a scheme is
                  {shape: [O, I], parts: [{kind, ...}], transforms: [{kind, ...}]}; fields that equal their default, and
                  an empty list of transforms, are omitted

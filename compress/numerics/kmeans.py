@@ -1,4 +1,4 @@
-"""Weighted k-means of numbers, of many rows at once: Lloyd's iteration on sorted values and running sums."""
+"""k-means: weighted, of numbers, in many rows at once (Lloyd's iteration on sorted values), and of points."""
 
 from __future__ import annotations
 
@@ -86,6 +86,45 @@ def assign(values: Float[Tensor, "rows n"], centers: Float[Tensor, "rows count"]
     """The index of the nearest center of every value. centers: ascending."""
     values = values.to(centers.dtype).contiguous()
     return torch.searchsorted(((centers[:, 1:] + centers[:, :-1]) / 2).contiguous(), values)
+
+
+RESTARTS = 10  # starts of `clusters`; the default of scikit-learn's k-means++ while RPTQ was written
+
+
+def clusters(points: Float[Tensor, "n length"], count: int, seed: int = 0) -> Int[Tensor, " n"]:
+    """The cluster of each point: the least error of RESTARTS runs of Lloyd's iteration that start by k-means++.
+
+    Clusters without points are possible if fewer than `count` points differ. The result is on the CPU.
+    """
+    points, generator = points.double().cpu(), torch.Generator().manual_seed(seed)
+    best, least = torch.zeros(len(points), dtype=torch.int64), torch.inf
+    for _ in range(RESTARTS):
+        centers = _plus_plus(points, count, generator)
+        for _ in range(ITERATIONS):
+            found = torch.cdist(points, centers).argmin(1)
+            mass = torch.bincount(found, minlength=count).double()[:, None]
+            sums = torch.zeros_like(centers).index_add_(0, found, points)
+            moved = torch.where(mass > 0, sums / mass.clamp(min=1), centers)
+            if torch.equal(moved, centers):
+                break
+            centers = moved
+        error = float((points - centers[found]).square().sum())
+        if error < least:
+            best, least = found, error
+    return best
+
+
+def _plus_plus(
+    points: Float[Tensor, "n length"], count: int, generator: torch.Generator
+) -> Float[Tensor, "count length"]:
+    """Centers drawn from the points, each by its squared distance to those before (Arthur & Vassilvitskii 2007)."""
+    chosen = [int(torch.randint(len(points), (1,), generator=generator))]
+    far = (points - points[chosen[0]]).square().sum(1)
+    while len(chosen) < count:
+        drawn = torch.multinomial(far, 1, generator=generator) if bool((far > 0).any()) else torch.zeros(1)
+        chosen.append(int(drawn))
+        far = torch.minimum(far, (points - points[chosen[-1]]).square().sum(1))
+    return points[chosen].clone()
 
 
 def _running(values: Float[Tensor, "rows n"]) -> Float[Tensor, "rows n+1"]:

@@ -267,7 +267,7 @@ class Moments(Gram):
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return 4 * width * width + 8 * width  # no factorization needed
+        return super().memory_bytes(width) - 4 * width * width + 8 * width  # no factorization needed
 
     @property
     def mean(self) -> Float[Tensor, " in"]:

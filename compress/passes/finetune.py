@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import zlib
 from typing import Any, ClassVar
 
-import torch
-from jaxtyping import Bool, Float
 from pydantic import Field
-from torch import Tensor, nn
 
 from compress.api.memory import ProblemSize
 from compress.families.training import TrainingPass
 from compress.model.linear import CompressedLinear
-from compress.train.parametrization import Kind, Parametrization
+from compress.train.parametrization import Kind, LowRankUpdate, Parametrization
 
 
 class Finetune(TrainingPass):
@@ -68,7 +64,7 @@ class Finetune(TrainingPass):
             return super().parametrize(name, layer)
         seed = zlib.crc32(name.encode()) ^ self.seed
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
-        return _LowRank(layer.mask, layer.shape, self.lora_rank, alpha / self.lora_rank, seed)
+        return LowRankUpdate(layer.mask, layer.shape, self.lora_rank, alpha / self.lora_rank, seed)
 
     def memory(self, size: ProblemSize) -> int:
         whole = super().memory(size)
@@ -76,27 +72,3 @@ class Finetune(TrainingPass):
             8 if self.optimizer == "lion" else 12
         )  # bytes per weight of the best state and the moments, which W does not need here
         return whole if self.lora_rank is None else whole - kept * size.weights
-
-
-class _LowRank(Parametrization):
-    """mask * (W + scaling * B A), with a frozen W."""
-
-    own: ClassVar[Kind] = "weights"
-    trains_weight: ClassVar[bool] = False
-    mask: Tensor | None
-
-    def __init__(
-        self, mask: Bool[Tensor, "out in"] | None, shape: tuple[int, int], rank: int, scaling: float, seed: int
-    ) -> None:
-        super().__init__()
-        rows, width = shape
-        self.scaling = scaling
-        self.register_buffer("mask", mask)
-        bound = 1 / math.sqrt(width)  # reference code: Kaiming uniform initialization with a = sqrt(5)
-        drawn = torch.rand(rank, width, generator=torch.Generator().manual_seed(seed))
-        self.down = nn.Parameter(bound * (2 * drawn - 1))
-        self.up = nn.Parameter(torch.zeros(rows, rank))
-
-    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
-        found = weight + self.scaling * (self.up @ self.down)
-        return found if self.mask is None else found * self.mask

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from compress.api.facts import Fact, Log
-from compress.api.layers import BlockInputs
-from compress.api.memory import ProblemSize
 from compress.api.observers import InputAbsMax, Rows
-from compress.api.passes import BlockPass
-from compress.model.linear import CompressedLinear, linears, replace_linear
-from compress.model.structure.links import Group, fold
+from compress.families.equalizing import SMALLEST, EqualizingPass, Readers
+from compress.model.linear import CompressedLinear, linears
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.layer import LayerScheme
 from compress.weights.transforms.rounding import InputRounding
-from compress.weights.transforms.scale import ScaleScheme
 
 SEARCHED = tuple(i / 20 for i in range(21))  # candidates of alpha: search; each one costs one rounding of the readers
-Equalize = Callable[[Tensor], Tensor]
-"""Make a scale equal on columns that belong to one channel."""
-SMALLEST = 1e-5  # reference code (smooth.py): scales and weight maxima are kept above this
 
 
-class SmoothQuant(BlockPass):
+class SmoothQuant(EqualizingPass):
     """Move outliers from activations into weights, so that activations can be quantized; follow with a quantizing pass.
 
     Divide each input channel by s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), and multiply the weights by it.
@@ -44,95 +35,41 @@ class SmoothQuant(BlockPass):
     use_for: ClassVar[str] = "Inputs in 8 bits (W8A8), in front of gptq or rtn."
     not_for: ClassVar[str] = "Weights alone: it makes them harder to round."
     paper: ClassVar[str] = "https://arxiv.org/abs/2211.10438"
-    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "cache_quantized"})
-    prepares: ClassVar[Fact | None] = "quantized"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = Field(
         default=0.5,
         description="migration strength: larger values move more of the range to the weights; 'search': best per link",
     )
 
-    unlinked: Literal["leave", "scale"] = Field(
-        default="leave",
-        description="linears whose scale no earlier module can absorb: 'leave': skip them; 'scale': divide their "
-        "inputs at run time",
-    )
+    @property
+    def statistics(self) -> type[InputAbsMax]:
+        return Rows if self.alpha == "search" else InputAbsMax
 
-    def memory(self, size: ProblemSize) -> int:
-        return super().memory(size) + sum(map(Rows.memory_bytes, size.inputs))
-
-    def at_most(self, before: LayerScheme) -> LayerScheme:
-        return before.with_transform(ScaleScheme()) if self.unlinked == "scale" else before
-
-    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        seen = inputs.observe(InputAbsMax if self.alpha != "search" else Rows)
-        linked = {name for link in inputs.links for name in link.readers}
-        for group in inputs.groups:
-            if not linked & set(group.linears):
-                self._unlinked(block, group, seen[group], log)
-        for link in inputs.links:
-            groups = [group for group in inputs.groups if set(group.linears) & set(link.readers)]
-            scale = self._scale(block, link.readers, {group: seen[group] for group in groups}, link.equalize, log)
-            if scale is None:
-                continue
-            done = fold(block, link, scale, inputs.probe)
-            if done.kept:
-                for group in groups:  # another link may have the same readers
-                    seen[group].divide(scale)
-            else:
-                where = ", ".join(link.readers)
-                message = f"{where}: folding the scale into {link.source} changed the block's output, so it was undone"
-                log("fallback", message, relative_error=done.error)
-
-    def _unlinked(self, block: nn.Module, group: Group, seen: InputAbsMax, log: Log) -> None:
-        """Handle a group without a link."""
-        if self.unlinked == "leave":
-            where = ", ".join(group.linears)
-            log("note", f"{where}: no module before them can absorb a scale, so they are not smoothed")
-            return
-        scale = self._scale(block, group.linears, {group: seen}, lambda scale: scale, log)
-        if scale is not None:
-            for name in group.linears:
-                replace_linear(block, name).rescale_input(scale)
-
-    def _scale(
-        self, block: nn.Module, readers: Sequence[str], seen: Mapping[Group, Any], equalize: Equalize, log: Log
-    ) -> Float[Tensor, " in"] | None:
-        """The scale of the readers' input; None, and a journal entry, if no token reached them."""
-        if not any(found.tokens for found in seen.values()):
-            log("fallback", f"{', '.join(readers)}: no calibration token reached them, so they are not smoothed")
-            return None
-        absmax = torch.stack([found.absmax for found in seen.values()]).amax(0)
-        ranges = equalize(absmax), equalize(weight_absmax(block, readers))
+    def scale(self, readers: Readers) -> Float[Tensor, " in"] | None:
+        ranges = readers.equalize(readers.absmax), readers.equalize(weight_absmax(readers.block, readers.names))
         if isinstance(self.alpha, float):
-            return equalize(smoothing(*ranges, self.alpha))
-        return self.search(block, readers, ranges, seen, equalize, log)
+            return readers.equalize(smoothing(*ranges, self.alpha))
+        return self.search(readers, ranges)
 
     def search(
-        self,
-        block: nn.Module,
-        readers: Sequence[str],
-        ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]],
-        seen: Mapping[Group, Rows],
-        equalize: Equalize,
-        log: Log,
+        self, readers: Readers, ranges: tuple[Float[Tensor, " in"], Float[Tensor, " in"]]
     ) -> Float[Tensor, " in"]:
         """The scale with the least error of the rounded readers; ones if no smoothing is best."""
         trials: dict[float | None, Tensor] = {None: torch.ones_like(ranges[0])}
-        trials |= {alpha: equalize(smoothing(*ranges, alpha)) for alpha in SEARCHED}
+        trials |= {alpha: readers.equalize(smoothing(*ranges, alpha)) for alpha in SEARCHED}
         errors = dict.fromkeys(trials, 0.0)
-        for group, found in seen.items():
+        for group, found in readers.seen.items():
             rows = found.rows
             if rows is None:
                 continue
             for name in group.linears:
-                weight = CompressedLinear.of(block.get_submodule(name)).weight.float()
+                weight = CompressedLinear.of(readers.block.get_submodule(name)).weight.float()
                 wanted = rows @ weight.T
                 for alpha, scale in trials.items():
                     errors[alpha] += rounded_error(rows, weight, scale, wanted)
         best = min(errors, key=lambda alpha: errors[alpha])
         figures = {"alpha": best, "error": errors[best] ** 0.5, "unsmoothed": errors[None] ** 0.5}
-        log("note", f"{', '.join(readers)}: the best of {len(trials)} scales", **figures)
+        readers.log("note", f"{readers.where}: the best of {len(trials)} scales", **figures)
         return trials[best]
 
 

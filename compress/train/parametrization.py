@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
@@ -89,6 +90,30 @@ class Masked(Parametrization):
         self, weight: Float[Tensor, "out in"], storage: torch.dtype
     ) -> tuple[Float[Tensor, "out in"], Bool[Tensor, "out in"] | None]:
         return self.forward(weight), self.mask
+
+
+class LowRankUpdate(Parametrization):
+    """mask * (W + scaling * B A), with a frozen W (LoRA, Hu 2021): B starts at zero, A at random values of a seed."""
+
+    own: ClassVar[Kind] = "weights"
+    trains_weight: ClassVar[bool] = False
+    mask: Tensor | None
+
+    def __init__(
+        self, mask: Bool[Tensor, "out in"] | None, shape: tuple[int, int], rank: int, scaling: float, seed: int
+    ) -> None:
+        super().__init__()
+        rows, width = shape
+        self.scaling = scaling
+        self.register_buffer("mask", mask)
+        bound = 1 / math.sqrt(width)  # reference code: Kaiming uniform initialization with a = sqrt(5)
+        drawn = torch.rand(rank, width, generator=torch.Generator().manual_seed(seed))
+        self.down = nn.Parameter(bound * (2 * drawn - 1))
+        self.up = nn.Parameter(torch.zeros(rows, rank))
+
+    def forward(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        found = weight + self.scaling * (self.up @ self.down)
+        return found if self.mask is None else found * self.mask
 
 
 def magnitudes(weight: Float[Tensor, "out in"], allowed: Bool[Tensor, "out in"] | None) -> Float[Tensor, "out in"]:

@@ -35,7 +35,7 @@ class CodesScheme(PartScheme):
 
     group_size: columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix. indexed: groups are not
     contiguous, and a group index per column is stored. float_zeros: zero points are floats. rows: consecutive rows
-    whose scales are equal (blocks of rows x group_size weights).
+    whose scales are equal (blocks of rows x group_size weights, or whole rows).
     """
 
     kind: ClassVar[str] = "codes"

@@ -1,11 +1,8 @@
-"""Runs of eight weights as points of a lattice, with a scale per row; rows may be rotated.
+"""Runs of eight weights as points of a lattice, with a scale per row; rows may be rotated (`scaled_rows`).
 
 codes    uint8 [out, in / 8 * bytes]   the bytes of each run (`numerics.quant.lattice`)
 scale    float [out]                   a factor per row of the points
 signs    int8 [out]                    only with rotated rows: signs of the outputs
-
-W = decoded * scale; with rotated rows W = diag(signs) H decoded * scale, with H an orthonormal Hadamard matrix for
-every `rotated` rows.
 """
 
 from __future__ import annotations
@@ -19,27 +16,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import Self
 
-from compress.numerics.hadamard import exists, signs_of, transformed
+from compress.numerics.hadamard import signs_of
 from compress.numerics.quant.lattice import LENGTH, STAGES, count_bytes, decode
-from compress.weights.base import PartScheme, TensorSpec, WeightPart, stored_name
+from compress.weights.base import TensorSpec
+from compress.weights.scaled_rows import ScaledRowsPart, ScaledRowsScheme
 
 
 @dataclass(frozen=True)
-class LatticeScheme(PartScheme):
+class LatticeScheme(ScaledRowsScheme):
     """Points of `bits` bits per weight. rotated: rows of a Hadamard matrix; None: rows are not rotated."""
 
     kind: ClassVar[str] = "lattice"
 
     bits: int
     rotated: int | None = None
-
-    @property
-    def quantized(self) -> bool:
-        return True
-
-    @property
-    def free_scales(self) -> bool:
-        return self.rotated is None
 
     @property
     def text(self) -> str:
@@ -54,18 +44,15 @@ class LatticeScheme(PartScheme):
         rows, width = shape
         if width % LENGTH:
             return f"runs of {LENGTH} weights do not divide its {width} inputs; leave the layer out (ignore)"
-        if self.rotated is not None and (rows % self.rotated or not exists(self.rotated)):
-            return f"a Hadamard matrix of order {self.rotated} does not fit its {rows} outputs; use rotate: inputs"
-        return None
+        return self.refuses_rotation(rows)
 
     def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
         rows, width = shape
         codes = TensorSpec((rows, width // LENGTH * count_bytes(self.bits)), torch.uint8)
-        found = {"codes": codes, "scale": TensorSpec((rows,))}
-        return found if self.rotated is None else {**found, "signs": TensorSpec((rows,), torch.int8)}
+        return {"codes": codes, **self.tensors_of_rows(rows)}
 
 
-class LatticePart(WeightPart):
+class LatticePart(ScaledRowsPart):
     """Points of a lattice."""
 
     kind: ClassVar[str] = "lattice"
@@ -73,8 +60,6 @@ class LatticePart(WeightPart):
 
     scheme: LatticeScheme
     codes: Int[Tensor, "out bytes"]
-    scale: Float[Tensor, " out"]
-    signs: Int[Tensor, " out"] | None
 
     @classmethod
     def of(
@@ -87,58 +72,7 @@ class LatticePart(WeightPart):
         held = {"codes": codes.flatten(1), "scale": scale, "signs": signs}
         return cls(LatticeScheme(bits, rotated), (rows, runs * LENGTH), held)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.scale.dtype
-
-    def points(self, rows: slice | Tensor = slice(None)) -> Float[Tensor, "rows in"]:
-        """The points of some rows, without their scale."""
-        codes = self.codes[rows]
+    def decoded(self, ids: Int[Tensor, " n"] | None = None) -> Float[Tensor, "rows in"]:
+        codes = self.codes if ids is None else self.codes[ids]
         found = decode(codes.reshape(-1, count_bytes(self.scheme.bits)), self.scheme.bits)
         return found.view(len(codes), self.shape[1])
-
-    def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
-        found = self.points().to(dtype) * self.scale.to(dtype)[:, None]
-        return found if self.signs is None else rotated_back(found, self.signs, self.scheme.rotated)
-
-    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
-        if self.signs is not None:
-            return self.dense(dtype)[ids]
-        return self.points(ids).to(dtype) * self.scale[ids].to(dtype)[:, None]
-
-    def in_storage(self, dtype: torch.dtype) -> LatticePart:
-        return self._with(self.scale.to(dtype))
-
-    def _with(self, scale: Float[Tensor, " out"]) -> LatticePart:
-        return LatticePart(self.scheme, self.shape, {"codes": self.codes, "scale": scale, "signs": self.signs})
-
-    def validate(self, prefix: str) -> None:
-        if self.signs is not None and not bool((self.signs.abs() == 1).all()):
-            raise ValueError(f"{stored_name(prefix, 'signs')} holds other numbers than 1 and -1")
-
-    # Training: a scale is a factor of the weights of its row, unless the rows are rotated
-
-    @property
-    def free_scale(self) -> Float[Tensor, "out 1"] | None:
-        return self.scale[:, None] if self.scheme.free_scales else None
-
-    def with_scale(self, scale: Float[Tensor, "out 1"]) -> LatticePart:
-        return self._with(scale[:, 0])
-
-    def spread(self, per_group: Float[Tensor, "out 1"]) -> Float[Tensor, "out 1"]:
-        return per_group
-
-    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out 1"]:
-        return values.sum(1, keepdim=True)
-
-
-def rotated_rows(weight: Float[Tensor, "out in"], signs: Int[Tensor, " out"], order: int | None) -> Tensor:
-    """H^T diag(signs) W: the rows of a weight, rotated."""
-    assert order is not None
-    return transformed((weight * signs[:, None]).T, order).T.contiguous()
-
-
-def rotated_back(weight: Float[Tensor, "out in"], signs: Int[Tensor, " out"], order: int | None) -> Tensor:
-    """The inverse of `rotated_rows`."""
-    assert order is not None
-    return transformed(weight.T, order, inverse=True).T * signs[:, None]

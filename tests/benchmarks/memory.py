@@ -55,6 +55,7 @@ PLANNED = {
     "lkd-weights": [{"wanda": {}}, {"lkd": {"steps": 4}}],
     "distill": [{"rtn": {}}, {"distill": LEARNED}],
     "smoothquant": [{"smoothquant": {}}, {"rtn": W8A8}],
+    "outlier_suppression": [{"outlier_suppression": {"steps": 1}}, {"rtn": W8A8}],
     "sparsegpt": [{"sparsegpt": {}}],
     "hqq": [{"hqq": {}}],
     "finetune": [{"wanda": {}}, {"finetune": {"steps": 4}}],

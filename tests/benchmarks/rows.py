@@ -55,6 +55,17 @@ ROWS: dict[str, list[dict]] = {
         {"rotate": ROTATED},
         {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
     ],
+    "w8a8-plain": [{"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}}],
+    "outlier_suppression-w8a8": [
+        {"outlier_suppression": {"steps": 8}},
+        {"gptq": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
+    ],
+    "outlier_suppression-w4a8": [
+        {"outlier_suppression": {"weights": "int4", "group_size": 64, "steps": 8}},
+        {"gptq": {"weights": "int4", "activations": "int8"}},
+    ],
+    "fptq-w8a8": [{"fptq": {}}, {"gptq": {"weights": "int8", "group_size": "channel"}}],
+    "fptq-w4a8": [{"fptq": {}}, {"gptq": {"weights": "int4"}}],
     "hqq-zeros": [{"hqq": {"weights": "int4", "group_size": 64}}],
     "hqq-float-zeros": [{"hqq": {"weights": "int4", "group_size": 64, "zero_point": "float", "optimize": "zero"}}],
     "awq-zeros": [{"awq": {"weights": "int4", **ZEROS}}, {"rtn": {"weights": "int4", **ZEROS}}],
@@ -104,6 +115,11 @@ ROWS: dict[str, list[dict]] = {
     "quip_sharp-4": [{"quip_sharp": {"bits": 4}}],
     "quip_sharp": [{"quip_sharp": {}}],
     "quip_sharp-learned": [{"quip_sharp": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip": [{"qtip": {}}],
+    "qtip-learned": [{"qtip": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip-refined": [{"qtip": {"refine": 1}}],
+    "qtip-32x8": [{"qtip": {"tile_rows": 32, "tile_columns": 8}}],
+    "qtip-hyb": [{"qtip": {"code": "hyb"}}],
     "bcq-2": [{"bcq": {"bits": 2}}],
     "bcq-2-learned": [{"bcq": {"bits": 2}}, LEARNED],
     "bcq-3-learned": [{"bcq": {"bits": 3}}, LEARNED],
@@ -134,6 +150,33 @@ ROWS: dict[str, list[dict]] = {
     "w4a4-all": [{"rotate": ALL_ROTATED}, {"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a4-plain": [{"gptq": {"weights": "int4", "activations": "int4", "activation_clip": 0.9}}],
     "w4a8": [{"rotate": ROTATED}, {"gptq": {"weights": "int4", "activations": "int8"}}],
+    "w8a8-static": [
+        {"rtn": {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}}
+    ],
+    "w8a8-rptq": [{"rptq": {"activations": "int8"}}, {"gptq": {"weights": "int8", "group_size": "channel"}}],
+    "w4a8-rptq": [{"rptq": {"activations": "int8"}}, {"gptq": {"weights": "int4"}}],
+    "w8a8-rptq-rtn": [{"rptq": {}}, {"rtn": {"weights": "int8", "group_size": "channel"}}],
+    "w8a8-peg": [
+        {"rptq": {"grouping": "equal", "clusters": 6}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
+    ],
+    "w8a8-peg-token": [
+        {"rptq": {"grouping": "equal", "clusters": 6, "activation_scale": "token"}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
+    ],
+    "w4a4-rtn-g32": [{"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}}],
+    "w4a4-split": [
+        {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "rank": 0}},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
+    "w4a4-qllm": [
+        {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "epochs": 10}},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
+    "w4a4-rotated-rtn": [
+        {"rotate": ALL_ROTATED},
+        {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
     "w4a8-learned": [
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int8"}},
         {"distill": {**LEARN, "epochs": 2}},
@@ -260,8 +303,11 @@ def unnormalized(steps: list[dict]) -> list[dict]:
 
 ROWS |= {f"{name}-unnormalized": unnormalized(ROWS[name]) for name in UNNORMALIZED}
 ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
-BATCH_OF_ONE = ("lkd",)
-"""Passes whose examples are the batches of the calibration text."""
+BATCH_OF_ONE = (
+    "outlier_suppression",
+    "lkd",
+)
+"""Passes whose examples are the batches of the calibration text, or that search on the first of them."""
 
 
 def main() -> None:

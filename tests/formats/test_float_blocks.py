@@ -111,7 +111,7 @@ def test_the_native_format_holds_blocks_of_any_grid(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_rows": 32, "group_size": "channel"}, "block_rows needs a group_size in columns"),
+        ({"block_rows": 32, "group_size": "tensor"}, "block_rows needs a group_size in columns"),
         (
             {"block_rows": 32, "weights": "mxfp4"},
             "block_rows is not possible with weights mxfp4, whose groups are fixed",
@@ -134,6 +134,10 @@ def test_options_that_have_no_blocks(options, message):
         (
             {"weights": "int8", "group_size": 32, "block_rows": 32},
             "blocks of weights are stored only with fp8_e4m3; use",
+        ),
+        (
+            {**BLOCKS, "group_size": "channel"},
+            "whole rows that share a scale have no layout; use a group_size in columns, or format: native",
         ),
         (
             {"weights": "fp8_e4m3", "group_size": 32},

@@ -42,7 +42,7 @@ def test_every_code_stands_for_its_point(chosen, bits):
     x = torch.eye(128)
     assert dispatch.kernel_name(part, x, None) == "cpu_lattice"
     found = torch.cat([dispatch.linear(piece, [part], None, None) for piece in (x[:1], x[1:4], x[4:12], x[12:])])
-    wanted = part.points().T
+    wanted = part.decoded().T
     assert torch.equal(found, wanted) if bits == 2 else float((found - wanted).abs().max()) < 1e-6
 
 
@@ -150,6 +150,6 @@ def test_signs_of_rotated_rows_are_those_of_the_part():
     """Worked out by hand: H of order 2 over its root, on the outputs of two rows."""
     part = part_of(2, 1, rotated=2)
     x = random(1, 8)
-    (a, b), signs = (x @ part.points().T * part.scale)[0], signs_of(2, 0)
+    (a, b), signs = (x @ part.decoded().T * part.scale)[0], signs_of(2, 0)
     wanted = torch.stack([a + b, a - b]) / 2**0.5 * signs
     torch.testing.assert_close(dispatch.linear(x, [part], None, None)[0], wanted)

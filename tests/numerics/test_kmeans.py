@@ -8,7 +8,7 @@ from draws import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.numerics.kmeans import Lloyd, assign, kmeans
+from compress.numerics.kmeans import Lloyd, assign, clusters, kmeans
 
 
 def least_error(values, weights, count):
@@ -76,3 +76,33 @@ def test_values_without_weight_do_not_move_a_center(count):
     wanted = kmeans(values, weights, count)
     errors = [(values - nearest).square().sum() for nearest in (used, wanted.gather(1, assign(values, wanted)))]
     assert float(errors[0]) <= 1.3 * float(errors[1])  # another local minimum, but no center is lost to the far ones
+
+
+# Points
+
+
+def points_error(points, found):
+    return sum(float((points[found == c] - points[found == c].mean(0)).square().sum()) for c in found.unique())
+
+
+def test_points_of_three_corners_are_three_clusters():
+    corners = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, 100.0]])
+    points = corners.repeat(4, 1) + random(12, 2)
+    found = clusters(points, 3)
+    assert torch.equal(found, found[:3].repeat(4)) and len(found[:3].unique()) == 3
+
+
+@given(st.integers(0, 50))
+def test_clusters_of_points_are_near_the_best_of_all_ways_and_stable(seed):
+    points = random(6, 2, seed=seed)
+    ways = (torch.tensor([(way >> i) & 1 for i in range(6)]) for way in range(1, 2**5))
+    least = min(points_error(points, way) for way in ways)
+    found = clusters(points, 2)
+    assert points_error(points, found) <= 1.1 * least
+    centers = torch.stack([points[found == c].mean(0) for c in range(2)])
+    assert torch.equal((points[:, None] - centers).square().sum(2).argmin(1), found)
+
+
+def test_more_clusters_than_points_leave_some_empty():
+    found = clusters(torch.tensor([[1.0, 1.0], [1.0, 1.0], [5.0, 0.0]]), 4)
+    assert found[0] == found[1] != found[2] and int(found.max()) < 4

@@ -12,8 +12,9 @@ from compress.errors import NumericError, TargetError
 from compress.numerics.quant.lattice import GAUSSIAN, decode, nearest
 from compress.passes.gptq import GPTQ
 from compress.passes.quip_sharp import QuipSharp
-from compress.weights.lattice import LatticePart, LatticeScheme, rotated_back, rotated_rows
+from compress.weights.lattice import LatticePart, LatticeScheme
 from compress.weights.layer import LayerScheme
+from compress.weights.scaled_rows import rotated_back, rotated_rows
 
 PLAIN = {"normalize_tokens": False}
 

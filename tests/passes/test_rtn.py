@@ -7,7 +7,9 @@ import pytest
 import torch
 from draws import random
 from pydantic import ValidationError
+from tolerances import LOGITS
 
+import compress
 from compress.api.observers import Nothing
 from compress.api.options import OptionError
 from compress.numerics.quant.codes import Percentile
@@ -58,6 +60,32 @@ def test_integers_are_those_of_the_conventions(layer_of, group_size, symmetric):
         assert found.codes.float().numpy().tolist() == codes.reshape(4, 24).tolist()
         assert found.scale.numpy() == pytest.approx(scale, rel=1e-6)
         assert found.zero is None if symmetric else found.zero.float().numpy().tolist() == zero.tolist()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_share_a_range_over_all_columns(layer_of, symmetric):
+    """Q-BERT: of 7 rows in groups of 3 the last group has one row; each group is as one row of all its weights."""
+    weight = random(7, 10, seed=2).numpy()
+    rtn = RTN(weights="int4", group_size="channel", block_rows=3, symmetric=symmetric)
+    found = solve(rtn, torch.from_numpy(weight), layer_of()).weight
+    for rows in (slice(0, 3), slice(3, 6), slice(6, 7)):
+        flat = weight[rows].reshape(1, -1)
+        codes, scale, zero = by_the_conventions(flat, 4, flat.shape[1], symmetric)
+        assert found.codes[rows].float().numpy().reshape(1, -1).tolist() == codes.tolist()
+        assert found.scale[rows].numpy() == pytest.approx(scale.repeat(len(weight[rows]), 0), rel=1e-6)
+        assert found.zero is None if symmetric else set(found.zero[rows].flatten().tolist()) == set(zero.flatten())
+    assert rtn.becomes(LayerScheme((7, 10))).text == "int4, blocks 3 x channel" and found.rows == 3
+
+
+@pytest.mark.parametrize("form", ["native", "gptq"])
+def test_rows_that_share_a_range_are_stored(recipe, tmp_path, form):
+    """Format gptq stores the scale of each row, native the rows that share it."""
+    step = compress.RTN(weights="int4", group_size="channel", block_rows=32)
+    report = compress.run(recipe(step, save={"format": form}, eval=None), tmp_path / "out").report
+    assert report["verified"]["own"] <= LOGITS
+    codes = compress.load(tmp_path / "out")[0].model.layers[0].mlp.up_proj.codes
+    assert codes.scheme.rows == (32 if form == "native" else 1)
+    assert torch.equal(codes.scale[:32], codes.scale[:1].expand(32, 1)) and codes.scale[0] != codes.scale[32]
 
 
 OTHER_GRIDS = {  # of the row 3, -1, 0.4, -6, each worked out by hand

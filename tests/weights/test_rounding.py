@@ -4,6 +4,7 @@ import pytest
 import torch
 from draws import random
 
+from compress.kernels import dispatch
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
@@ -139,3 +140,72 @@ def test_no_kernel_for_whole_scales_computes_clipped_ones():
     layer = CompressedLinear(part, None)
     layer.round_inputs(clipped)
     assert torch.allclose(layer(x), clipped(x) @ part.dense(torch.float32).T, atol=1e-5)
+
+
+# Groups of channels
+
+
+def in_groups(**options):
+    """Groups {0, 2} of range [-1, 14] and {1, 3} of range [-30, 0] in int4: steps of 1 and 2, zero points -7 and 7."""
+    index, ranges = torch.tensor([0, 1, 0, 1]), (torch.tensor([-1.0, -30.0]), torch.tensor([14.0, 0.0]))
+    return InputRounding.of_groups(GRIDS["int4"], index, 2, False, ranges, torch.float32, **options)
+
+
+def test_static_groups_of_channels_by_hand():
+    rounding = in_groups()
+    assert rounding.scale.tolist() == [1.0, 2.0] and rounding.zero.tolist() == [-7, 7]
+    x = torch.tensor([[3.4, -3.4, -5.0, -100.0], [20.0, 5.0, 0.6, -0.9]])
+    assert rounding(x).tolist() == [[3.0, -4.0, -1.0, -30.0], [14.0, 0.0, 1.0, 0.0]]
+
+
+def test_groups_of_each_token_by_hand():
+    """Symmetric: absmax 15 and 7.5 are 7.5 steps of 2 and of 1. The second token has steps of 4 and of 2."""
+    rounding = InputRounding.of_groups(GRIDS["int4"], torch.tensor([0, 1, 0, 1]), 2, True, None, torch.float32)
+    x = torch.tensor([[-15.0, 7.5, 3.2, -2.6], [30.0, -15.0, 6.2, 0.8]])
+    assert rounding(x).tolist() == [[-16.0, 7.0, 4.0, -3.0], [28.0, -16.0, 8.0, 0.0]]
+    assert torch.equal(rounding(x[1]), rounding(x)[1]) and rounding(torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_groups_of_a_token_are_its_contiguous_groups_where_these_are_contiguous(symmetric):
+    x, index = random(3, 5, 32), torch.arange(32) // 8
+    found = InputRounding.of_groups(INT8, index, 4, symmetric, None, torch.float32)(x)
+    wanted = InputRounding.of(INT8, group=8, symmetric=symmetric)(x)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("rounding", [in_groups(), InputRounding.of(INT8, group=2)], ids=["static", "contiguous"])
+def test_rounding_in_groups_follows_a_permutation(rounding):
+    x, order = 10 * random(3, 4), torch.tensor([2, 0, 3, 1])
+    assert torch.equal(rounding.permuted(order)(x[:, order]), rounding(x)[:, order])
+
+
+def test_a_layer_with_groups_of_inputs_is_stored_and_read_exactly():
+    rounding = in_groups()
+    layer = CompressedLinear(quantize(random(3, 4), INT8, "channel"), None)
+    layer.round_inputs(rounding)
+    tensors = layer.tensors()
+    assert {name: tensors[name].dtype for name in ("input_zero_point", "input_g_idx", "input_scale")} == {
+        "input_zero_point": torch.int8, "input_g_idx": torch.int32, "input_scale": torch.float32,
+    }  # fmt: skip
+    _, transforms = type(layer.scheme).from_json(layer.scheme.to_json()).read(tensors)
+    assert transforms[0].sha256() == rounding.sha256() and transforms[0].scheme.text == (
+        "inputs int4 in 2 groups of channels"
+    )
+    tensors["input_g_idx"] = torch.tensor([0, 1, 0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match="input_g_idx holds a group outside of the 2 groups of the inputs"):
+        layer.scheme.read(tensors)
+
+
+def test_groups_exclude_other_ways_to_divide_channels():
+    for other in ({"scale": "group", "group": 2}, {"columns": True}, {"threshold": 6.0}):
+        with pytest.raises(ValueError, match="groups of rounding exclude scale 'group' and outlier columns"):
+            RoundingScheme(INT8, groups=2, **other).check()
+
+
+def test_kernels_leave_groups_of_channels_to_torch():
+    part, x = CodesPart.of(quantize(random(8, 64), INT8, "channel")), random(2, 64)
+    groups = InputRounding.of_groups(INT8, torch.arange(64) % 2, 2, True, None, torch.float32)
+    assert dispatch.kernel_name(part, x, groups) == dispatch.TORCH
+    assert torch.equal(dispatch.linear(x, [part], groups, None), part.product(groups(x)))
+    assert not groups.computes_like(groups)

@@ -84,7 +84,7 @@ def _packs(part: Any) -> bool:
 def _rounds(part: Any, rounding: Any) -> bool:
     """Whether inputs are rounded to int8 with a zero point of zero, for integer codes; if in groups, in theirs."""
     scheme = rounding.scheme
-    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.clip != 1:
+    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.clip != 1 or scheme.groups:
         return False
     if scheme.scale == "group" and (part.kind != "codes" or input_group(part) != scheme.group):
         return False

@@ -82,7 +82,7 @@ def _reads(part: Any) -> bool:
 def _rounds(part: Any, rounding: Any, device: torch.device) -> bool:
     """Whether inputs are rounded to int8 or to 8-bit floats around zero, with one scale per row or for all rows."""
     scheme, grid = rounding.scheme, rounding.scheme.grid
-    if scheme.outliers or not scheme.symmetric or scheme.scale == "group" or scheme.clip != 1:
+    if scheme.outliers or not scheme.symmetric or scheme.scale == "group" or scheme.clip != 1 or scheme.groups:
         return False
     if isinstance(grid, Float8Grid):
         return multiplies_float8(device)

@@ -296,12 +296,12 @@ def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: For
     """
     assert bool((scale > 0).all()), "a scale must be positive"
     assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.equalize"
-    block, link, forward = _scope(block, link, forward)
+    block, link, forward = scope_of(block, link, forward)
     forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
     return tried(block, forward, {form: partial(_rewrite, link=link, scale=scale, form=form) for form in forms})
 
 
-def _scope(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
+def scope_of(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
     """The module in which a fold is verified: the block, or the expert that holds all modules of the link."""
     for name, expert in in_experts(block).items():
         if all(place.startswith(name + ".") for place in (link.source, *link.readers)):

@@ -59,7 +59,7 @@ class Codes:
     zero: like scale, or None; values of a code, or any numbers if float_zeros is set (then 0 may be no value of the
     dequantized weight). group_index: [in] int32, the group of each column; None if groups are contiguous. shared: [n]
     float32 numbers that all stored scales share, only for grids that need them (see `fit_shared`). rows: consecutive
-    rows with equal scales, so that rows x group_size weights form a block; the last block may have fewer.
+    rows with equal scales, so that rows x group_size weights form a block, or whole rows do; the last may have fewer.
     """
 
     codes: Int[Tensor, "out in"]
@@ -209,7 +209,7 @@ def fit(
 def fit_blocks(
     weight: Float[Tensor, "out in"],
     grid: Grid,
-    group_size: int,
+    group_size: int | Literal["channel"],
     rows: int,
     symmetric: bool,
     search: ScaleSearch = "absmax",
@@ -218,8 +218,10 @@ def fit_blocks(
 ) -> tuple[Tensor, Tensor | None]:
     """As `fit`, with one scale for each block of `rows` x `group_size` weights, repeated for each of its rows.
 
-    group_size divides the width; the last block may have fewer rows.
+    group_size divides the width, or is 'channel': one scale for all weights of `rows` rows. The last block may have
+    fewer rows.
     """
+    group_size = weight.shape[1] if group_size == "channel" else group_size
     whole = len(weight) // rows * rows
     found = []
     for part, height in ((weight[:whole], rows), (weight[whole:], len(weight) - whole)):
@@ -335,14 +337,14 @@ def quantize(
     """Round every weight to the nearest value of the grid. mask: True for kept weights; the others become zero.
 
     dtype: the dtype of scales that are stored as floats. shared_absmax: see `fit_shared`. rows: rows that share their
-    scales; more than one needs a group size that divides the width, and a grid whose scales share no numbers. signed:
-    see `fit`.
+    scales; more than one needs a group size that divides the width, or 'channel', and a grid whose scales share no
+    numbers. signed: see `fit`.
     """
     if mask is not None:
         weight = weight * mask
     shared = fit_shared(weight, grid, group_size, shared_absmax, search)
     if rows > 1:
-        assert isinstance(group_size, int) and shared is None
+        assert group_size != "tensor" and shared is None
         scale, zero = fit_blocks(weight, grid, group_size, rows, symmetric, search, dtype, signed)
     else:
         scale, zero = fit(weight, grid, group_size, symmetric, search, dtype, shared, mask, signed=signed)

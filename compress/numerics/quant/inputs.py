@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compress.numerics.quant.grids import Grid, IntGrid
@@ -31,7 +31,7 @@ def round_inputs(
     if group is not None:
         assert spared is None, "outlier columns have no groups"
         return round_inputs(x.unflatten(-1, (-1, group)), grid, scale, None, symmetric, clip=clip).flatten(-2)
-    dtype = torch.float32 if isinstance(grid, IntGrid) or grid.bits <= 4 else x.dtype
+    dtype = _computed_in(grid, x)
     inside = (x if spared is None else x.masked_fill(spared, 0)).to(dtype)
     zero = None
     if scale is None:
@@ -43,6 +43,44 @@ def round_inputs(
         scale = scale.to(dtype)
     rounded = grid.decode(grid.encode(inside, scale, zero), scale, zero).to(x.dtype)
     return rounded if spared is None else torch.where(spared, x, rounded)
+
+
+def round_in_groups(
+    x: Float[Tensor, "*batch in"],
+    grid: Grid,
+    index: Int[Tensor, " in"],
+    groups: int,
+    scale: Float[Tensor, " groups"] | None = None,
+    zero: Int[Tensor, " groups"] | None = None,
+    symmetric: bool = True,
+    clip: float = 1.0,
+) -> Float[Tensor, "*batch in"]:
+    """Round inputs to a grid with a scale, and a zero point unless symmetric, for each group of channels.
+
+    index: the group of every channel. scale, zero: for all tokens; None: computed from the range of each token's group,
+    with clip as in `round_inputs`. Channel j of group g becomes (code_j - zero_g) * scale_g, as in per-embedding-group
+    quantization (Bondarenko 2021, section 4) and in RPTQ (Yuan 2023, clustering of channels).
+    """
+    dtype = _computed_in(grid, x)
+    inside = x.to(dtype)
+    if scale is None:
+        low, high = group_ranges(inside, index, groups)
+        scale, zero = grid.fit(clip * low, clip * high, symmetric, dtype)
+    scale, zero = scale.to(dtype)[..., index], None if zero is None else zero[..., index]
+    return grid.decode(grid.encode(inside, scale, zero), scale, zero).to(x.dtype)
+
+
+def group_ranges(
+    x: Float[Tensor, "*batch in"], index: Int[Tensor, " in"], groups: int
+) -> tuple[Float[Tensor, "*batch groups"], Float[Tensor, "*batch groups"]]:
+    """The range of each group of channels, extended to zero; a group without channels has [0, 0]."""
+    where, start = index.expand(x.shape), x.new_zeros(*x.shape[:-1], groups)
+    return start.scatter_reduce(-1, where, x, "amin"), start.scatter_reduce(-1, where, x, "amax")
+
+
+def _computed_in(grid: Grid, x: Tensor) -> torch.dtype:
+    """The dtype of computation: float32 for integers and for 4 bits, else that of x."""
+    return torch.float32 if isinstance(grid, IntGrid) or grid.bits <= 4 else x.dtype
 
 
 def _largest(low: Float[Tensor, "*batch 1"], high: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*tokens 1 1"]:

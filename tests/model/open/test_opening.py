@@ -73,7 +73,8 @@ def test_weights_are_cast_to_the_dtype_asked_for(pico, ids):
 
 def test_the_checkpoints_dtype_is_the_default(tiny, tmp_path):
     tiny("llama").to(torch.bfloat16).save_pretrained(tmp_path)
-    assert open_model(str(tmp_path)).dtype == torch.bfloat16
+    opened = open_model(str(tmp_path))
+    assert (opened.widened_from or opened.dtype) == torch.bfloat16  # processors without bfloat16 products widen it
 
 
 def test_blocks_are_on_the_meta_device_but_while_they_are_needed(pico):

@@ -42,13 +42,16 @@ kill: $(READY)
 wheels: $(READY)
 	$(BIN)/python tests/benchmarks/wheels.py --python $(or $(PYTHONS),$(BIN)/python)
 
+# Files that are compiled at once; a set of kernels takes 0.6 GB, with sanitizers more.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+
 # The kernels' tests with AddressSanitizer and UBSan, on a copy of the package; takes some minutes to compile.
 SANITIZED := build/sanitized
 test-sanitized: $(READY)
 	rm -rf $(SANITIZED)/tree
 	mkdir -p $(SANITIZED)/tree
 	cmake -S . -B $(SANITIZED)/cmake -DCOMPRESS_SANITIZE=ON
-	cmake --build $(SANITIZED)/cmake --parallel
+	cmake --build $(SANITIZED)/cmake --parallel $(JOBS)
 	cp -r compress $(SANITIZED)/tree/
 	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/kernels/cpu/
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
@@ -64,7 +67,7 @@ test-neon:
 	@for tool in cmake $(CROSS_CXX) $(QEMU); do command -v $$tool > /dev/null || { \
 	  echo "make test-neon needs $$tool, which is not there; on Debian: apt-get install cmake g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
 	CROSS_CXX=$(CROSS_CXX) cmake -S . -B build/neon -DCMAKE_TOOLCHAIN_FILE=tests/kernels/cross/aarch64.cmake -DCOMPRESS_CHECK_KERNELS=ON
-	cmake --build build/neon --parallel
+	cmake --build build/neon --parallel $(JOBS)
 	$(ON_ARM) cortex-a53 build/neon/check_kernels build/neon/_native.so neon,generic
 	$(ON_ARM) neoverse-n1 build/neon/check_kernels build/neon/_native.so neon_dotprod,neon,generic
 	$(ON_ARM) max build/neon/check_kernels build/neon/_native.so neon_bf16,neon_dotprod,neon,generic

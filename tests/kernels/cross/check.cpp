@@ -3,6 +3,7 @@
 //
 //     check_kernels LIBRARY [SETS]     SETS: the instruction sets that must be there, in this order, as avx2,generic
 
+#include <algorithm>
 #include <thread>
 
 #include "rotations.hpp"
@@ -114,6 +115,7 @@ void check_weight(Library &library, Random &random, const Weight &weight, int64_
             if (m && w.width && random.chance(0.2)) x.set(random.below(m) * ldx + random.below(w.width), std::nanf(""));
             if (m && w.width && in_bytes && random.chance(0.1)) x.set(random.below(m) * ldx + random.below(w.width), INFINITY);
             if (m && in_bytes && random.chance(0.1)) for (int64_t k = 0; k < w.width; ++k) x.set(k, 0.0f);
+            if (m && in_bytes && random.chance(0.1)) for (int64_t k = 0; k < w.width; ++k) x.set(k, random.chance(0.9) ? -2.0f : 2.0f);  // -128, 127
             check_call(library, {weight, type, m, ldx, static_cast<Inputs>(inputs), x, random.chance(0.5) ? &bias : nullptr, 0.02f});
         }
 }
@@ -154,6 +156,7 @@ void check_all_codes(Library &library, Random &random, int cases) {
     for (const int codec : {4, 8}) {  // enough for several threads, more of them than tiles, and longer than a panel
         check_codes(library, random, codec, POINT, 40, 4000, 128, 0, 20);
         check_codes(library, random, codec, ZEROS, 300, 2000, 64, 0, 2);
+        check_codes(library, random, codec, ZEROS, 40, 300, 32, 0, 70);
         check_codes(library, random, codec, ZEROS, 20, 100, 32, 0, 0);
         check_codes(library, random, codec, POINT, 0, 100, 32, 0, 3);
     }
@@ -172,6 +175,7 @@ void check_other_weights(Library &library, Random &random, int cases) {
         check_weight(library, random, looked_up_of(random, some_rows(random), some_width(random), 1, 1, 16, group, per_row), some_batch(random));
     }
     check_weight(library, random, rows_of(random, true, 200, 1000), 5);
+    check_weight(library, random, points_of(random, 40, 80, 2), 70);
     check_weight(library, random, kept_of(random, true, 40, 4000, 0.5), 20);
     check_weight(library, random, looked_up_of(random, 200, 500, 4, 2, 256, 0, false), 4);
     check_weight(library, random, rows_of(random, false, 20, 100), 0);
@@ -222,7 +226,10 @@ void check_errors(Library &library, Random &random) {
     refused("too few units", [](compress_weight &w) { w.units = 1, w.groups = 1; });
     refused("a wrong number of groups", [](compress_weight &w) { w.groups = 1; });
     refused("books without a table", [](compress_weight &w) { w.codec = COMPRESS_LOOKED_UP; });
-    if (library.choose("mmx") != -1) library.failures.add("mmx was chosen");
+    for (const char *name : {"mmx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dotprod", "neon"}) {
+        const bool listed = std::find(library.sets.begin(), library.sets.end(), name) != library.sets.end();
+        if (library.choose(name) != (listed ? 0 : -1)) library.failures.add("%s was %s", name, listed ? "refused" : "chosen");
+    }
     const int32_t column = 64;
     uint8_t code[20];
     if (library.codes(&weight.w, &column, 1, code, 1) != -1) library.failures.add("a column outside of a weight was given");

@@ -52,7 +52,8 @@ inline void rotate_plainly(const compress_hadamard &h, std::vector<double> &run)
 inline void check_rotation(Library &library, Random &random, const Matrix &matrix, int64_t m, int64_t runs) {
     const int64_t width = runs * matrix.h.order, ldx = width + random.below(3) * 4;
     const int x_type = random.below(2), y_type = random.below(2), outputs = random.below(2);
-    const Numbers x(random, x_type, m ? (m - 1) * ldx + width : 0);
+    Numbers x(random, x_type, m ? (m - 1) * ldx + width : 0);
+    if (m && random.chance(0.2)) x.set(random.below(m) * ldx + random.below(width), std::nanf(""));  // for its run alone
     Guarded<int8_t> signs(width);
     Guarded<float> bias(width);
     for (int64_t k = 0; k < width; ++k) signs[k] = random.chance(0.5) ? 1 : -1, bias[k] = random.number(1.0f);

@@ -101,9 +101,10 @@ inline Weight codes_of(Random &random, int codec, int64_t rows, int64_t width, i
         w.zero_point = random.chance(0.8) ? values / 2 : random.below(2) * (values - 1);
     }
     found.codes = Guarded<uint8_t>(rows * width);
+    const bool extreme = random.chance(0.15);  // the lowest and the highest code alone
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t k = 0; k < width; ++k) {
-            uint32_t code = random.below(values);
+            uint32_t code = extreme ? random.below(2) * (values - 1) : random.below(values);
             if (floats && (code & 127) >= (codec == COMPRESS_E4M3 ? 0x7f : 0x7c)) code = 0;  // neither NaN nor infinite
             found.codes[row * width + k] = static_cast<uint8_t>(code);
             const int64_t at = (row / 16 * w.groups + found.group_of[k]) * 16 + row % 16;

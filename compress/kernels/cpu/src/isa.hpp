@@ -5,8 +5,8 @@
 
 namespace compress_cpu {
 
-// Whether indexes of books take half a byte each.
-inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
+// Whether indexes of books take half a byte each. Static: each set has its own.
+static inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
 
 #define COMPRESS_SET(name)                                      \
     namespace name {                                            \

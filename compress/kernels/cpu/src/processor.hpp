@@ -5,6 +5,7 @@
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/types.h>
 #include <sys/sysctl.h>
 #endif
 

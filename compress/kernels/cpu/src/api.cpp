@@ -13,6 +13,7 @@
 
 #include "isa.hpp"
 #include "pool.hpp"
+#include "processor.hpp"
 
 namespace {
 
@@ -23,33 +24,31 @@ struct Set {
     bool available;
 };
 
-bool has_avx512() {
-#if defined(COMPRESS_AVX512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
-
-bool has_avx2() {
-#if defined(COMPRESS_AVX2)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return false;
-#endif
-}
-
 const Set *sets() {
+    using namespace compress_cpu;
     static const Set found[] = {
+#if defined(__x86_64__)
+#if defined(COMPRESS_AVX512_BF16)
+        {"avx512_bf16", avx512_bf16::products, avx512_bf16::rotate, has_avx512_bf16()},
+#endif
 #if defined(COMPRESS_AVX512)
-        {"avx512_bf16", compress_cpu::avx512_bf16::products, compress_cpu::avx512_bf16::rotate, has_avx512() && __builtin_cpu_supports("avx512bf16")},
-        {"avx512", compress_cpu::avx512::products, compress_cpu::avx512::rotate, has_avx512()},
+        {"avx512", avx512::products, avx512::rotate, has_avx512()},
 #endif
 #if defined(COMPRESS_AVX2)
-        {"avx2", compress_cpu::avx2::products, compress_cpu::avx2::rotate, has_avx2()},
+        {"avx2", avx2::products, avx2::rotate, has_avx2()},
 #endif
-        {"generic", compress_cpu::generic::products, compress_cpu::generic::rotate, true},
+#elif defined(__aarch64__)
+#if defined(COMPRESS_NEON_BF16)
+        {"neon_bf16", neon_bf16::products, neon_bf16::rotate, has_dotprod() && has_bf16()},
+#endif
+#if defined(COMPRESS_NEON_DOTPROD)
+        {"neon_dotprod", neon_dotprod::products, neon_dotprod::rotate, has_dotprod()},
+#endif
+#if defined(COMPRESS_NEON)
+        {"neon", neon::products, neon::rotate, true},
+#endif
+#endif
+        {"generic", generic::products, generic::rotate, true},
         {nullptr, nullptr, nullptr, false},
     };
     return found;

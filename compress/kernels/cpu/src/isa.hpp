@@ -5,8 +5,8 @@
 
 namespace compress_cpu {
 
-// Whether indexes of books take half a byte each.
-inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
+// Whether indexes of books take half a byte each. Static: each set has its own.
+static inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
 
 #define COMPRESS_SET(name)                                      \
     namespace name {                                            \
@@ -17,5 +17,8 @@ COMPRESS_SET(generic)
 COMPRESS_SET(avx2)
 COMPRESS_SET(avx512)
 COMPRESS_SET(avx512_bf16)
+COMPRESS_SET(neon)
+COMPRESS_SET(neon_dotprod)
+COMPRESS_SET(neon_bf16)
 #undef COMPRESS_SET
 }  // namespace compress_cpu

@@ -92,7 +92,9 @@ class OmniQuant(BlockQuantizing):
         if not self.grid.free_scales:
             raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
         if self.group_size == "tensor":
-            raise ValueError("group_size: tensor has one range for all rows, which scales of channels move; use channel")
+            raise ValueError(
+                "group_size: tensor has one range for all rows, which scales of channels move; use channel"
+            )
 
     def without_effect(self) -> dict[str, str]:
         idle = {"transform_rate": "without transform; write transform: true"}

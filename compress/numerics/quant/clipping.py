@@ -6,8 +6,6 @@ z = -round(sigma(beta) min W / h), the weight is rounded to clamp(round(W / h) +
 
 from __future__ import annotations
 
-import math
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -17,7 +15,7 @@ from compress.numerics.quant.fake import learned_step, levels, straight
 from compress.numerics.quant.rounding import GridOptions
 
 INITIAL = 4.0  # OmniQuant, reference code (quantizer.py): logits of the clipped ranges, sigma(4) = 0.982
-NARROWEST = 0.05  # of the range that an initial scale covers, relative to the range of the weights
+NARROWEST, WIDEST = 0.05, 0.99  # initial range of a scale search, relative to that of the weights: sigma(x) < 1
 
 
 class LearnedClipping:
@@ -38,30 +36,28 @@ class LearnedClipping:
         low, high = torch.aminmax(grouped(self._kept(weight), options.group_size), dim=-1)
         self.sign = torch.ones_like(high)
         if options.search == "absmax":
-            upper = lower = torch.full_like(high, INITIAL)
+            start = torch.full_like(high, INITIAL)
         else:
-            upper, lower = self._found(self._kept(weight), low, high)
-        self.upper, self.lower = (logits.clone().requires_grad_() for logits in (upper, lower))
+            start = self._found(self._kept(weight), low, high)
+        self.upper, self.lower = start.clone().requires_grad_(), start.clone().requires_grad_()
 
     def _kept(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
         return weight if self.mask is None else weight * self.mask
 
     def _found(
         self, weight: Float[Tensor, "out in"], low: Float[Tensor, "out groups"], high: Float[Tensor, "out groups"]
-    ) -> tuple[Float[Tensor, "out groups"], Float[Tensor, "out groups"]]:
-        """The logits (upper, lower) of the ranges that the scale search finds."""
+    ) -> Float[Tensor, "out groups"]:
+        """The logits of the range that the scale search finds, relative to that of the weights, for both ends."""
         how = self.options
         scale, zero = fit(
             weight, how.grid, how.group_size, how.symmetric, how.search, how.dtype, None, self.mask, how.importance,
             how.signed,
         )  # fmt: skip
-        if zero is None:
-            self.sign = scale.sign()
-            kept = scale.abs() * how.grid.span / torch.maximum(-low, high).clamp(min=1e-30)
-            return _logits(kept), _logits(kept)
+        self.sign = scale.sign()
         least, most = levels(how.grid)
-        top, bottom = (most - zero) * scale / high.clamp(min=1e-30), (least - zero) * scale / low.clamp(max=-1e-30)
-        return _logits(top), _logits(bottom)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        extent = torch.maximum(-low, high) / how.grid.span if zero is None else (high - low) / (most - least)
+        return torch.logit((scale.abs() / extent.clamp(min=1e-30)).clamp(NARROWEST, WIDEST))
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -99,11 +95,6 @@ class LearnedClipping:
         step, shift = every
         assert step is not None
         return Codes(store(how.grid.encode(kept, step, shift), how.grid), scale, zero, how.grid, how.group_size)
-
-
-def _logits(kept: Float[Tensor, "out groups"]) -> Float[Tensor, "out groups"]:
-    """The logits of fractions of a range, at most the initial one of the paper."""
-    return torch.logit(kept.clamp(NARROWEST, 1 / (1 + math.exp(-INITIAL))))
 
 
 def clipping_bytes(weights: int, groups: int) -> int:

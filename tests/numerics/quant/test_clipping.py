@@ -61,8 +61,8 @@ def test_gradients_reach_a_scale_of_the_columns():
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_descent_finds_the_clip_of_the_least_error(symmetric):
     weight = random(1, 64, seed=3)
-    weight[0, 5] = 6.0  # an outlier: covering it leaves few levels for the others
-    learned = clipping(weight, "int3", 64, symmetric)
+    weight[0, 5] = 5.0  # an outlier: covering it leaves few levels for the others
+    learned = clipping(weight, "int2", 64, symmetric)
 
     def error(upper, lower):
         with torch.no_grad():
@@ -81,7 +81,7 @@ def test_descent_finds_the_clip_of_the_least_error(symmetric):
         found = min(found, loss.item())
         optimizer.step()
     assert best < 0.7 * start
-    assert found < 1.1 * best
+    assert found < 1.03 * best
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_a_search_is_where_it_starts(grid, symmetric, signed):
     found = clipping(weight, grid, 16, symmetric, search, signed=signed).codes(weight)
     wanted = quantize(weight, GRIDS[grid], 16, symmetric, search, signed=signed)
     error, least = (float((codes.dense() - weight).square().sum()) for codes in (found, wanted))
-    assert error < 1.02 * least  # ranges of more than 0.982 are the difference
+    assert error < 1.03 * least  # ranges of more than 0.99 are the difference
     same = (found.scale - wanted.scale).abs() < 1e-5 * wanted.scale.abs()
-    assert same.float().mean() > 0.5
+    assert same.float().mean() > 0.3
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

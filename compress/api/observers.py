@@ -124,8 +124,8 @@ class InputAbsMax(Observer):
         self.absmax = self.absmax / scale
 
 
-class InputRange(Observer):
-    """The least and the largest value of every input channel, [in] each; zero where no token was seen."""
+class InputRange(InputAbsMax):
+    """The smallest, the largest and the largest absolute value of every input channel, [in] each; 0 without tokens."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -133,25 +133,36 @@ class InputRange(Observer):
         self._high = torch.full((width,), -torch.inf, device=device)
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        low, high = torch.aminmax(rows, dim=0)
+        super().gather(rows)
+        low, high = rows.aminmax(dim=0)
         self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
 
     def combine(self, processes: Processes) -> None:
+        super().combine(processes)
         self._low, self._high = -processes.maximum(-self._low), processes.maximum(self._high)
 
     @classmethod
     def memory_bytes(cls, width: int) -> int:
-        return 2 * 4 * width
+        return 3 * 4 * width
 
     @property
     def low(self) -> Float[Tensor, " in"]:
-        """The least value per channel."""
+        """The smallest value per channel."""
         return self._low if self.tokens else torch.zeros_like(self._low)
 
     @property
     def high(self) -> Float[Tensor, " in"]:
         """The largest value per channel."""
         return self._high if self.tokens else torch.zeros_like(self._high)
+
+    def divide(self, scale: Float[Tensor, " in"]) -> None:
+        super().divide(scale)
+        self._low, self._high = self._low / scale, self._high / scale
+
+    def subtract(self, shift: Float[Tensor, " in"]) -> None:
+        """Subtract `shift` from past inputs, because the inputs are shifted from now on."""
+        self._low, self._high = self._low - shift, self._high - shift
+        self.absmax = torch.maximum(-self._low, self._high).clamp(min=0)  # 0 without tokens
 
 
 class OutlierFrequency(Observer):

@@ -1,8 +1,8 @@
 """Kernel dispatch: the first kernel that supports a call computes a part of a layer; otherwise plain torch does.
 
 A kernel is a file of this folder that defines `KERNEL`, for products, or `TRANSFORM`, for transforms of inputs; it is
-found by its file. A kernel of products receives the rounding of the inputs
-together with the weights, so that an integer kernel can compute with integers instead of dequantized values.
+found by its file. A kernel of products receives the rounding of the inputs together with the weights, so that it can
+compute with integers instead of dequantized values.
 """
 
 from __future__ import annotations

@@ -48,10 +48,13 @@ class RPTQ(BlockPass):
     """
 
     use_for: ClassVar[str] = (
-        "Static scales of inputs, in front of rtn or gptq, for accelerators without scales per token: clusters of "
-        "channels lose less than one scale for all."
+        "8-bit inputs, in front of rtn or gptq: static scales of clusters lose far less than one static scale, for "
+        "accelerators without scales per token; with activation_scale: token, less than one scale per token."
     )
-    not_for: ClassVar[str] = "Speed on a CPU or GPU here, and quality where scales per token are possible."
+    not_for: ClassVar[str] = (
+        "Speed on a CPU or GPU here; static scales where scales per token are possible, or text of another kind than "
+        "the calibration."
+    )
     paper: ClassVar[str] = "https://arxiv.org/abs/2304.01089"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})

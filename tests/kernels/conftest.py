@@ -1,6 +1,9 @@
 """What the tests of kernels share."""
 
+import sys
+
 import pytest
+import torch
 from products import SETS
 
 from compress.kernels.cpu.library import library
@@ -12,3 +15,11 @@ def chosen(request):
     assert library().compress_use(request.param.encode()) == 0
     yield request.param
     library().compress_use(SETS[0].encode())
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Forget what a test compiled: torch compiles the forward pass of a class at most eight times."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

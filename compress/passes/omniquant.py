@@ -32,10 +32,12 @@ from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.clipping import LearnedClipping, clipping_bytes
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.fake import straight
+from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.rounding import round_columns, rounding_bytes
 from compress.train.options import Share, held_out
 from compress.weights.transforms.rounding import InputRounding
 
+EPOCHS = 20  # OmniQuant, section 4.1, which has 40 for 2 bits
 ALPHA = 0.5  # OmniQuant, reference code (main.py): migration strength of the initial scales, which are SmoothQuant's
 
 
@@ -77,7 +79,11 @@ class OmniQuant(BlockQuantizing):
         default="nearest",
         description="rounding of weights to the learned scales: to nearest, as in the paper, or by the sweep of gptq",
     )
-    epochs: int = Field(default=20, ge=1, description="passes over the calibration batches that are trained on")
+    epochs: int = Field(
+        default=EPOCHS,
+        ge=1,
+        description=f"passes over the calibration batches that are trained on; grids of at most 2 bits: {2 * EPOCHS}",
+    )
     learning_rate: float = Field(default=5e-3, gt=0, description="of the logits of the clipped ranges")
     transform_rate: float = Field(
         default=1e-2, gt=0, description="of the logarithms of scales, and of shifts relative to the range of a channel"
@@ -86,6 +92,11 @@ class OmniQuant(BlockQuantizing):
         default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of the batches and of the held-out ones")
+
+    @classmethod
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Also the number of epochs."""
+        return super().of_grid(grid, given) | ({"epochs": 2 * EPOCHS} if grid.bits <= 2 else {})
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)

@@ -44,10 +44,12 @@ def layers_of(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"symmetric": False}, {"transform": True}, {"activations": "int4"}, {"error": "symmetric"}]
+    "options",
+    [{}, {"scale": "mse"}, {"symmetric": False}, {"transform": True}, {"activations": "int4"}, {"error": "symmetric"}],
 )
 def test_the_block_is_nearer_than_by_rounding_alone(options, pico_model, ids):
-    rounding = {name: value for name, value in options.items() if name in ("symmetric", "activations")}
+    options = {"scale": "absmax", **options}
+    rounding = {name: value for name, value in options.items() if name in ("scale", "symmetric", "activations")}
     learned = applied(pico_model, [OmniQuant(epochs=8, learning_rate=0.1, hold_out=0, **INT3, **options)], ids)
     rounded = applied(pico_model, [RTN(**INT3, **rounding)], ids)
     assert distance(learned, pico_model, ids) < 0.93 * distance(rounded, pico_model, ids)
@@ -78,7 +80,7 @@ def test_the_same_run_gives_the_same_codes(options, pico_model, ids):
 def test_where_nothing_is_gained_weights_are_rounded_without_it(pico_model, ids):
     journal = Journal()
     wild = OmniQuant(weights="int8", group_size=32, learning_rate=90.0, transform_rate=9.0, epochs=1, hold_out=0,
-                     scale="mse", transform=True, targets=FIRST)  # fmt: skip
+                     transform=True, targets=FIRST)  # fmt: skip
     learned = applied(pico_model, [wild], ids, journal)
     fallbacks = [entry for entry in journal.entries if entry.kind == "fallback" and "without it" in entry.message]
     assert fallbacks  # the start of SmoothQuant loses with weights alone, and wild steps do not mend it
@@ -202,7 +204,7 @@ def test_the_sweep_keeps_the_learned_scales(notes):
 
 
 def test_a_run_with_the_sweep(pico_model, ids):
-    learned = applied(pico_model, [OmniQuant(epochs=2, finish="gptq", scale="mse", hold_out=0, **INT3)], ids)
+    learned = applied(pico_model, [OmniQuant(epochs=2, finish="gptq", hold_out=0, **INT3)], ids)
     nearest = applied(pico_model, [RTN(scale="mse", **INT3)], ids)
     assert distance(learned, pico_model, ids) < 0.93 * distance(nearest, pico_model, ids)
 

@@ -52,10 +52,13 @@ class OmniQuant(BlockQuantizing):
     so that one rate suits all channels.
 
     In the end s and z are folded into the module that writes the channels. Each fold is proved in float32, and undone
-    if it changes the block's output. z is left out where a module has no bias, as in models with RMSNorm. The paper's
-    scale between queries and keys is left out: it multiplies rows of weights, whose scales absorb it, so that it has no
-    effect unless queries and keys are rounded. The state with the least error on the held-out batches (on all batches
-    if none are held out) is kept, if its error is less than without learning.
+    if it changes the block's output. The state with the least error on the held-out batches (on all batches if none are
+    held out) is kept, if its error is less than without learning.
+
+    What differs from the paper's transform: z is left out where a module has no bias, as in models with RMSNorm. The
+    scale between queries and keys is left out: it multiplies rows of weights, whose scales absorb it, so that it has
+    no effect unless queries and keys are rounded. The FFN's second linear has an s too, where a linear writes its input
+    (gated FFNs); the paper has none there.
     """
 
     use_for: ClassVar[str] = "Few bits with rounding to nearest, and rounded inputs where no rotation may be used."

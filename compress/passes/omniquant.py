@@ -47,9 +47,9 @@ class OmniQuant(BlockQuantizing):
     Minimize ||block(X) - target||^2 with every linear rounded as Q((X - z) / s) Q(s W) + (b + z W) (equation 3).
     The range of each group of weights is clipped to sigma(gamma) max W and sigma(beta) min W (equation 2). gamma and
     beta are learned for each group, s and z (transform) for each channel that a norm or a linked linear writes.
-    Gradients pass straight through rounding. The paper learns no transform of LLaMA if inputs are not rounded, so this
-    is the default. s starts from SmoothQuant, and z from the middle of each channel's range; log s is what is learned,
-    so that one rate suits all channels.
+    Gradients pass straight through rounding. Unless inputs are rounded, the paper learns no transform of models with
+    RMSNorm, so this is the default. s starts from SmoothQuant, and z from the middle of each channel's range; log s is
+    what is learned, so that one rate suits all channels.
 
     In the end s and z are folded into the module that writes the channels. Each fold is proved in float32, and undone
     if it changes the block's output. The state with the least error on the held-out batches (on all batches if none are
@@ -77,7 +77,7 @@ class OmniQuant(BlockQuantizing):
     )
     transform: bool | None = Field(
         default=None,
-        description="learn scales and shifts of input channels; null: if inputs are rounded, as the paper for LLaMA",
+        description="learn scales and shifts of input channels; null: if inputs are rounded",
     )
     finish: Literal["nearest", "gptq"] = Field(
         default="nearest",

@@ -45,6 +45,7 @@ CHAINS: dict[str, list[dict]] = {
     "pb_llm": [{"pb_llm": {"group_size": "channel"}}],
     "signround": [{"signround": {**INT8, "iterations": 2}}],
     "block_ap": [{"block_ap": {**INT8, **STEPS}}],
+    "omniquant": [{"omniquant": {**ROUNDED_INPUTS, "epochs": 1}}],
     "qat": [{"qat": {**INT8, **STEPS}}],
     "llm_int8": [{"llm_int8": {"threshold": 6.0}}],
     "lorc": [{"rtn": INT8}, {"lorc": {"rank": 1}}],
@@ -79,7 +80,7 @@ NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
     "rtn", "gptq", "hqq", "obq", "owq", "quantease", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
-    "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate",
+    "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate", "omniquant",
 }  # fmt: skip
 """Passes whose recipe leaves the model's function nearly as it was."""
 
@@ -260,7 +261,7 @@ GROUPS = {
     "Round weights": (
         "rtn", "gptq", "hqq", "obq", "owq", "aqlm", "squeezellm", "gobo", "pb_llm", "billm", "bcq", "spqr", "quantease",
         "olive", "quip_sharp", "qtip",
-        "signround", "block_ap", "qat",
+        "signround", "block_ap", "omniquant", "qat",
         "llm_int8", "lorc", "mixed_precision",
     ),
     "Prepare, and round the cache": (

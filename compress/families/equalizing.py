@@ -136,3 +136,16 @@ class EqualizingPass(BlockPass):
     @abstractmethod
     def scale(self, readers: Readers) -> Float[Tensor, " in"] | None:
         """The scale of the readers' input, positive and equal on columns of one channel; None: it does not change."""
+
+
+def smoothing(inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], alpha: float) -> Float[Tensor, " in"]:
+    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)  (Xiao 2022, equation 4); 1 for channels that were always zero."""
+    scale = inputs.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)
+    return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))
+
+
+def weight_absmax(block: nn.Module, readers: Sequence[str]) -> Float[Tensor, " in"]:
+    """The largest magnitude in each input column over all readers that are linears, in float32."""
+    named = linears(block)
+    weights = [CompressedLinear.of(named[name]).weight for name in readers if name in named]
+    return torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)

@@ -38,35 +38,22 @@ class Start:
     mask: Bool[Tensor, "out in"] | None
 
 
-class LearnedRoundingPass(Quantizing, BlockPass):
-    """A block pass that learns rounding, with rounded inputs if they are asked for."""
+class BlockQuantizing(Quantizing, BlockPass):
+    """A block pass that quantizes the linears of a block together, so that the block's output stays what it should be.
 
-    start: Literal["gptq", "rtn"] = Field(default="gptq", description="start of the learned rounding")
+    Inputs are rounded if this is asked for, with a scale per token.
+    """
+
     error: ErrorName = Field(
         default="asymmetric",
         description="target of the block's output: 'asymmetric': of the uncompressed model, which runs too; "
         "'symmetric': of the original block on the same inputs",
     )
 
-    scale: ScaleOption = Field(
-        default="importance",
-        description="as for rtn; 'importance', for start: gptq: the least error as the sweep weighs it; other "
-        "defaults: 'mse' for start: rtn and group_size: tensor, 'absmean' for ternary and binary",
-    )
-
-    @classmethod
-    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Also the scale search of the start."""
-        return ({"scale": "mse"} if given.get("start") == "rtn" else {}) | super().of_grid(grid, given)
-
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if self.activation_scale != "token":
             raise ValueError(f"activation_scale: {self.activation_scale} is not supported by this pass; use token")
-
-    @property
-    def weighs_columns(self) -> bool:
-        return self.start == "gptq"
 
     @property
     def requires(self) -> Requirements:
@@ -83,6 +70,26 @@ class LearnedRoundingPass(Quantizing, BlockPass):
     def roundings(self, inputs: BlockInputs) -> dict[str, InputRounding | None]:
         """The rounding of the inputs of every layer, or None."""
         return {name: self.options_of(inputs, name).rounding(inputs.layer(name)) for name in inputs.names}
+
+
+class LearnedRoundingPass(BlockQuantizing):
+    """A block pass that learns rounding, with rounded inputs if they are asked for."""
+
+    start: Literal["gptq", "rtn"] = Field(default="gptq", description="start of the learned rounding")
+    scale: ScaleOption = Field(
+        default="importance",
+        description="as for rtn; 'importance', for start: gptq: the least error as the sweep weighs it; other "
+        "defaults: 'mse' for start: rtn and group_size: tensor, 'absmean' for ternary and binary",
+    )
+
+    @classmethod
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Also the scale search of the start."""
+        return ({"scale": "mse"} if given.get("start") == "rtn" else {}) | super().of_grid(grid, given)
+
+    @property
+    def weighs_columns(self) -> bool:
+        return self.start == "gptq"
 
     def starts(self, block: nn.Module, inputs: BlockInputs, log: Log) -> dict[str, Start]:
         """Round every layer of the pass as a start."""

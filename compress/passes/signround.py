@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,9 +16,9 @@ from compress.api.facts import Log
 from compress.api.layers import BlockInputs, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
+from compress.families.descent import Descent, Forward, shuffled, with_forwards
 from compress.families.learned_rounding import LearnedRoundingPass
-from compress.families.reconstruction import add_gradients, block_error, shares
-from compress.model.linear import CompressedLinear, replace_linear
+from compress.model.linear import CompressedLinear
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.weights.transforms.rounding import InputRounding
@@ -72,16 +74,17 @@ class SignRound(LearnedRoundingPass):
         return targets + max(seen + size.forward_bytes, start, learn)
 
     def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
-        targets = [self.target(block, inputs, batch) for batch in range(inputs.batches)]
+        every = range(inputs.batches)
+        descent = Descent(block, inputs, [self.target(block, inputs, batch) for batch in every], every)
         starts, roundings = self.starts(block, inputs, log), self.roundings(inputs)
         learned = {name: LearnedRounding(start.wanted, start.codes, start.mask) for name, start in starts.items()}
         with _with_weights(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
-            before = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
+            before = descent.error
         with _with_weights(block, learned, roundings):
-            self._learn(block, inputs, targets, list(learned.values()))
+            self._learn(descent, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
         with _with_weights(block, {name: item.dense() for name, item in codes.items()}, roundings):
-            after = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
+            after = descent.error
         log("note", "error of the block's output", start=before, learned=after)
         if not after < before:
             log(
@@ -95,38 +98,24 @@ class SignRound(LearnedRoundingPass):
             rounding = roundings[name]
             inputs.put(name, Solution(item, transforms=() if rounding is None else (rounding,)))
 
-    def _learn(
-        self, block: nn.Module, inputs: BlockInputs, targets: list[Tensor], learned: list[LearnedRounding]
-    ) -> None:
+    def _learn(self, descent: Descent, learned: Sequence[LearnedRounding]) -> None:
         rate = self.rate
         shifts = [item.shift for item in learned]
         factors = [item.factor for item in learned if item.factor.requires_grad]
         stepper = _STEPPERS[self.optimizer]([{"params": shifts, "lr": rate}, {"params": factors, "lr": rate}])
-        order = _batches(inputs.batches, self.seed)
-        weights = shares([len(target) for target in targets], inputs.processes)
-        checked = {self.iterations * part // CHECKS for part in range(1, CHECKS + 1)}
-        best: tuple[float, list[Tensor]] | None = None
-        for iteration in range(self.iterations):
-            now = rate * (1 - iteration / self.iterations)
+
+        def decay(done: int) -> None:
+            now = rate * (1 - done / self.iterations)
             for group, part in zip(stepper.param_groups, (1.0, self.scale_rate), strict=True):
                 group["lr"] = now * part
-            batch = next(order)
-            with torch.enable_grad():
-                loss = nn.functional.mse_loss(inputs.forward(block, batch).float(), targets[batch].float())
-                (loss if inputs.processes.size == 1 else loss * weights[batch]).backward()
-            add_gradients((*shifts, *factors), inputs.processes)
-            stepper.step()
-            stepper.zero_grad()
+
+        def limit() -> None:
             for item in learned:
                 item.limit()
-            if iteration + 1 in checked:
-                error = block_error(block, inputs, targets.__getitem__, range(inputs.batches))
-                if best is None or error < best[0]:
-                    best = error, [parameter.detach().clone() for parameter in (*shifts, *factors)]
-        assert best is not None
-        with torch.no_grad():
-            for parameter, kept in zip((*shifts, *factors), best[1], strict=True):
-                parameter.copy_(kept)
+
+        batches = islice(shuffled(descent.judged, self.seed), self.iterations)
+        checked = {self.iterations * part // CHECKS for part in range(1, CHECKS + 1)} - {0}
+        descent.run(stepper, batches, checked, decay, limit)
 
 
 class _Sign(torch.optim.Optimizer):
@@ -146,31 +135,16 @@ class _Sign(torch.optim.Optimizer):
 _STEPPERS: dict[str, Any] = {"adam": torch.optim.Adam, "sign": _Sign}
 
 
-def _batches(count: int, seed: int) -> Iterator[int]:
-    """Yield all batch numbers repeatedly, each time in a new random order."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(count, generator=generator).tolist()
-
-
-@contextmanager
 def _with_weights(
     block: nn.Module,
     weights: Mapping[str, LearnedRounding] | Mapping[str, Tensor],
     roundings: Mapping[str, InputRounding | None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Run the linears with these weights and with rounded inputs inside of the context."""
-    layers = {name: replace_linear(block, name) for name in weights}
-    for name, layer in layers.items():
-        layer.forward = _forward(layer, weights[name], roundings[name])  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers.values():
-            del layer.forward
+    return with_forwards(block, {n: partial(_forward, weights[n], roundings[n]) for n in weights})
 
 
-def _forward(layer: CompressedLinear, weight: LearnedRounding | Tensor, rounding: InputRounding | None) -> Any:
+def _forward(weight: LearnedRounding | Tensor, rounding: InputRounding | None, layer: CompressedLinear) -> Forward:
     def forward(x: Tensor) -> Tensor:
         x = layer.transform(x)
         if rounding is not None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from compress.api.observers import InputAbsMax, Rows
-from compress.families.equalizing import SMALLEST, EqualizingPass, Readers
-from compress.model.linear import CompressedLinear, linears
+from compress.families.equalizing import EqualizingPass, Readers, smoothing, weight_absmax
+from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.transforms.rounding import InputRounding
@@ -73,12 +72,6 @@ class SmoothQuant(EqualizingPass):
         return trials[best]
 
 
-def smoothing(inputs: Float[Tensor, " in"], weights: Float[Tensor, " in"], alpha: float) -> Float[Tensor, " in"]:
-    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha)  (equation 4); 1 for channels that were always zero."""
-    scale = inputs.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)
-    return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))
-
-
 def rounded_error(
     rows: Float[Tensor, "rows in"],
     weight: Float[Tensor, "out in"],
@@ -89,10 +82,3 @@ def rounded_error(
     grid = GRIDS["int8"]
     found = InputRounding.of(grid)(rows / scale) @ quantize(weight * scale, grid, "channel").dense().T
     return float((found - wanted).square().sum() / wanted.square().sum().clamp(min=1e-30))
-
-
-def weight_absmax(block: nn.Module, readers: Sequence[str]) -> Float[Tensor, " in"]:
-    """The largest magnitude in each input column over all readers that are linears, in float32."""
-    named = linears(block)
-    weights = [CompressedLinear.of(named[name]).weight for name in readers if name in named]
-    return torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)

@@ -24,6 +24,15 @@ WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, f
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
+def held_out(sequences: int, share: float, seed: int) -> tuple[list[int], list[int]]:
+    """The numbers of the training sequences and of the held-out ones, a random share; at least one each of two."""
+    if not share:
+        return list(range(sequences)), []
+    count = min(max(1, round(share * sequences)), sequences - 1)
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed)).tolist()
+    return sorted(order[count:]), sorted(order[:count])
+
+
 class LoopOptions(BaseModel):
     """The options of the training loop, whatever is trained; a mixin for passes and for their parts."""
 
@@ -78,11 +87,7 @@ class LoopOptions(BaseModel):
 
     def split(self, sequences: int) -> tuple[list[int], list[int]]:
         """The numbers of the training sequences and of the held-out ones; at least one each, if there are two."""
-        if not self.hold_out:
-            return list(range(sequences)), []
-        count = min(max(1, round(self.hold_out * sequences)), sequences - 1)
-        order = torch.randperm(sequences, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        return sorted(order[count:]), sorted(order[:count])
+        return held_out(sequences, self.hold_out, self.seed)
 
     def order(self, rows: list[int], processes: int) -> Int[Tensor, "steps parts batch"]:
         """The sequences of every step, in parts that are forwarded together: shuffled epochs, one after the other."""

@@ -28,6 +28,10 @@ LEARN = {"train": ["scales", "norms"]}
 STEPS = {"steps": 48, "ce_weight": 0, "weight_rate": 0.1}
 """Of passes that train from a teacher: ten minutes of one core at SmolLM2-135M, with 48 sequences of 512 tokens."""
 
+CLIPPED = {"epochs": 5, "learning_rate": 0.02}
+"""Of omniquant: a quarter of the paper's epochs at four times its rate."""
+INPUTS4 = {"activations": "int4", "activation_clip": 0.9}
+
 LEARNED = {"distill": {"train": ["scales", "norms"], "epochs": 4, "learning_rate": 0.003}}
 
 ROWS: dict[str, list[dict]] = {
@@ -92,6 +96,7 @@ ROWS: dict[str, list[dict]] = {
     "gptq-int3-mse": [{"gptq": {"weights": "int3", **PLAIN}}],
     "gptq-int3-importance": [{"gptq": {"weights": "int3", **PLAIN, "scale": "importance"}}],
     "gptq-int2-zeros": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False}}],
+    "gptq-int2-zeros-normalized": [{"gptq": {"weights": "int2", **ZEROS}}],
     "gptq-int2-zeros-refined": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False, "refine": 2}}],
     "gptq-int3-g48": [{"gptq": {"weights": "int3", "group_size": 48, **BEST}}],
     "gptq-int3-g32": [{"gptq": {"weights": "int3", "group_size": 32, **BEST}}],
@@ -130,6 +135,25 @@ ROWS: dict[str, list[dict]] = {
     "olive": [{"olive": {}}],
     "olive-compensated": [{"olive": {"compensate": True}}],
     "signround": [{"signround": {"weights": "int4", **GROUPS}}],
+    "signround-int3": [{"signround": {"weights": "int3", **GROUPS}}],
+    "signround-int2-zeros": [{"signround": {"weights": "int2", **ZEROS}}],
+    "block_ap": [{"block_ap": {"weights": "int4", **GROUPS}}],
+    "block_ap-int3": [{"block_ap": {"weights": "int3", **GROUPS}}],
+    "block_ap-int2-zeros": [{"block_ap": {"weights": "int2", **ZEROS}}],
+    "omniquant": [{"omniquant": {"weights": "int4", **GROUPS, **CLIPPED}}],
+    "omniquant-gptq": [{"omniquant": {"weights": "int4", **GROUPS, **CLIPPED, "finish": "gptq"}}],
+    "omniquant-int3": [{"omniquant": {"weights": "int3", **GROUPS, **CLIPPED}}],
+    "omniquant-int3-absmax": [{"omniquant": {"weights": "int3", **GROUPS, "scale": "absmax"}}],
+    "omniquant-int3-gptq": [{"omniquant": {"weights": "int3", **GROUPS, **CLIPPED, "finish": "gptq"}}],
+    "omniquant-int3-transform": [{"omniquant": {"weights": "int3", **GROUPS, **CLIPPED, "transform": True}}],
+    "omniquant-int2-zeros": [{"omniquant": {"weights": "int2", **ZEROS, **CLIPPED}}],
+    "omniquant-int2-zeros-gptq": [{"omniquant": {"weights": "int2", **ZEROS, **CLIPPED, "finish": "gptq"}}],
+    "omniquant-w4a8": [{"omniquant": {"weights": "int4", **GROUPS, **CLIPPED, "activations": "int8"}}],
+    "omniquant-w4a4": [{"omniquant": {"weights": "int4", **GROUPS, **CLIPPED, **INPUTS4}}],
+    "omniquant-w4a4-rotated": [
+        {"rotate": ALL_ROTATED},
+        {"omniquant": {"weights": "int4", **GROUPS, **CLIPPED, **INPUTS4}},
+    ],
     "kv-int8": [{"kv_cache": {"keys": "int8", "values": "int8"}}],
     "kv-fp8-static": [{"kv_cache": {"keys": "fp8_e4m3", "values": "fp8_e4m3", "scale": "static"}}],
     "kv-int8-int4-zeros": [{"kv_cache": {"keys": "int8", "values": "int4", "symmetric": False}}],

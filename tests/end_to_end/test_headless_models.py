@@ -57,6 +57,7 @@ WORKS = {
     "mixed_precision": [{"rtn": INT8}, {"mixed_precision": {}}],
     "narrow": [{"narrow": {"ffn": 0.25}}],
     "obq": [{"obq": INT4}],
+    "omniquant": [{"omniquant": {**INT4, "epochs": 1}}],
     "owq": [{"owq": {"group_size": 16}}],
     "qat": [{"qat": {**INT4, **TAUGHT}}],
     "ria": [{"ria": {"sparsity": 0.5}}],

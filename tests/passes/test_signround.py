@@ -125,7 +125,7 @@ def test_the_best_iterate_is_kept(pico_model, ids, monkeypatch):
         errors.append(block_error(*args))
         return errors[-1]
 
-    monkeypatch.setattr("compress.passes.signround.block_error", recorded)
+    monkeypatch.setattr("compress.families.descent.block_error", recorded)
     wild = SignRound(weights="int3", group_size=32, start="rtn", targets=FIRST, learning_rate=1.0, iterations=50)
     compress.apply(pico_model, [wild], ids, batch=1)
     start, *checked, learned = errors

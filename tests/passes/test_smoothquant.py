@@ -10,9 +10,10 @@ from torch import nn
 
 import compress
 from compress.api.options import OptionError
+from compress.families.equalizing import SMALLEST, smoothing, weight_absmax
 from compress.model.linear import CompressedLinear, linears
 from compress.model.structure.links import Link, find_links
-from compress.passes.smoothquant import SEARCHED, SMALLEST, SmoothQuant, rounded_error, smoothing, weight_absmax
+from compress.passes.smoothquant import SEARCHED, SmoothQuant, rounded_error
 from compress.weights.transforms.rounding import InputRounding
 
 WIDTH = 6

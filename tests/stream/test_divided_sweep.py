@@ -35,10 +35,11 @@ CHAINS = {
     "llm_int8": [compress.LLMInt8(outliers="calibrated")],
     "gptq, lorc": [compress.GPTQ(weights="int3", **G), compress.LoRC(rank=2)],
     "signround": [compress.SignRound(weights="int4", iterations=4, **G)],
+    "omniquant": [compress.OmniQuant(weights="int3", epochs=2, transform=True, hold_out=0.5, **G)],
     "cache": [compress.KVCache(scale="static"), compress.GPTQ(weights="int4", **G)],
 }
 
-SEARCHED = {"awq, gptq", "smoothquant, searched", "gptq, lorc", "signround"}
+SEARCHED = {"awq, gptq", "smoothquant, searched", "gptq, lorc", "signround", "omniquant"}
 """Chains in which the last bit of a statistic, or other sampled rows, may move a whole layer."""
 
 

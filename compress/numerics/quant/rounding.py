@@ -17,7 +17,11 @@ from compress.numerics.quant.grids import Grid
 
 @dataclass(frozen=True)
 class GridOptions:
-    """The grid and scales that a weight is rounded to: options of `codes.fit`, under the same names."""
+    """The grid and scales that a weight is rounded to: options of `codes.fit`, under the same names.
+
+    known: the scales and zero points of all groups, [out, groups], which are then not fitted; they need an order of the
+    columns (`round_columns`) and groups that are not formed in that order.
+    """
 
     grid: Grid
     group_size: GroupSize
@@ -27,6 +31,7 @@ class GridOptions:
     shared_absmax: float | None = None
     importance: Float[Tensor, " in"] | None = None
     signed: bool = False
+    known: tuple[Tensor, Tensor | None] | None = None
 
 
 def round_columns(
@@ -98,9 +103,11 @@ class Rounding:
         self._fixed: tuple[Tensor, Tensor | None] | None = None
         self._per_column: tuple[Tensor, Tensor | None] | None = None
         static = order is not None and not regroup
+        assert static or options.known is None, "known scales belong to groups of columns in their original order"
         if static or not isinstance(options.group_size, int):
             kept = weight if mask is None else weight * mask
-            self._fixed = scale, zero = self._fit(kept, options.group_size, self.shared, mask, slice(None))
+            found = options.known or self._fit(kept, options.group_size, self.shared, mask, slice(None))
+            self._fixed = scale, zero = found
             if static:  # every column keeps the scale of its original group, whatever the order
                 width = weight.shape[1]
                 self._per_column = self._columns(scale, width), None if zero is None else self._columns(zero, width)

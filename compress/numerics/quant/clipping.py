@@ -1,0 +1,106 @@
+"""Learned clipping: gradients move the range that the scale and the zero point of each group cover.
+
+OmniQuant (Shao 2023, arXiv 2308.13137), equation 2: with h = (sigma(gamma) max W - sigma(beta) min W) / (2^N - 1) and
+z = -round(sigma(beta) min W / h), the weight is rounded to clamp(round(W / h) + z) in every step.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from compress.numerics.quant.codes import Codes, fit, grouped, spread, store
+from compress.numerics.quant.fake import learned_step, levels, straight
+from compress.numerics.quant.rounding import GridOptions
+
+INITIAL = 4.0  # OmniQuant, reference code (quantizer.py): logits of the clipped ranges, sigma(4) = 0.982
+NARROWEST, WIDEST = 0.05, 0.99  # initial range of a scale search, relative to that of the weights: sigma(x) < 1
+
+
+class LearnedClipping:
+    """The clipped range of each group of a weight; the logits `upper` and `lower` are the parameters.
+
+    The weight itself is given anew in every step, because a learned scale of its columns may multiply it.
+
+    options: grid and scales; plain float scales are required. options.search: what the range is clipped to at the
+    start; 'absmax': sigma(4) of it, as in the paper. weight: [out, in], at the start. mask: True where weights are
+    kept; the others stay exactly zero.
+    """
+
+    def __init__(
+        self, weight: Float[Tensor, "out in"], options: GridOptions, mask: Bool[Tensor, "out in"] | None
+    ) -> None:
+        assert options.grid.free_scales
+        self.options, self.mask = options, mask
+        low, high = torch.aminmax(grouped(self._kept(weight), options.group_size), dim=-1)
+        self.sign = torch.ones_like(high)
+        if options.search == "absmax":
+            start = torch.full_like(high, INITIAL)
+        else:
+            start = self._found(self._kept(weight), low, high)
+        self.upper, self.lower = start.clone().requires_grad_(), start.clone().requires_grad_()
+
+    def _kept(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        return weight if self.mask is None else weight * self.mask
+
+    def _found(
+        self, weight: Float[Tensor, "out in"], low: Float[Tensor, "out groups"], high: Float[Tensor, "out groups"]
+    ) -> Float[Tensor, "out groups"]:
+        """The logits of the range that the scale search finds, relative to that of the weights, for both ends."""
+        how = self.options
+        scale, zero = fit(
+            weight, how.grid, how.group_size, how.symmetric, how.search, how.dtype, None, self.mask, how.importance,
+            how.signed,
+        )  # fmt: skip
+        self.sign = scale.sign()
+        least, most = levels(how.grid)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        extent = torch.maximum(-low, high) / how.grid.span if zero is None else (high - low) / (most - least)
+        return torch.logit((scale.abs() / extent.clamp(min=1e-30)).clamp(NARROWEST, WIDEST))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The learned tensors."""
+        return [self.upper, self.lower]
+
+    def steps(self, weight: Float[Tensor, "out in"]) -> tuple[Tensor, Tensor | None]:
+        """The stored scales and the zero points of the groups of a weight, [out, groups], with gradients."""
+        how = self.options
+        low, high = torch.aminmax(grouped(weight, how.group_size), dim=-1)
+        low, high = torch.sigmoid(self.lower) * low.clamp(max=0), torch.sigmoid(self.upper) * high.clamp(min=0)
+        least, most = levels(how.grid)
+        with torch.no_grad():
+            scale, zero = how.grid.fit(low, high, how.symmetric, how.dtype)
+        if zero is None:
+            return straight(torch.maximum(-low, high) / how.grid.span, scale) * self.sign, None
+        scale = straight((high - low) / (most - least), scale)
+        return scale, straight(least - low / scale, zero)
+
+    def weight(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """The rounded weight, with gradients to the logits and to the weight."""
+        kept = self._kept(weight)
+        scale, zero = self.steps(kept)
+        parts = grouped(kept, self.options.group_size)
+        zero = None if zero is None else zero[..., None]
+        found = learned_step(parts, scale[..., None], zero, self.options.grid)
+        return found.reshape(len(weight), -1)[:, : weight.shape[1]]
+
+    @torch.no_grad()
+    def codes(self, weight: Float[Tensor, "out in"]) -> Codes:
+        """The codes of the nearest values, with the stored scales."""
+        how, kept = self.options, self._kept(weight)
+        scale, zero = self.steps(kept)
+        every = (None if one is None else spread(one, weight.shape[1], how.group_size) for one in (scale, zero))
+        step, shift = every
+        assert step is not None
+        return Codes(store(how.grid.encode(kept, step, shift), how.grid), scale, zero, how.grid, how.group_size)
+
+
+def clipping_bytes(weights: int, groups: int) -> int:
+    """Memory of learning the clipping of weights in so many groups, in addition to the weights.
+
+    Per weight, in float32: the scaled weight, its rounded value, and the gradients of both; per group: two logits,
+    their gradients, two moments of each, and the best state.
+    """
+    return 4 * (4 * weights + 10 * groups)

@@ -14,7 +14,15 @@ from compress.model.open.experts import open_experts
 from compress.pipeline.plan import plan
 
 CHOICES = [{"weights": "int2"}, {"weights": "int4"}]
-STEPS = [compress.RTN, compress.GPTQ, compress.HQQ, compress.SignRound, compress.BlockAP, compress.QAT]
+STEPS = [
+    compress.RTN,
+    compress.GPTQ,
+    compress.HQQ,
+    compress.SignRound,
+    compress.BlockAP,
+    compress.OmniQuant,
+    compress.QAT,
+]
 
 
 def stored(model):
@@ -100,7 +108,8 @@ def test_the_budget_is_met_and_layers_of_one_input_are_alike(by, pico_model, pic
 
 @pytest.mark.parametrize("kind", STEPS, ids=lambda kind: kind.key())
 def test_every_quantizing_pass_allocates(kind, pico_model, pico_ids):
-    changes = {"steps": 1} if "steps" in kind.model_fields else {}
+    length = next((name for name in ("steps", "epochs") if name in kind.model_fields), None)
+    changes = {} if length is None else {length: 1}
     step = kind(group_size=32, allocate={"bits": 3.5, "choices": CHOICES, "sequences": 2}, **changes)
     journal = Journal()
     compress.apply(pico_model, step, pico_ids, journal=journal)

@@ -27,7 +27,8 @@ class ProblemSize:
     widths of the tensors that the pass's linears read. largest: number of weights of the largest linear. forward_bytes:
     bytes of a forward pass of one example through a block. states_bytes: bytes of the outputs of a block for the whole
     calibration text; for the model, of those that are not in files. outputs: for the model, numbers of the outputs of
-    all blocks, per token. shape: (out, in) of the linear; only `weights`, `itemsize` and `shape` are set for one.
+    all blocks, per token. hidden: channels of the hidden states between blocks. shape: (out, in) of the linear; only
+    `weights`, `itemsize` and `shape` are set for one.
     """
 
     weights: int
@@ -44,6 +45,7 @@ class ProblemSize:
     states_bytes: int = 0
     outputs: int = 0
     shape: tuple[int, int] = (0, 0)
+    hidden: int = 0
 
     @classmethod
     def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:

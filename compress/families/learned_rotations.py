@@ -137,14 +137,14 @@ class RotationLearning(LoopOptions, Options):
         """Memory of learning in addition to the model in float32.
 
         Activations of the backward pass, as of training: the inputs and outputs of the linears. The logits with their
-        gradient; those of the teacher too. The rotation of hidden states has no more numbers than the largest linear:
-        parameter, gradient, best value and momentum, and four matrices of a step in float64. Rounded weights: the
-        rotated weight, and the rounded one.
+        gradient; those of the teacher too. The rotation of hidden states: parameter, gradient, best value and
+        momentum, and four matrices of a step in float64 (those of values are small). Rounded weights: on one side and
+        on both sides rotated, rounded, and three of them while one is rounded and differentiated.
         """
         tokens = self.batch * size.length
         logits = (2 if self.ce_weight == 1 else 4) * size.vocabulary
-        weights = 0 if self.weights is None else 2 * 4 * size.weights
-        return 4 * tokens * (size.passed + logits) + (4 * 4 + 4 * 8) * size.largest + weights
+        weights = 0 if self.weights is None else 6 * 4 * size.weights
+        return 4 * tokens * (size.passed + logits) + (4 * 4 + 4 * 8) * size.hidden**2 + weights
 
     def rounding(self, shape: tuple[int, int]) -> InputRounding | None:
         """The rounding of the inputs of a linear [out, in]."""

@@ -308,5 +308,5 @@ class Footprint:
             self.length if block is None else self._per_batch(block), self.itemsize, packed, self._input_widths(names),
             max(sizes, default=0), self.forward_bytes(self.length if block is None else self._per_batch(block)),
             min(self.states_bytes, self.store_bytes) if block is None else self._states_bytes(block),
-            len(self.opened.blocks) * self.hidden if block is None else 0,
+            len(self.opened.blocks) * self.hidden if block is None else 0, hidden=self.hidden,
         )  # fmt: skip

@@ -139,15 +139,15 @@ def test_rotations_are_orthogonal_and_the_model_stays(pico_model, pico_ids):
 
 
 def test_memory_by_hand():
-    """100 numbers and 2 * 20 logits for 2 * 8 tokens; 48 bytes for each of 50 numbers; two rotated weights."""
-    size = ProblemSize(weights=70, scales=0, outside=30, passed=100, vocabulary=20, length=8, itemsize=4, largest=50)
+    """100 numbers and 2 * 20 logits for 2 * 8 tokens; 48 bytes for each of 7 * 7 numbers; six weights."""
+    size = ProblemSize(weights=70, scales=0, outside=30, passed=100, vocabulary=20, length=8, itemsize=4, hidden=7)
     activations = 4 * 16 * (100 + 2 * 20)
-    assert RotationLearning(batch=2).memory(size) == activations + 48 * 50
-    assert RotationLearning(batch=2, weights="int4").memory(size) == activations + 48 * 50 + 8 * 70
+    assert RotationLearning(batch=2).memory(size) == activations + 48 * 49
+    assert RotationLearning(batch=2, weights="int4").memory(size) == activations + 48 * 49 + 24 * 70
     taught = activations + 4 * 16 * 2 * 20
-    assert RotationLearning(batch=2, ce_weight=0.5).memory(size) == taught + 48 * 50
+    assert RotationLearning(batch=2, ce_weight=0.5).memory(size) == taught + 48 * 49
     assert Rotate().memory(size) == 3 * 4 * 100
-    assert Rotate(learn={"batch": 2}).memory(size) == 2 * 4 * 100 + activations + 48 * 50
+    assert Rotate(learn={"batch": 2}).memory(size) == 2 * 4 * 100 + activations + 48 * 49
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from compress.model.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid, IntGrid
-from compress.train.curvature import hessian_traces, output_curvature
+from compress.train.curvature import hessian_traces, weight_curvature
 from compress.weights.layer import LayerScheme
 
 SEED = 0
@@ -67,8 +67,8 @@ class Bits(Options):
     )
     by: Literal["kl", "hawq", "sensitivity"] = Field(
         default="kl",
-        description="cost of an error in a layer: 'kl': the KL divergence from the model, to second order, from "
-        "derivatives by the outputs of layers; 'hawq': mean diagonal of the Hessian of a layer times the squared error "
+        description="cost of an error in a layer: 'kl': the KL divergence from the model, to second order, from the "
+        "Fisher information of every weight; 'hawq': mean diagonal of the Hessian of a layer times the squared error "
         "of its weight; 'sensitivity': the squared relative error of its output, which needs one block in memory only",
     )
     choices: tuple[Choice, ...] | None = Field(
@@ -119,12 +119,12 @@ class BitSurvey(Survey):
     def __init__(self, step: Allocating, options: Bits) -> None:
         self.options, self.choices = options, options.choices_for(step.grid)
         self.step, self.steps = step, [step.chosen(choice) for choice in self.choices]
-        self.outputs: dict[str, Tensor] = {}
+        self.curvature: dict[str, Tensor] = {}
         self.traces: dict[str, float] = {}
 
     @property
     def observer(self) -> type[Observer]:
-        return Nothing if self.options.by == "hawq" else Gram
+        return Gram if self.options.by == "sensitivity" else Nothing
 
     @property
     def whole(self) -> bool:
@@ -133,7 +133,7 @@ class BitSurvey(Survey):
     def memory(self, size: ProblemSize) -> int:
         # what a forward pass keeps for the derivatives, and the logits with theirs
         kept = 2 * size.itemsize * size.length * size.passed + 4 * 4 * size.length * size.vocabulary
-        return kept if self.options.by == "kl" else 3 * kept + 4 * 4 * size.weights
+        return kept + 4 * size.weights if self.options.by == "kl" else 3 * kept + 4 * 4 * size.weights
 
     def prepare(
         self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
@@ -144,9 +144,9 @@ class BitSurvey(Survey):
         told = partial(run.journal.add, "progress", "allocate", f"derivatives of the model, by: {self.options.by}")
         tell = lambda done: told(done=done, of=len(rows))  # noqa: E731
         if self.options.by == "kl":
-            found, places = output_curvature(model, mine, rows, SEED, tell)
+            found, places = weight_curvature(model, mine, rows, SEED, tell)
             places = sum(processes.gather(places))
-            self.outputs = {name: processes.sum(squares) / places for name, squares in found.items()}
+            self.curvature = {name: processes.sum(squares) / places for name, squares in found.items()}
         else:
             traces, places = hessian_traces(model, mine, rows, self.options.probes, SEED, tell)
             places = sum(processes.gather(places))
@@ -157,28 +157,22 @@ class BitSurvey(Survey):
         return {one.layer.name: self._costs(one) for one in block if self.step.divides(one.layer.name)}
 
     def _costs(self, one: Surveyed) -> Costs:
-        weight = one.weight
-        hessian = None if self.options.by == "hawq" else one.seen.hessian / 2  # mean of x x^T
-        scale = 1.0
-        if self.options.by == "sensitivity":
-            assert hessian is not None
-            scale = max(float(((weight @ hessian) * weight).sum()), 1e-30)
-        options = []
+        weight, options = one.weight, []
         for step in self.steps:
-            codes = step.rough(weight, one.layer)
-            wrong = codes.dense() - weight
+            wrong = step.rough(weight, one.layer).dense() - weight
             bits = step.bits_per_weight(one.module.shape) * weight.numel()
-            options.append((bits, self._cost(one.layer.name, wrong, hessian, scale)))
+            options.append((bits, self._cost(one, wrong)))
         return Costs(one.together, weight.numel(), tuple(options))
 
-    def _cost(self, name: str, wrong: Tensor, hessian: Tensor | None, scale: float) -> float:
-        if hessian is None:  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
+    def _cost(self, one: Surveyed, wrong: Float[Tensor, "out in"]) -> float:
+        name, how = one.layer.name, self.options.by
+        if how == "kl":  # 1/2 sum_oi F_oi E_oi^2, F the diagonal of the Fisher information
+            return float((self.curvature[name].to(wrong) * wrong.square()).sum(dtype=torch.float64)) / 2
+        if how == "hawq":  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
             mean = max(self.traces[name], 0) / wrong.numel()  # negative only by chance, or far from an optimum
             return mean * float(wrong.square().sum(dtype=torch.float64)) / 2
-        outputs = ((wrong @ hessian) * wrong).sum(1)  # mean over tokens of (E x)_o^2
-        if self.options.by == "sensitivity":
-            return float(outputs.sum()) / scale
-        return float((self.outputs[name].to(outputs) * outputs).sum()) / 2  # 1/2 sum_o E g_o^2 E (E x)_o^2
+        outputs = [float(((w @ one.seen.hessian) * w).sum()) for w in (wrong, one.weight)]
+        return outputs[0] / max(outputs[1], 1e-30)
 
     def allocate(self, found: Mapping[str, Costs]) -> Mapping[str, Choice]:
         items: dict[str, dict[str, tuple[float, float]]] = {}

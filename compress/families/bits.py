@@ -76,7 +76,7 @@ class Bits(Options):
         default=None,
         min_length=2,
         description="options that layers choose from, such as [{weights: int3}, {weights: int4, group_size: 32}]; "
-        "default: integers of 2, 3, 4 and 8 bits, in the groups of the pass",
+        "default: the integers of 2, 3, 4 and 8 bits next to the budget, in the groups of the pass",
     )
     sequences: int = Field(default=32, gt=0, description="for kl and hawq: calibration sequences, the first ones")
     probes: int = Field(default=4, gt=0, description="for hawq: random vectors per sequence of Hutchinson's estimate")
@@ -305,8 +305,13 @@ class Allocating(Overridden):
         if not min(sizes) <= allocate.bits <= max(sizes):
             reached = f"the choices reach {min(sizes):.4g} to {max(sizes):.4g} bits per weight"
             raise ValueError(f"bits {allocate.bits:g}: {reached}")
-        first = max((step for step, size in zip(steps, sizes, strict=True) if size <= allocate.bits),
-                    key=lambda step: sizes[steps.index(step)])  # fmt: skip
+        fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
+        first = steps[max(fitting, key=lambda i: sizes[i])]
+        if (
+            allocate.choices is None
+        ):  # second derivatives say too little of errors that are far larger than the budget's
+            last = fitting[-1]
+            choices, steps = choices[last : last + 2], steps[last : last + 2]
         changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
         complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)
         values = {name: getattr(first, name) for name in changed}

@@ -119,6 +119,12 @@ def test_every_quantizing_pass_allocates(kind, pico_model, pico_ids):
     assert any(entry.message.startswith("layers by choice: ") for entry in journal.entries)
 
 
+@pytest.mark.parametrize(("bits", "grids"), [(3.0, {"int2", "int3"}), (4.0, {"int3", "int4"}), (4.5, {"int4"})])
+def test_the_default_choices_are_next_to_the_budget(bits, grids, pico_model, pico_ids):
+    step = compress.RTN(group_size=32, allocate=bits)
+    assert {grid for grid, _ in stored(compress.apply(pico_model, step, pico_ids)).values()} == grids
+
+
 @pytest.mark.parametrize("bits", [2.5, 4.5])
 def test_a_budget_at_an_end_of_the_choices_is_uniform(bits, pico_model, pico_ids):
     step = compress.RTN(group_size=32, allocate={"bits": bits, "choices": CHOICES, "by": "sensitivity"})

@@ -234,7 +234,7 @@ class Pass(Options, ABC):
 
     @property
     def alternatives(self) -> tuple[Self, ...]:
-        """The forms of the pass that a layer may get, if the run decides which one; a plan checks all of them."""
+        """The forms that layers without options of their own may get, if the run decides; a plan checks all of them."""
         return ()
 
     def survey(self) -> Survey | None:

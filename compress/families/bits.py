@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -82,8 +81,8 @@ class Bits(Options):
     probes: int = Field(default=4, gt=0, description="for hawq: random vectors per sequence of Hutchinson's estimate")
 
     def without_effect(self) -> dict[str, str]:
-        idle = {} if self.by == "hawq" else {"probes": f"by: {self.by}; leave it out"}
-        return super().without_effect() | idle | ({"sequences": "by: sensitivity"} if self.by == "sensitivity" else {})
+        idle = {"kl": ("probes",), "sensitivity": ("probes", "sequences")}.get(self.by, ())
+        return super().without_effect() | dict.fromkeys(idle, f"by: {self.by}; leave it out")
 
     @model_validator(mode="before")
     @classmethod
@@ -153,8 +152,11 @@ class BitSurvey(Survey):
         processes, mine = run.processes, [name for name in names if self.step.divides(name)]
         rows = [row for batch in batches for row in batch.split(1)]
         rows = rows[: -(-self.options.sequences // processes.size)]
-        told = partial(run.journal.add, "progress", "allocate", f"derivatives of the model, by: {self.options.by}")
-        tell = lambda done: told(done=done, of=len(rows))  # noqa: E731
+        message = f"derivatives of the model, by: {self.options.by}"
+
+        def tell(done: int) -> None:
+            run.journal.add("progress", run.label or "allocate", message, done=done, of=len(rows))
+
         if self.options.by == "kl":
             found, places = weight_curvature(model, mine, rows, SEED, tell)
             places = sum(processes.gather(places))
@@ -172,7 +174,7 @@ class BitSurvey(Survey):
         weight, options = one.weight, []
         left = 1.0 if self.step.compensates is None else remaining(one.seen)
         for step in self.steps:
-            wrong = step.rough(weight, one.layer).dense() - weight
+            wrong = step.nearest(weight, one.layer).dense() - weight
             bits = step.bits_per_weight(one.module.shape) * weight.numel()
             options.append((bits, left * self._cost(one, wrong)))
         return Costs(one.together, weight.numel(), tuple(options))
@@ -243,8 +245,8 @@ class Allocating(Overridden):
         return None
 
     @abstractmethod
-    def rough(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        """The weight, rounded to nearest, to estimate the error of a choice."""
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        """Round each weight to the nearest value of the grid; it needs no inputs."""
 
     def chosen(self, choice: Choice) -> Self:
         """The pass with the options of a choice, for one layer."""
@@ -307,9 +309,7 @@ class Allocating(Overridden):
             raise ValueError(f"bits {allocate.bits:g}: {reached}")
         fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
         first = steps[max(fitting, key=lambda i: sizes[i])]
-        if (
-            allocate.choices is None
-        ):  # second derivatives say too little of errors that are far larger than the budget's
+        if allocate.choices is None:  # the costs of far larger errors are too low: they are of second order
             last = fitting[-1]
             choices, steps = choices[last : last + 2], steps[last : last + 2]
         changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from compress.api.layers import BlockInputs
 from compress.families.reconstruction import add_gradients, block_error, shares
 from compress.model.linear import CompressedLinear, replace_linear
+from compress.numerics.quant.fake import straight
+from compress.weights.transforms.rounding import InputRounding
 
 Forward = Callable[[Tensor], Tensor]
 """The forward pass of a linear: its input to its output."""
@@ -28,6 +30,22 @@ def with_forwards(block: nn.Module, forwards: Mapping[str, Callable[[CompressedL
     finally:
         for layer in layers.values():
             del layer.forward
+
+
+def rounded(weight: Tensor | Callable[[], Tensor], rounding: InputRounding | None, layer: CompressedLinear) -> Forward:
+    """The forward pass of a linear with this weight, [out, in], and rounded inputs, through which gradients pass.
+
+    weight: or what computes it anew in every call.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        x = layer.transform(x)
+        if rounding is not None:
+            x = straight(x, rounding(x))
+        dense = weight if isinstance(weight, Tensor) else weight()
+        return nn.functional.linear(x, dense.to(x.dtype), layer.bias)
+
+    return forward
 
 
 def shuffled(batches: Sequence[int], seed: int) -> Iterator[int]:

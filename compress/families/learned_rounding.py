@@ -19,7 +19,7 @@ from compress.families.quantizing import Quantizing, ScaleOption
 from compress.families.reconstruction import ErrorName
 from compress.model.linear import CompressedLinear
 from compress.numerics.linalg import DAMPING
-from compress.numerics.quant.codes import Codes, quantize
+from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.rounding import round_columns
 from compress.numerics.quant.weighted_search import importance_of
@@ -117,16 +117,12 @@ class LearnedRoundingPass(BlockQuantizing):
         self, weight: Float[Tensor, "out in"], seen: Gram | None, layer: Layer, shared_absmax: float | None = None
     ) -> Start:
         """Round a weight as a start: to nearest, or by GPTQ with static order if `seen` is given."""
-        mask, dtype, signed = layer.mask, layer.storage, self.signed(layer)
+        layer, mask = replace(layer, shared_absmax=shared_absmax), layer.mask
         if seen is None:
-            search = "mse" if self.scale == "importance" else self.scale  # no token reached the layer
-            codes = quantize(
-                weight, self.grid, self.group_size, self.symmetric, search, mask, dtype, shared_absmax, signed=signed
-            )
-            return Start(weight, codes, mask)
+            return Start(weight, self.nearest(weight, layer), mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
         factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
         known = importance_of(factor, order) if self.scale == "importance" else None
-        options = replace(self.grid_options(layer), shared_absmax=shared_absmax, importance=known)
+        options = replace(self.grid_options(layer), importance=known)
         found = round_columns(weight, factor, options, mask, order, keep_wanted=True)
         return Start(found.wanted, found.codes, mask)

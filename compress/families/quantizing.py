@@ -1,4 +1,4 @@
-"""Quantizing passes: their common options, and overrides of these options for some layers."""
+"""Quantizing passes: their common options, and the rounding of weights and inputs."""
 
 from __future__ import annotations
 
@@ -216,11 +216,12 @@ class Quantizing(Allocating):
             signed=self.signed(layer),
         )  # fmt: skip
 
-    def rough(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        search = "mse" if self.scale == "importance" else self.scale
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        options = self.grid_options(layer)
+        search = "mse" if options.search == "importance" else options.search  # no inputs weigh the columns here
         return quantize(
-            weight, self.grid, self.group_size, self.symmetric, search, layer.mask, layer.storage, layer.shared_absmax,
-            self.scale_rows, self.signed(layer),
+            weight, options.grid, options.group_size, options.symmetric, search, layer.mask, options.dtype,
+            options.shared_absmax, self.scale_rows, options.signed,
         )  # fmt: skip
 
     def rounding(self, layer: Layer) -> InputRounding | None:
@@ -259,11 +260,3 @@ class QuantizingPass(Quantizing, LayerPass):
     @abstractmethod
     def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
         """Quantize the weight, to codes or to parts; weights outside of layer.mask must decode to exactly zero."""
-
-    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
-        """Round each weight to the nearest value of the grid."""
-        options = self.grid_options(layer)
-        return quantize(
-            weight, options.grid, options.group_size, options.symmetric, options.search, layer.mask, options.dtype,
-            options.shared_absmax, self.scale_rows, options.signed,
-        )  # fmt: skip

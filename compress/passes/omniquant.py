@@ -20,7 +20,7 @@ from compress.api.layers import BlockInputs, Layer, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, InputRange, UnitGram
 from compress.api.options import OF_THE_WHOLE
-from compress.families.descent import Descent, Forward, shuffled, with_forwards
+from compress.families.descent import Descent, Forward, rounded, shuffled, with_forwards
 from compress.families.equalizing import smoothing, weight_absmax
 from compress.families.learned_rounding import BlockQuantizing
 from compress.families.quantizing import ScaleOption
@@ -240,7 +240,7 @@ class OmniQuant(BlockQuantizing):
         self, descent: Descent, codes: Mapping[str, Codes], roundings: Mapping[str, InputRounding | None]
     ) -> float:
         """The relative squared error of the block with these codes."""
-        forwards = {name: partial(_rounded, found.dense(), roundings[name]) for name, found in codes.items()}
+        forwards = {name: partial(rounded, found.dense(), roundings[name]) for name, found in codes.items()}
         with with_forwards(descent.block, forwards):
             return descent.error
 
@@ -352,14 +352,5 @@ def _clipped(
         if rounding is not None:
             x = straight(x, rounding(x))
         return nn.functional.linear(x, clipping.weight(scaled).to(x.dtype), bias)
-
-    return forward
-
-
-def _rounded(weight: Float[Tensor, "out in"], rounding: InputRounding | None, layer: CompressedLinear) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        x = layer.transform(x)
-        x = x if rounding is None else rounding(x)
-        return nn.functional.linear(x, weight.to(x.dtype), layer.bias)
 
     return forward

@@ -72,9 +72,7 @@ class QAT(Quantizing, TrainingPass):
             assert isinstance(model, PreTrainedModel)
             inside = tuple(f"{block.name}." for block in find_blocks(model))
             names = [name for name in linears(model) if name.startswith(inside) and self.takes(name)]
-            found = survey_model(model, survey, names, run, label)
-            run.journal.add("note", label, survey.note(found) or "")
-            return self.settled(found).apply(model, run)
+            return self.settled(survey_model(model, survey, names, run, label)).apply(model, run)
         super().apply(model, run)
         dtype = next(model.parameters()).dtype
         for name, layer in model.named_modules():

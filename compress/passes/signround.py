@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
@@ -16,9 +16,8 @@ from compress.api.facts import Log
 from compress.api.layers import BlockInputs, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram
-from compress.families.descent import Descent, Forward, shuffled, with_forwards
+from compress.families.descent import Descent, rounded, shuffled, with_forwards
 from compress.families.learned_rounding import LearnedRoundingPass
-from compress.model.linear import CompressedLinear
 from compress.numerics.quant.learned import LearnedRounding, learned_bytes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.weights.transforms.rounding import InputRounding
@@ -80,7 +79,7 @@ class SignRound(LearnedRoundingPass):
         learned = {name: LearnedRounding(start.wanted, start.codes, start.mask) for name, start in starts.items()}
         with _with_weights(block, {name: item.start.dense() for name, item in learned.items()}, roundings):
             before = descent.error
-        with _with_weights(block, learned, roundings):
+        with _with_weights(block, {name: item.weight for name, item in learned.items()}, roundings):
             self._learn(descent, list(learned.values()))
         codes = {name: item.codes(inputs.layer(name).storage) for name, item in learned.items()}
         with _with_weights(block, {name: item.dense() for name, item in codes.items()}, roundings):
@@ -137,19 +136,8 @@ _STEPPERS: dict[str, Any] = {"adam": torch.optim.Adam, "sign": _Sign}
 
 def _with_weights(
     block: nn.Module,
-    weights: Mapping[str, LearnedRounding] | Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | Mapping[str, Callable[[], Tensor]],
     roundings: Mapping[str, InputRounding | None],
 ) -> AbstractContextManager[None]:
     """Run the linears with these weights and with rounded inputs inside of the context."""
-    return with_forwards(block, {n: partial(_forward, weights[n], roundings[n]) for n in weights})
-
-
-def _forward(weight: LearnedRounding | Tensor, rounding: InputRounding | None, layer: CompressedLinear) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        x = layer.transform(x)
-        if rounding is not None:
-            x = x + (rounding(x) - x).detach()
-        dense = weight.weight() if isinstance(weight, LearnedRounding) else weight
-        return nn.functional.linear(x, dense.to(x.dtype), layer.bias)
-
-    return forward
+    return with_forwards(block, {name: partial(rounded, weights[name], roundings[name]) for name in weights})

@@ -281,10 +281,11 @@ def _check_layers(
     schemes: the storage schemes of layers before the step; they are updated to those after it. Rounded inputs that a
     preparation gives to a dense layer are stored with the codes of a later pass, and checked there.
     """
+    others = step.alternatives
     for name in names:
-        before = schemes[name]
-        schemes[name] = own_options(step, name).becomes(before)
-        for own in (own_options(step, name), *step.alternatives):
+        before, mine = schemes[name], own_options(step, name)
+        schemes[name] = mine.becomes(before)
+        for own in (mine, *(others if mine is step else ())):
             after = own.becomes(before)
             reason = own.check(LayerFacts(name, before.shape))
             awaits_codes = step.prepares == "quantized" and after.folds and after.maps_inputs is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +92,15 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
             lambda block, label: BlockContext(block, state, run, first.dtype, f"{label} survey", run.store_bytes, 0),
             lambda block, runs: state.enter(block, shell, texts[0], texts[1] if runs else ()),
         )  # fmt: skip
+    tell(tasks, found, run)
     return found[where]
+
+
+def tell(tasks: Sequence[SurveyTask], found: Mapping[str, Mapping[str, Any]], run: Run) -> None:
+    """Journal what the surveys say of their allocations."""
+    for task in tasks:
+        if (note := task.survey.note(found[task.label])) is not None:
+            run.journal.add("note", task.label, note)
 
 
 def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surveyed:
@@ -101,11 +109,8 @@ def _surveyed(inputs: Inputs, name: str, gathered: dict[Any, Observer]) -> Surve
     seen = next(found for group, found in gathered.items() if name in group.linears)
     if seen.tokens == 0 and not isinstance(seen, Nothing):
         without_data(seen)
-    run, absmax = inputs.context.run, float(module.weight.abs().max())
-    layer = Layer(
-        inputs.context.full(name), module.mask, run.scale_dtype, _silent, shared_absmax=absmax,
-        negative_scales=run.format.negative_scales,
-    )  # fmt: skip
+    run, signed = inputs.context.run, inputs.context.run.format.negative_scales
+    layer = Layer(inputs.context.full(name), module.mask, run.scale_dtype, _silent, negative_scales=signed)
     return Surveyed(layer, module, seen, inputs.rows(name), inputs.context.full(_together(inputs, name)))
 
 

@@ -37,7 +37,7 @@ from compress.stream.layers import LayerWork
 from compress.stream.original import looks_back, same_stream
 from compress.stream.reference import twin
 from compress.stream.store import ActivationStore
-from compress.stream.survey import SurveyTask, run_surveys
+from compress.stream.survey import SurveyTask, run_surveys, tell
 
 EXPERT_TOKENS = 128  # an expert with fewer is a fallback in the journal: its statistics are unreliable
 
@@ -138,9 +138,7 @@ class Sweep:
                 lambda block, label: self._context(block, apart, f"{label} survey"),
                 lambda block, runs: self._enter(block, apart, runs),
             )  # fmt: skip
-        for task in tasks:
-            if (note := task.survey.note(self.allocated[task.label])) is not None:
-                self.run.journal.add("note", task.label, note)
+        tell(tasks, self.allocated, self.run)
         self.steps = [(label, step.settled(self.allocated.get(label, {})), names) for label, step, names in self.steps]
 
     def _look_at_all(self, tasks: Sequence[SurveyTask]) -> None:

@@ -7,6 +7,7 @@ needed, so all kinds of models have one.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -147,7 +148,7 @@ def hessian_traces(
             weight.requires_grad_(before)
     found = dict(zip(weights, totals, strict=True))
     for name, trace in found.items():
-        if trace != trace or trace in (float("inf"), float("-inf")):
+        if not math.isfinite(trace):
             raise NumericError(f"{name}: the trace of its Hessian is not finite")
     return found, places
 

@@ -176,6 +176,16 @@ def test_overridden_layers_are_not_part_of_the_budget(pico_model, pico_ids):
     assert not any(name.endswith("o_proj") for name in found)
 
 
+def test_choices_need_not_fit_overridden_layers(tiny, ids):
+    """Groups of 48 columns fit down_proj alone."""
+    choices = [{"weights": "int3", "group_size": 48}, {"weights": "int4", "group_size": 48}]
+    overrides = {name: {"weights": "int8", "group_size": 16} for name in ("*.self_attn.*", "gate_proj", "up_proj")}
+    step = compress.RTN(overrides=overrides, allocate={"bits": 3.9, "choices": choices})
+    found = stored(compress.apply(tiny("llama"), step, ids(4, 16)))
+    assert {grid for name, grid in found.items() if name.endswith("down_proj")} <= {("int3", 48), ("int4", 48)}
+    assert {grid for name, grid in found.items() if not name.endswith("down_proj")} == {("int8", 16)}
+
+
 def test_experts_of_a_block_are_alike(tiny, ids):
     model = tiny("mixtral")
     open_experts(model)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from killing import Killed, dying
 from torch import nn
 
 from compress.api.journal import Journal
@@ -63,22 +64,10 @@ def run(work=None, objective=distance):
     return model.rotation, train(student, objective, IDS, options, TrainingContext("here", Journal(), work))
 
 
-class Killed(Exception):
-    pass
-
-
 def test_a_killed_run_goes_on_with_its_momentum(tmp_path):
     wanted, record = run()
-    calls = []
-
-    def dying(model, ids, rows):
-        calls.append(1)
-        if len(calls) == 6:
-            raise Killed
-        return distance(model, ids, rows)
-
     with pytest.raises(Killed):
-        run(tmp_path, dying)
+        run(tmp_path, dying(distance, 6))
     found, again = run(tmp_path)
     assert torch.equal(found, wanted) and again["curve"] == record["curve"]
     assert record["trained"] == {"rotations": 16} and record["last_loss"] < record["first_loss"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from killing import Killed, dying
 from torch import nn
 
 from compress.api.journal import Journal
@@ -50,22 +51,10 @@ def test_the_loop_takes_it_by_name_and_its_first_step_is_the_whole_rate():
     assert torch.allclose(model.at, torch.tensor([1.2, 2.2, 3.2]))
 
 
-class Killed(Exception):
-    pass
-
-
 def test_a_killed_run_goes_on_with_its_momentum(tmp_path):
     wanted, curve = run(optimizer="lion")
-    calls = []
-
-    def dying(model, ids, rows):
-        calls.append(1)
-        if len(calls) == 6:
-            raise Killed
-        return distance(model, ids, rows)
-
     with pytest.raises(Killed):
-        run(tmp_path, dying, optimizer="lion")
+        run(tmp_path, dying(distance, 6), optimizer="lion")
     found, again = run(tmp_path, optimizer="lion")
     assert torch.equal(found.at, wanted.at) and again["curve"] == curve["curve"]
     assert not torch.equal(run(optimizer="adamw")[0].at, wanted.at)

@@ -103,6 +103,6 @@ class TracedKernel(Kernel, Protocol):
         """A number that stands for the result of `prepare` in this process, as long as it is in memory."""
         ...
 
-    def mode(self, rounding: RoundingLike | None) -> int:
-        """A number that stands for a rounding by the inputs alone."""
+    def mode(self, rounding: RoundingLike | None) -> tuple[int, int, float]:
+        """Numbers that stand for a rounding by the inputs alone."""
         ...

@@ -120,14 +120,14 @@ def linears(
     return kernel.products(x, parts, rounding, biases)
 
 
-def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int] | None:
+def traced(part: Part, x: Tensor, rounding: Any) -> tuple[int, int, int, int, float] | None:
     """What `traced_linear` needs for a call that a kernel computes; None for other calls."""
     kernel: Any = kernel_for(part, x, rounding)
     if not hasattr(kernel, "handle") or (rounding is not None and not rounding.computes_like(rounding)):
         return None
-    return kernel.handle(part.prepared(kernel)), part.shape[0], kernel.mode(rounding)
+    return kernel.handle(part.prepared(kernel)), part.shape[0], *kernel.mode(rounding)
 
 
-def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
+def traced_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, *mode: Any) -> Tensor:
     """The product for torch.compile, as an operator with few arguments to check."""
-    return torch.ops.compress.packed_linear(x, bias, handle, rows, mode)
+    return torch.ops.compress.packed_linear(x, bias, handle, rows, *mode)

@@ -54,7 +54,7 @@ class CompressedLinear(nn.Module):
     transforms: nn.ModuleList
     mask_words: Tensor | None
     shared_input: SharedInput | None = None
-    traced: tuple[int, int, int] | None = None
+    traced: tuple[int, int, int, int, float] | None = None
 
     def __init__(self, weight: Weight, bias: Tensor | None, transposed: bool = False) -> None:
         super().__init__()

@@ -28,13 +28,14 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("rounded", [None, "token", "static"])
+@pytest.mark.parametrize("rounded", [None, "token", "static", "clipped"])
 def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
     part = part_of(50, 160, bits, 64, symmetric=bits % 2 == 0)  # 2 1/2 groups, 3 1/8 tiles
     bias = random(50, seed=2).to(dtype)
-    rounding = {None: None, "token": InputRounding.of(INT8), "static": InputRounding.of(INT8, torch.tensor([0.02]))}[
-        rounded
-    ]
+    rounding = {
+        None: None, "token": InputRounding.of(INT8), "static": InputRounding.of(INT8, torch.tensor([0.02])),
+        "clipped": InputRounding.of(GRIDS["int4"], clip=0.9),
+    }[rounded]  # fmt: skip
     for batch in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 30):
         x = random(batch, 160, seed=1).to(dtype)
         assert KERNEL.supports(part, x, rounding)
@@ -84,14 +85,22 @@ def test_float32_inputs_are_rounded_to_bfloat16_where_torch_may_do_so(chosen, sy
         torch.set_float32_matmul_precision(before)
 
 
-def test_integers_are_those_of_the_reference():
+@pytest.mark.parametrize("clip", [1.0, 0.85])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_integers_are_those_of_the_reference(chosen, bits, clip):
     """Codes of inputs equal those of torch in both dtypes: with an identity as the weight the output is code * scale."""
-    eye = torch.eye(64)
+    eye, rounding = torch.eye(64), InputRounding.of(GRIDS[f"int{bits}"], clip=clip)
     part = CodesPart.of(Codes(eye.to(torch.int8), torch.ones(64, 1), None, INT8, "channel"))
     for dtype in (torch.float32, torch.bfloat16):
         x = random(40, 64, seed=3).to(dtype)
-        found = dispatch.linear(x, [part], InputRounding.of(INT8), None)
-        assert torch.equal(found, exact(part, x, InputRounding.of(INT8), None))
+        assert KERNEL.supports(part, x, rounding)
+        assert torch.equal(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None))
+
+
+@pytest.mark.parametrize(("bits", "clip"), [(1, 1.0), (9, 1.0), (8, 0.0), (4, 1.5), (4, float("nan"))])
+def test_the_library_checks_what_inputs_are_rounded_to(bits, clip):
+    packed = KERNEL.prepare(part_of(20, 64, 4, 32, True))
+    assert library().compress_product(packed.address, 0, 0, None, None, 1, 64, 0, 1, bits, clip, 1) == -1
 
 
 TABLES = [name for name, grid in GRIDS.items() if not name.startswith("int")]
@@ -200,7 +209,7 @@ def test_what_the_kernel_of_kept_floats_leaves_to_torch():
     assert native.compress_pack(packed.address, words.data_ptr(), words.data_ptr(), 1) == -1  # is for codes
     assert native.compress_codes(packed.address, words.data_ptr(), 1, words.data_ptr(), 1) == -1
     loose = replace(packed, masks=None, words=packed.words.view(1, -1))
-    assert native.compress_product(loose.address, 0, 0, None, None, 1, 64, 0, 0, 1) == -1  # without positions
+    assert native.compress_product(loose.address, 0, 0, None, None, 1, 64, 0, 0, 8, 1, 1) == -1  # without positions
 
 
 def test_kept_floats_compile_to_one_graph():
@@ -290,6 +299,8 @@ def test_what_the_kernel_leaves_to_torch():
     assert not KERNEL.supports(part, x.double(), None)
     assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["fp8_e4m3"]))
     assert not KERNEL.supports(part, x, InputRounding.of(INT8, group=16))
+    assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int4"], symmetric=False))
+    assert not KERNEL.supports(part, x, InputRounding.of(GRIDS["int4_signed"]))
     assert not KERNEL.supports(part, x.requires_grad_(), None)
     y = dispatch.linear(x, [part], None, None)
     y.sum().backward()
@@ -313,7 +324,7 @@ def test_a_weight_is_packed_once_and_again_after_a_cast(monkeypatch):
 def test_the_operator_is_seen_by_tracers():
     part, x = part_of(20, 64, 4, 32, True), random(3, 64)
     p = KERNEL.prepare(part)
-    arguments = (x, None, False, None, None, None, *p.tensors, *p.numbers)
+    arguments = (x, None, 0, 8, 1.0, None, None, None, *p.tensors, *p.numbers)
     torch.library.opcheck(torch.ops.compress.codes_linear, arguments, test_utils=("test_schema", "test_faketensor"))
     torch.testing.assert_close(torch.ops.compress.codes_linear(*arguments), dispatch.linear(x, [part], None, None))
 

@@ -125,21 +125,21 @@ def test_the_library_checks_the_number_of_products():
     for count in (0, 9):
         many = ctypes.c_void_p * 9
         weights, none = many(*[packed.address] * 9), many()
-        assert native.compress_products(count, weights, 0, none, none, None, 1, 64, 0, 0, 1) == -1
+        assert native.compress_products(count, weights, 0, none, none, None, 1, 64, 0, 0, 8, 1, 1) == -1
 
 
 def test_a_number_stands_for_a_weight_while_it_is_in_memory():
     layer, x = CompressedLinear(quantize(random(20, 64), GRIDS["int4"], 32), None), random(2, 64)
-    handle, rows, rounded = dispatch.traced(layer.all_parts[0], x, None)
+    handle, rows, *mode = dispatch.traced(layer.all_parts[0], x, None)
     with torch.no_grad():
-        assert torch.equal(dispatch.traced_linear(x, None, handle, rows, rounded), layer(x))
-        arguments = (x, None, handle, rows, rounded)
+        assert torch.equal(dispatch.traced_linear(x, None, handle, rows, *mode), layer(x))
+        arguments = (x, None, handle, rows, *mode)
         torch.library.opcheck(
             torch.ops.compress.packed_linear, arguments, test_utils=("test_schema", "test_faketensor")
         )
         layer.all_parts[0].forget_prepared()
         with pytest.raises(KeyError):
-            dispatch.traced_linear(x, None, handle, rows, rounded)
+            dispatch.traced_linear(x, None, handle, rows, *mode)
     assert dispatch.traced(layer.all_parts[0], x, None)[0] != handle
 
 

@@ -21,7 +21,12 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 CODECS = {1: 1, 2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 7: 8, 8: 8}  # by bits; codes of 5 to 7 bits take a byte
 FLOATS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 10}
 LONGEST_GROUP = 16384  # columns that are summed in int32: 255 * 128 * 16384 < 2^31
-AS_THEY_ARE, TO_INT8, TO_BF16, TO_INT8_GROUPS = 0, 1, 2, 3  # compress_rounding of compress_cpu.h
+AS_THEY_ARE, TO_INTEGERS, TO_BF16, TO_INTEGERS_GROUPS = 0, 1, 2, 3  # compress_rounding of compress_cpu.h
+
+Mode = tuple[int, int, float]
+"""What inputs are rounded to: a compress_rounding, the bits of integers, and the share of a range that they cover."""
+
+UNROUNDED: Mode = (AS_THEY_ARE, 8, 1.0)
 OUT_OF_MEMORY = -2
 
 
@@ -31,7 +36,7 @@ class PackedKernel:
     def handle(self, prepared: PackedCodes) -> int:
         return handle_of(prepared)
 
-    def mode(self, rounding: RoundingLike | None) -> int:
+    def mode(self, rounding: RoundingLike | None) -> Mode:
         return _mode(rounding)
 
     def product(
@@ -42,7 +47,7 @@ class PackedKernel:
 
 
 class CodesKernel(PackedKernel):
-    """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to int8, in integers."""
+    """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to integers, in integers."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
         if x.dtype not in TYPES or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
@@ -82,9 +87,9 @@ def _packs(part: Any) -> bool:
 
 
 def _rounds(part: Any, rounding: Any) -> bool:
-    """Whether inputs are rounded to int8 with a zero point of zero, for integer codes; if in groups, in theirs."""
+    """Whether inputs are rounded to integers without a zero point, for integer codes; if in groups, in theirs."""
     scheme = rounding.scheme
-    if scheme.grid.name != "int8" or not scheme.symmetric or scheme.clip != 1 or scheme.groups:
+    if not (hasattr(scheme.grid, "lowest") and scheme.grid.plain and scheme.symmetric) or scheme.groups:
         return False
     if scheme.scale == "group" and (part.kind != "codes" or input_group(part) != scheme.group):
         return False
@@ -102,11 +107,12 @@ def input_group(part: Any) -> int | None:
     return size if isinstance(size, int) and not (size % HALF or width % size or part.scheme.indexed) else None
 
 
-def _mode(rounding: Any) -> int:
+def _mode(rounding: Any) -> Mode:
     """What the kernel rounds inputs to."""
     if rounding is None:
-        return AS_THEY_ARE
-    return TO_INT8_GROUPS if rounding.scheme.scale == "group" else TO_INT8
+        return UNROUNDED
+    scheme = rounding.scheme
+    return TO_INTEGERS_GROUPS if scheme.scale == "group" else TO_INTEGERS, scheme.grid.bits, scheme.clip
 
 
 def pack(part: Any) -> PackedCodes:
@@ -195,7 +201,7 @@ def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def product(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: int = AS_THEY_ARE, scale: Tensor | None = None,
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: Mode = UNROUNDED, scale: Tensor | None = None,
     threshold: float | None = None, columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """x W^T + bias. mode: what x is rounded to first.
@@ -217,10 +223,11 @@ def product(
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
     narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
-    mode = mode or (TO_BF16 if narrow else AS_THEY_ARE)
+    rounded, bits, clip = mode
+    rounded = rounded or (TO_BF16 if narrow else AS_THEY_ARE)
     failed = native.compress_product(
         packed.address, inside.data_ptr(), y.data_ptr(), pointer(bias), pointer(static), x.numel() // packed.width,
-        packed.width if inside is x else inside.stride(0), TYPES[x.dtype], mode, torch.get_num_threads(),
+        packed.width if inside is x else inside.stride(0), TYPES[x.dtype], rounded, bits, clip, torch.get_num_threads(),
     )  # fmt: skip
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
@@ -230,17 +237,18 @@ def product(
     return y
 
 
-def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], mode: int) -> list[Tensor]:
+def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], mode: Mode) -> list[Tensor]:
     """x W^T + bias for some weights, prepared once. x: contiguous. Biases: in its dtype."""
     native = library()
     assert native is not None
     found = [x.new_empty((*x.shape[:-1], weight.rows)) for weight in weights]
     many = ctypes.c_void_p * len(weights)
     narrow = weights[0].narrow or torch.get_float32_matmul_precision() == "medium"
+    rounded, bits, clip = mode
     failed = native.compress_products(
         len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
         many(*map(pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
-        mode or (TO_BF16 if narrow else AS_THEY_ARE), torch.get_num_threads(),
+        rounded or (TO_BF16 if narrow else AS_THEY_ARE), bits, clip, torch.get_num_threads(),
     )  # fmt: skip
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
@@ -260,17 +268,18 @@ def _outliers(x: Tensor, threshold: float | None, columns: Tensor | None) -> Ten
 
 _LIBRARY = torch.library.Library("compress", "DEF")
 _LIBRARY.define(
-    "codes_linear(Tensor x, Tensor? bias, int mode, Tensor? input_scale, float? threshold, Tensor? columns, "
-    "Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, Tensor? masks, Tensor? offsets, "
-    "float zero_point, int codec, int rows, int width, int group, bool narrow) -> Tensor"
+    "codes_linear(Tensor x, Tensor? bias, int rounded, int bits, float clip, Tensor? input_scale, "
+    "float? threshold, Tensor? columns, Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, "
+    "Tensor? masks, Tensor? offsets, float zero_point, int codec, int rows, int width, int group, bool narrow) "
+    "-> Tensor"
 )
 
 
 def _codes_linear(
-    x: Tensor, bias: Tensor | None, mode: int, input_scale: Tensor | None, threshold: float | None,
-    columns: Tensor | None, *weight: Any,
+    x: Tensor, bias: Tensor | None, rounded: int, bits: int, clip: float, input_scale: Tensor | None,
+    threshold: float | None, columns: Tensor | None, *weight: Any,
 ) -> Tensor:  # fmt: skip
-    return product(x, PackedCodes(*weight), bias, mode, input_scale, threshold, columns)
+    return product(x, PackedCodes(*weight), bias, (rounded, bits, clip), input_scale, threshold, columns)
 
 
 def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
@@ -282,7 +291,9 @@ _LIBRARY.impl("codes_linear", _codes_linear, "CPU")
 torch.library.register_fake("compress::codes_linear", _shape_of_codes_linear, lib=_LIBRARY)
 
 # The same for a weight that a number stands for: torch.compile has one number to check per layer, not all its tensors.
-_LIBRARY.define("packed_linear(Tensor x, Tensor? bias, int handle, int rows, int mode) -> Tensor")
+_LIBRARY.define(
+    "packed_linear(Tensor x, Tensor? bias, int handle, int rows, int rounded, int bits, float clip) -> Tensor"
+)
 _PACKED: weakref.WeakValueDictionary[int, PackedCodes] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -294,11 +305,13 @@ def handle_of(packed: PackedCodes) -> int:
     return handle
 
 
-def _packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
-    return product(x, _PACKED[handle], bias, mode)
+def _packed_linear(
+    x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: int, bits: int, clip: float
+) -> Tensor:
+    return product(x, _PACKED[handle], bias, (rounded, bits, clip))
 
 
-def _shape_of_packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, mode: int) -> Tensor:
+def _shape_of_packed_linear(x: Tensor, bias: Tensor | None, handle: int, rows: int, *mode: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -307,11 +320,11 @@ torch.library.register_fake("compress::packed_linear", _shape_of_packed_linear, 
 
 
 def linear(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: int = AS_THEY_ARE, scale: Tensor | None = None,
+    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: Mode = UNROUNDED, scale: Tensor | None = None,
     threshold: float | None = None, columns: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`product`, as the operator where torch traces."""
-    inputs = mode, scale, threshold, columns
+    inputs = scale, threshold, columns
     if torch.compiler.is_compiling():
-        return torch.ops.compress.codes_linear(x, bias, *inputs, *packed.tensors, *packed.numbers)
-    return product(x, packed, bias, *inputs)
+        return torch.ops.compress.codes_linear(x, bias, *mode, *inputs, *packed.tensors, *packed.numbers)
+    return product(x, packed, bias, mode, *inputs)

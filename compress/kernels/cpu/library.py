@@ -35,7 +35,7 @@ class HadamardMatrix(ctypes.Structure):
     ]  # fmt: skip
 
 
-PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3
+PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3 + [c_float, c_int32]
 
 
 @cache

@@ -10,7 +10,7 @@
 
 namespace {
 
-enum Inputs { AS_THEY_ARE, INT8, STATIC_INT8, INT8_GROUPS, BF16, INPUTS };
+enum Inputs { AS_THEY_ARE, INT8, STATIC_INT8, INT8_GROUPS, INT4_CLIPPED, BF16, INPUTS };
 const char *const MODES[] = {"", ", int8", ", static int8", ", int8 in groups", ", bfloat16"};
 
 struct Call {
@@ -22,12 +22,14 @@ struct Call {
     const Numbers *bias;
     float static_scale;
 
-    int rounded() const { return inputs == STATIC_INT8 ? COMPRESS_TO_INT8 : inputs == BF16 ? COMPRESS_TO_BF16 : inputs == INT8_GROUPS ? COMPRESS_TO_INT8_GROUPS : inputs == INT8 ? COMPRESS_TO_INT8 : COMPRESS_AS_THEY_ARE; }
-    bool in_bytes() const { return inputs == INT8 || inputs == STATIC_INT8 || inputs == INT8_GROUPS; }
+    int rounded() const { return inputs == BF16 ? COMPRESS_TO_BF16 : inputs == INT8_GROUPS ? COMPRESS_TO_INTEGERS_GROUPS : in_bytes() ? COMPRESS_TO_INTEGERS : COMPRESS_AS_THEY_ARE; }
+    bool in_bytes() const { return inputs != AS_THEY_ARE && inputs != BF16; }
+    int bits() const { return inputs == INT4_CLIPPED ? 4 : 8; }
+    float clip() const { return inputs == INT4_CLIPPED ? 0.9f : 1.0f; }
 
     int by(Library &library, Output &y, int threads) const {
         return library.product(&weight.w, x.data(), y.data(), bias ? bias->data() : nullptr, inputs == STATIC_INT8 ? &static_scale : nullptr,
-                               m, ldx, type, rounded(), threads);
+                               m, ldx, type, rounded(), bits(), clip(), threads);
     }
 
     std::string name(int threads) const {
@@ -38,6 +40,7 @@ struct Call {
 // The numbers that x is rounded to. A row with a NaN is NaN, and one that is infinite where its largest number is the scale.
 std::vector<double> rounded_inputs(const Call &call, bool narrow) {
     const compress_weight &w = call.weight.w;
+    const float half = static_cast<float>(1 << (call.bits() - 1));
     std::vector<double> found(call.m * w.width);
     for (int64_t row = 0; row < call.m; ++row) {
         std::vector<float> largest(w.groups, 0.0f);
@@ -50,9 +53,9 @@ std::vector<double> rounded_inputs(const Call &call, bool narrow) {
             const float x = call.x.at(row * call.ldx + k);
             double &y = found[row * w.width + k];
             if (!call.in_bytes()) { y = narrow ? rounded_to_bf16(x) : x; continue; }
-            float scale = call.inputs == STATIC_INT8 ? call.static_scale : largest[group(k)] / 127.5f;
+            float scale = call.inputs == STATIC_INT8 ? call.static_scale : call.clip() * largest[group(k)] / (half - 0.5f);
             if (scale == 0.0f) scale = 1.0f;
-            const float code = std::min(std::max(std::nearbyint(x / scale), -128.0f), 127.0f);
+            const float code = std::min(std::max(std::nearbyint(x / scale), -half), half - 1.0f);
             const bool undefined = std::isnan(largest[group(k)]) || std::isinf(scale);
             y = undefined ? std::nan("") : static_cast<double>(code) * scale;
         }
@@ -107,7 +110,7 @@ void check_weight(Library &library, Random &random, const Weight &weight, int64_
     const compress_weight &w = weight.w;
     for (int inputs = 0; inputs < INPUTS; ++inputs)
         for (const int type : {COMPRESS_F32, COMPRESS_BF16}) {
-            const bool in_bytes = inputs == INT8 || inputs == STATIC_INT8 || inputs == INT8_GROUPS;
+            const bool in_bytes = inputs != AS_THEY_ARE && inputs != BF16;
             if ((in_bytes && !weight.integers) || (inputs == BF16 && type)) continue;
             const int64_t ldx = w.width + (random.chance(0.5) ? random.between(1, 40) : 0);
             Numbers x(random, type, m ? (m - 1) * ldx + w.width : 0);
@@ -192,7 +195,7 @@ void check_many(Library &library, Random &random) {
     for (Weight &weight : weights) library.pack(&weight.w, weight.codes.data(), weight.words.data(), 2), all.push_back(&weight.w);
     for (const std::string &set : library.sets)
         for (const int64_t m : {0, 1, 2, 5, 12})
-            for (const int rounded : {COMPRESS_AS_THEY_ARE, COMPRESS_TO_INT8, COMPRESS_TO_INT8_GROUPS}) {
+            for (const int rounded : {COMPRESS_AS_THEY_ARE, COMPRESS_TO_INTEGERS, COMPRESS_TO_INTEGERS_GROUPS}) {
                 library.use(set.c_str());
                 const Numbers x(random, COMPRESS_F32, m * WIDTH);
                 const void *bias[COUNT] = {};
@@ -204,9 +207,9 @@ void check_many(Library &library, Random &random) {
                 }
                 std::vector<std::thread> threads;  // each with one weight
                 for (int64_t i = 0; i < COUNT; ++i)
-                    threads.emplace_back([&, i] { library.product(all[i], x.data(), single[i].data(), nullptr, nullptr, m, WIDTH, COMPRESS_F32, rounded, 3); });
+                    threads.emplace_back([&, i] { library.product(all[i], x.data(), single[i].data(), nullptr, nullptr, m, WIDTH, COMPRESS_F32, rounded, 8, 1.0f, 3); });
                 for (std::thread &thread : threads) thread.join();
-                if (library.products(COUNT, all.data(), x.data(), y, bias, nullptr, m, WIDTH, COMPRESS_F32, rounded, 4))
+                if (library.products(COUNT, all.data(), x.data(), y, bias, nullptr, m, WIDTH, COMPRESS_F32, rounded, 8, 1.0f, 4))
                     library.failures.add("%s: some products at once failed", set.c_str());
                 for (int64_t i = 0; i < COUNT; ++i)
                     if (!single[i].equals(together[i])) library.failures.add("%s: some products at once, batch %lld: not the bits of single ones", set.c_str(), (long long)m);

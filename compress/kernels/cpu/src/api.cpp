@@ -175,20 +175,21 @@ extern "C" {
 
 int compress_products(int64_t count, const compress_weight *const *weights, const void *x, void *const *y,
                       const void *const *bias, const float *static_scale, int64_t m, int64_t ldx, int32_t type,
-                      int32_t rounded, int32_t threads) {
+                      int32_t rounded, int32_t bits, float clip, int32_t threads) {
     if (count < 1 || count > COMPRESS_MOST_PRODUCTS || m < 0 || threads < 1) return -1;
+    if (bits < 2 || bits > 8 || !(clip > 0.0f && clip <= 1.0f)) return -1;
     compress_call calls[COMPRESS_MOST_PRODUCTS];
     for (int64_t i = 0; i < count; ++i) {
         const compress_weight &w = *weights[i];
         if (!consistent(w) || w.width != weights[0]->width || (m > 1 && ldx < w.width)) return -1;
-        calls[i] = {weights[i], x, y[i], bias[i], static_scale, m, ldx, type, rounded, threads};
+        calls[i] = {weights[i], x, y[i], bias[i], static_scale, m, ldx, type, rounded, bits, clip, threads};
     }
     return best().products(calls, count);
 }
 
 int compress_product(const compress_weight *weight, const void *x, void *y, const void *bias, const float *static_scale,
-                     int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t threads) {
-    return compress_products(1, &weight, x, &y, &bias, static_scale, m, ldx, type, rounded, threads);
+                     int64_t m, int64_t ldx, int32_t type, int32_t rounded, int32_t bits, float clip, int32_t threads) {
+    return compress_products(1, &weight, x, &y, &bias, static_scale, m, ldx, type, rounded, bits, clip, threads);
 }
 
 int compress_rotate(const compress_hadamard *matrix, const void *x, void *y, const int8_t *signs, const float *bias, int64_t m,

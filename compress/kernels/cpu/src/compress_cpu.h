@@ -23,7 +23,7 @@ enum compress_type { COMPRESS_F32 = 0, COMPRESS_BF16 = 1 };
 
 // What inputs are rounded to. To bfloat16: only a permission, which processors without such products do not use.
 enum compress_rounding {
-    COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INT8 = 1, COMPRESS_TO_BF16 = 2, COMPRESS_TO_INT8_GROUPS = 3
+    COMPRESS_AS_THEY_ARE = 0, COMPRESS_TO_INTEGERS = 1, COMPRESS_TO_BF16 = 2, COMPRESS_TO_INTEGERS_GROUPS = 3
 };
 
 // What codes stand for: integers of 1, 2, 3, 4 or 8 bits, indexes into a table of up to 4 bits, or 8-bit floats.
@@ -55,9 +55,9 @@ struct compress_weight {
 };
 
 // One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.
-// COMPRESS_TO_INT8: q = clamp(round(x / s), -128, 127), with the scale s of each row (*static_scale, or,
-// if that is NULL, max |x| / 127.5 of the row). COMPRESS_TO_INT8_GROUPS: the same with a scale of each row and group of the
-// weight.
+// COMPRESS_TO_INTEGERS: q = clamp(round(x / s), -h, h - 1), h = 2^(bits - 1), with the scale s of each row (*static_scale, or,
+// if that is NULL, clip * max |x| / (h - 1/2) of the row). COMPRESS_TO_INTEGERS_GROUPS: the same with a scale of each row and
+// group of the weight.
 struct compress_call {
     const struct compress_weight *weight;
     const void *x;
@@ -67,6 +67,8 @@ struct compress_call {
     int64_t m, ldx;
     int32_t type;
     int32_t rounded;  // a compress_rounding
+    int32_t bits;     // 2 to 8, of integers
+    float clip;       // above 0, at most 1
     int32_t threads;
 };
 
@@ -76,12 +78,12 @@ struct compress_call {
 // Some products with the same x and one y each. 0, or -1 for sizes that do not fit together, -2 when out of memory.
 COMPRESS_API int compress_products(int64_t count, const struct compress_weight *const *weights, const void *x, void *const *y,
                                    const void *const *bias, const float *static_scale, int64_t m, int64_t ldx, int32_t type,
-                                   int32_t rounded, int32_t threads);
+                                   int32_t rounded, int32_t bits, float clip, int32_t threads);
 
 // One product.
 COMPRESS_API int compress_product(const struct compress_weight *weight, const void *x, void *y, const void *bias,
                                   const float *static_scale, int64_t m, int64_t ldx, int32_t type, int32_t rounded,
-                                  int32_t threads);
+                                  int32_t bits, float clip, int32_t threads);
 
 // Packs codes [rows, width] (one byte each) in the order of `weight`, into words; other pointers of weight are not read.
 COMPRESS_API int compress_pack(const struct compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads);

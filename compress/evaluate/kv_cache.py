@@ -64,14 +64,15 @@ class KVCache(Evaluator):
         def see(name: str, *entering: Tensor) -> None:
             nonlocal before, after
             scheme, how = rounded.get(name, UNROUNDED), roundings(model.get_submodule(name))
-            parts = zip(("keys", "values"), entering, scheme.grids, scheme.groups, how, strict=True)
-            for kind, x, grid, group, rounding in parts:
+            kinds = zip(("keys", "values"), scheme.grids, scheme.groups, scheme.transformed, strict=True)
+            for (kind, grid, group, transformed), x, rounding in zip(kinds, entering, how, strict=True):
                 heads, width = x.shape[1], x.shape[-1]
                 before += UNROUNDED.token_bytes(None, heads, width, itemsize)
                 after += scheme.token_bytes(grid, heads, width, itemsize, group)
                 if grid is not None and rounding is not None:
                     shared = "token and head" if scheme.scale == "token" else "attention"
                     shared = shared if group is None else f"channel and {group} tokens"
+                    shared += ", Hadamard" if transformed else ""
                     errors[f"{kind}, {grid.name} per {shared}"].append(relative_error(rounding(x), x))
 
         with watching(attentions_with_cache(model), see), torch.no_grad():

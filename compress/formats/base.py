@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from compress.weights.base import InputTransform, TensorSpec, WeightPart
 from compress.weights.codes import CodesScheme
 from compress.weights.fields import read_grid
 from compress.weights.layer import LayerScheme
+
+Transformed = Literal["keys", "values", "both"]
+"""What of a cache is rounded after a Hadamard transform."""
 
 
 def _grid_name(grid: Grid | None) -> str | None:
@@ -32,6 +35,7 @@ class CacheScheme:
     values, computed in calibration. symmetric: False adds a zero point to each scale of kind 'token'. key_group: with
     'token', the number of consecutive tokens whose keys share one scale per channel in place of one per token and head
     (KIVI); they are rounded when the group is complete. residual: the number of latest tokens that are not rounded.
+    hadamard: what is rounded after a Hadamard transform of every head and transformed back; None: nothing.
     """
 
     keys: Grid | None
@@ -40,30 +44,35 @@ class CacheScheme:
     symmetric: bool = True
     key_group: int | None = None
     residual: int = 0
+    hadamard: Transformed | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, grids by name; the last two fields only where they are not their defaults."""
+        """Plain values, grids by name; the last three fields only where they are not their defaults."""
         grids = {"keys": _grid_name(self.keys), "values": _grid_name(self.values)}
         later = {"key_group": self.key_group} if self.key_group is not None else {}
         later |= {"residual": self.residual} if self.residual else {}
+        later |= {"hadamard": self.hadamard} if self.hadamard is not None else {}
         return {**grids, "scale": self.scale, "symmetric": self.symmetric, **later}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> CacheScheme:
         """The inverse of to_json. Raises ValueError for an unknown grid, and for a missing or wrong field."""
-        names, later = ("keys", "values", "scale", "symmetric"), {"key_group": None, "residual": 0}
+        names = ("keys", "values", "scale", "symmetric")
+        later = {"key_group": None, "residual": 0, "hadamard": None}
         if not isinstance(values, Mapping) or values.keys() - later != set(names):
             raise ValueError(f"{str(values)[:100]!r} describes no rounding of keys and values: {', '.join(names)}")
         if values["scale"] not in ("token", "static") or not isinstance(values["symmetric"], bool):
             raise ValueError(f"{str(values)[:100]!r} has a scale other than token and static, or no bool as symmetric")
-        group, residual = (values.get(name, default) for name, default in later.items())
+        group, residual, hadamard = (values.get(name, default) for name, default in later.items())
         known = group is None or (type(group) is int and group > 1 and values["scale"] == "token")
         if not known or type(residual) is not int or residual < 0:
             raise ValueError(
                 f"{str(values)[:140]!r} has an invalid key_group, or a residual that is no number of tokens"
             )
+        if hadamard not in (None, *get_args(Transformed)):
+            raise ValueError(f"{str(values)[:140]!r} has a hadamard other than {', '.join(get_args(Transformed))}")
         grids = read_grid(values["keys"]), read_grid(values["values"])
-        return cls(*grids, values["scale"], values["symmetric"], group, residual)
+        return cls(*grids, values["scale"], values["symmetric"], group, residual, hadamard)
 
     @property
     def grids(self) -> tuple[Grid | None, Grid | None]:
@@ -74,6 +83,11 @@ class CacheScheme:
     def groups(self) -> tuple[int | None, int | None]:
         """The tokens that share one scale per channel, of keys and of values; None: a scale per token and head."""
         return self.key_group, None
+
+    @property
+    def transformed(self) -> tuple[bool, bool]:
+        """Whether keys, and whether values, are rounded after a Hadamard transform."""
+        return self.hadamard in ("keys", "both"), self.hadamard in ("values", "both")
 
     @property
     def late(self) -> bool:

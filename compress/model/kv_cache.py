@@ -12,7 +12,7 @@ reads them rounded: the same numbers each time, because the tokens of a complete
 over a whole text all complete groups are rounded for all tokens, so its loss is an upper bound of that of generation.
 
     <attention>.k_scale, <attention>.v_scale   float [1]   only with static scales
-    config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric, key_group?, residual?}}
+    config.json: compress_kv_cache = {<attention>: {keys, values, scale, symmetric, key_group?, residual?, hadamard?}}
                  grids by name, or null; scale token or static. Omitted where the format states it (`Format.states`)
 """
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from compress.formats.base import CacheScheme, Format
+from compress.numerics.hadamard import largest_block, transformed
 from compress.numerics.quant.fake import straight
 from compress.weights.transforms.rounding import InputRounding
 
@@ -196,17 +197,23 @@ def _rounded(rounding: CacheRounding | None, x: Tensor, seen: int | Tensor | Non
     return straight(x, rounded) if x.requires_grad else rounded
 
 
+def spread(x: Float[Tensor, "*batch width"], inverse: bool = False) -> Float[Tensor, "*batch width"]:
+    """Multiply runs of channels by the largest orthonormal Hadamard matrix whose order divides the head's width."""
+    return transformed(x, largest_block(x.shape[-1]), inverse)
+
+
 @dataclass(frozen=True)
 class CacheRounding:
     """The rounding of an attention's keys, or of its values; called with [batch, heads, length, width].
 
     inputs: rounds along the last axis. group: tokens that share a scale per channel; None: each token has its own
-    scales. residual: latest tokens that stay exact.
+    scales. residual: latest tokens that stay exact. hadamard: round `spread(x)`, and transform that back.
     """
 
     inputs: InputRounding
     group: int | None = None
     residual: int = 0
+    hadamard: bool = False
 
     def __call__(self, x: Float[Tensor, "batch heads length width"], seen: int | Tensor | None = None) -> Tensor:
         """The rounded tensor. seen: tokens since the beginning of the text; None: the given ones.
@@ -214,15 +221,23 @@ class CacheRounding:
         A sliding window holds the latest of them, a static cache all from the first on and room for later ones.
         """
         if self.group is None and not self.residual:
-            return self.inputs(x)
+            return self._transformed(x, self.inputs)
         length = x.shape[-2]
         seen = length if seen is None else seen
         first = 0 if isinstance(seen, Tensor) else max(seen - length, 0)  # the position of the first token of x
         group = self.group or 1
         end = (seen - self.residual) // group * group  # positions before it are rounded
         inside = torch.arange(first, first + length, device=x.device) < end
-        rounded = self.inputs(x) if self.group is None else self._by_channel(x, first % group, group)
-        return torch.where(inside[:, None], rounded, x)
+        alike = self.inputs if self.group is None else partial(self._by_channel, ahead=first % group, group=group)
+        return torch.where(inside[:, None], self._transformed(x, alike), x)
+
+    def _transformed(self, x: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        """The rounding, if asked for between two Hadamard transforms, which run in float32.
+
+        (q H)^T (k H) = q^T k, so attention may read what was transformed back: the numbers of QuaRot (section 4.4),
+        which transforms queries instead, without a change of the attention.
+        """
+        return spread(rounding(spread(x.float())), inverse=True).to(x.dtype) if self.hadamard else rounding(x)
 
     def _by_channel(self, x: Tensor, ahead: int, group: int) -> Tensor:
         """All tokens rounded in groups, the first of which began `ahead` tokens before x."""
@@ -243,10 +258,10 @@ def roundings(module: nn.Module) -> tuple[CacheRounding | None, CacheRounding | 
     if scheme is None:
         return None, None
     scales = (getattr(module, name) for name in SCALES)
-    parts = zip(scheme.grids, scales, scheme.groups, strict=True)
+    parts = zip(scheme.grids, scales, scheme.groups, scheme.transformed, strict=True)
     of_keys, of_values = (
-        g and CacheRounding(InputRounding.of(g, scale, symmetric=scheme.symmetric), group, scheme.residual)
-        for g, scale, group in parts
+        g and CacheRounding(InputRounding.of(g, scale, symmetric=scheme.symmetric), group, scheme.residual, hadamard)
+        for g, scale, group, hadamard in parts
     )
     return of_keys, of_values
 

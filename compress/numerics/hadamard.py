@@ -40,6 +40,7 @@ def exists(order: int) -> bool:
     return factors(order) is not None
 
 
+@cache
 def largest_block(width: int) -> int:
     """The largest order that divides the width."""
     return max(n for n in range(1, width + 1) if width % n == 0 and exists(n))

@@ -15,8 +15,8 @@ from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
 from compress.api.passes import BlockPass
 from compress.errors import NumericError
-from compress.formats.base import CacheScheme
-from compress.model.kv_cache import attentions_containing, round_cache, watching
+from compress.formats.base import CacheScheme, Transformed
+from compress.model.kv_cache import attentions_containing, round_cache, spread, watching
 from compress.numerics.quant.grids import GRIDS, Grid
 
 UNROUNDED = "none"
@@ -43,10 +43,12 @@ class KVCache(BlockPass):
     an incomplete group, and the latest `residual` tokens, are exact. key_group: null rounds keys as values, as they
     enter the cache (LLM-QAT, Liu 2023, arXiv 2305.17888, section 2.2). The rounding stays in the model. Passes that
     calibrate or train later (gptq, qat, distill, ...) run through it, with a straight-through gradient; a teacher runs
-    without it. Keys are rounded in their cached form, which includes rotary position embeddings. An attention module is
-    rounded if it contains one of the targets. Passes that rewrite attention modules and prove the rewrite (smoothquant,
-    awq, channel_permutation) must come before this pass, because rounding turns the smallest difference into a whole
-    step, so proofs fail.
+    without it. Keys are rounded in their cached form, which includes rotary position embeddings. `hadamard` rounds them
+    transformed, where no channel is much larger than others (QuaRot, Ashkboos 2024, arXiv 2404.00456, section 4.4; R3
+    of SpinQuant); it is for keys with a scale per token (key_group: null). An attention module is rounded if it
+    contains one of the targets. Passes that rewrite attention modules and prove the rewrite (smoothquant, awq,
+    channel_permutation) must come before this pass, because rounding turns the smallest difference into a whole step,
+    so proofs fail.
 
     The cache does not become smaller here, because rounded numbers keep the model's dtype. Servers store small caches:
     vLLM with --kv-cache-dtype fp8 (automatic for a checkpoint with static fp8_e4m3 scales), transformers with
@@ -75,6 +77,11 @@ class KVCache(BlockPass):
         description="tokens whose keys share one scale per channel; null: one scale per token and head",
     )
     residual: int = Field(default=0, ge=0, description="number of latest tokens whose keys and values stay exact")
+    hadamard: Transformed | None = Field(
+        default=None,
+        description="keys, values or both are rounded after a Hadamard transform of each head (QuaRot), which spreads "
+        "large channels over all, and are transformed back as attention reads them; null: none",
+    )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -85,6 +92,11 @@ class KVCache(BlockPass):
         symmetric = [g.name for g in self.cache.grids if g is not None and g.symmetric_only]
         if not self.symmetric and symmetric:
             raise ValueError(f"symmetric: false needs integer grids; {symmetric[0]} has no zero point")
+        idle = [kind for kind, name in (("keys", self.keys), ("values", self.values)) if name == UNROUNDED]
+        if idle and self.hadamard in (*idle, "both"):
+            other = "values" if idle == ["keys"] else "keys"
+            reason = f"hadamard: {self.hadamard} has no effect on {idle[0]}, which stay exact"
+            raise ValueError(f"{reason}; write hadamard: {other}, or leave it out")
 
     def without_effect(self) -> dict[str, str]:
         reason = "with scale: static; leave it out" if self.scale == "static" else "with keys: none; leave it out"
@@ -95,7 +107,7 @@ class KVCache(BlockPass):
     def cache(self) -> CacheScheme:
         keys, values = (None if name == UNROUNDED else GRIDS[name] for name in (self.keys, self.values))
         group = self.key_group if self.scale == "token" and keys is not None else None
-        return CacheScheme(keys, values, self.scale, self.symmetric, group, self.residual)
+        return CacheScheme(keys, values, self.scale, self.symmetric, group, self.residual, self.hadamard)
 
     @property
     def requires(self) -> Requirements:
@@ -110,7 +122,7 @@ class KVCache(BlockPass):
             for attention in found.values():
                 round_cache(attention, scheme, (None, None))
             return
-        dtype, tops = next(block.parameters()).dtype, largest(block, found, inputs)
+        dtype, tops = next(block.parameters()).dtype, largest(block, found, inputs, scheme.transformed)
         for name, attention in found.items():
             pairs = zip(scheme.grids, tops[name], strict=True)
             of_keys, of_values = (g and fitted(g, top, inputs.storage).to(dtype) for g, top in pairs)
@@ -119,15 +131,20 @@ class KVCache(BlockPass):
             log("note", f"{name}: keys and values have static scales", largest_key=key, largest_value=value)
 
 
-def largest(block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs) -> dict[str, list[Tensor]]:
+def largest(
+    block: nn.Module, attentions: Mapping[str, nn.Module], inputs: BlockInputs, transformed: tuple[bool, bool]
+) -> dict[str, list[Tensor]]:
     """The largest magnitudes [keys, values] on the calibration text, by attention module.
+
+    transformed: whether keys, and whether values, are rounded after a Hadamard transform.
 
     Raises NumericError if one is not finite, or if no token reached the module.
     """
     found: dict[str, list[Tensor]] = {}
 
     def see(name: str, keys: Tensor, values: Tensor) -> None:
-        tops = [keys.abs().amax().float(), values.abs().amax().float()]
+        pairs = zip((keys, values), transformed, strict=True)
+        tops = [(spread(x.float()) if turned else x).abs().amax().float() for x, turned in pairs]
         found[name] = [torch.maximum(*pair) for pair in zip(found.get(name, tops), tops, strict=True)]
 
     with watching(attentions, see):

@@ -161,10 +161,26 @@ ROWS: dict[str, list[dict]] = {
     "kv-int4-zeros-token": [
         {"kv_cache": {"keys": "int4", "values": "int4", "symmetric": False, "key_group": None}},
     ],
+    "kv-int4-zeros-token-transformed": [
+        {"kv_cache": {"keys": "int4", "values": "int4", "symmetric": False, "key_group": None, "hadamard": "both"}},
+    ],
+    "kv-int4-zeros-transformed": [
+        {"kv_cache": {"keys": "int4", "values": "int4", "symmetric": False, "hadamard": "both"}},
+    ],
+    "kv-int3-zeros": [{"kv_cache": {"keys": "int3", "values": "int3", "symmetric": False}}],
+    "kv-int3-zeros-transformed": [
+        {"kv_cache": {"keys": "int3", "values": "int3", "symmetric": False, "hadamard": "both"}},
+    ],
     "kv-int4-keys": [{"kv_cache": {"keys": "int4", "values": "none"}}],
     "kv-int4-keys-token": [{"kv_cache": {"keys": "int4", "values": "none", "key_group": None}}],
     "kv-int3-keys": [{"kv_cache": {"keys": "int3", "values": "none"}}],
     "kv-int3-keys-token": [{"kv_cache": {"keys": "int3", "values": "none", "key_group": None}}],
+    "kv-int3-keys-token-transformed": [
+        {"kv_cache": {"keys": "int3", "values": "none", "key_group": None, "hadamard": "keys"}},
+    ],
+    "kv-int3-keys-transformed": [{"kv_cache": {"keys": "int3", "values": "none", "hadamard": "keys"}}],
+    "kv-int3-values": [{"kv_cache": {"keys": "none", "values": "int3"}}],
+    "kv-int3-values-transformed": [{"kv_cache": {"keys": "none", "values": "int3", "hadamard": "values"}}],
     "kv-kivi-2": [
         {"kv_cache": {"keys": "int2", "values": "int2", "symmetric": False, "key_group": 32, "residual": 128}},
     ],

@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from compress.formats.base import CacheScheme
-from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, round_cache, roundings
+from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, round_cache, roundings, spread
 from compress.numerics.quant.grids import GRIDS
 
 INT4, INT8 = GRIDS["int4"], GRIDS["int8"]
@@ -64,6 +64,48 @@ def test_a_channel_that_is_large_in_all_tokens_harms_no_other():
         found, _ = attention(CacheScheme(INT4, None, symmetric=False, key_group=group))(keys, keys)
         errors.append(float((found - keys)[..., rest].norm() / keys[..., rest].norm()))
     assert errors[0] > 0.5 and errors[1] < 0.12
+
+
+SYLVESTER = torch.tensor([[1.0, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
+
+
+def turned(x):
+    """Each run of four channels times the matrix, which is its own inverse."""
+    return (x.unflatten(-1, (-1, 4)) @ SYLVESTER).flatten(-2)
+
+
+@pytest.mark.parametrize("hadamard", ["keys", "values", "both"])
+@pytest.mark.parametrize("group", [None, GROUP])
+def test_transformed_keys_and_values_are_rounded_and_transformed_back(hadamard, group):
+    scheme = CacheScheme(INT4, INT4, symmetric=False, key_group=group, hadamard=hadamard)
+    keys, values = random(2, 3, 10, 4), random(2, 3, 10, 4, seed=1)
+    plain = (to_levels if group is None else by_group), to_levels
+    found = attention(scheme)(keys, values)
+    for x, rounded, one, kind in zip((keys, values), found, plain, ("keys", "values"), strict=True):
+        wanted = turned(one(turned(x))) if hadamard in (kind, "both") else one(x)
+        torch.testing.assert_close(rounded, wanted)
+    if group is not None:
+        assert torch.equal(found[0][..., 8:, :], keys[..., 8:, :])  # of an incomplete group
+
+
+@pytest.mark.parametrize(("width", "order"), [(6, 2), (12, 12), (8, 8), (7, 1)])
+def test_a_head_is_transformed_in_the_largest_runs_that_fit(width, order):
+    spike = torch.zeros(1, 1, 1, width)
+    spike[..., 0] = 1
+    found = spread(spike)
+    assert int((found.abs() > 1e-6).sum()) == order
+    torch.testing.assert_close(spread(found, inverse=True), spike)
+
+
+def test_a_large_channel_harms_no_other_after_a_transform():
+    """With one scale per token: QuaRot, section 4.4."""
+    keys = random(1, 2, 64, 64)
+    keys[..., 3] += 30
+    errors = []
+    for hadamard in (None, "keys"):
+        scheme = CacheScheme(INT4, None, symmetric=False, hadamard=hadamard)
+        errors.append(float((attention(scheme)(keys, keys)[0] - keys).norm()))
+    assert errors[1] < 0.6 * errors[0]
 
 
 @pytest.mark.parametrize("residual", [0, 3, 6])
@@ -147,7 +189,8 @@ def test_the_bytes_of_a_token(scheme, group, wanted):
 def test_the_description_of_older_checkpoints_is_the_same():
     plain = CacheScheme(INT4, INT8)
     assert set(plain.to_json()) == {"keys", "values", "scale", "symmetric"}
-    for scheme in (plain, KIVI, CacheScheme(INT4, None, key_group=32, residual=7), CacheScheme(None, INT4, residual=1)):
+    late = CacheScheme(INT4, None, key_group=32, residual=7), CacheScheme(None, INT4, residual=1)
+    for scheme in (plain, KIVI, *late, CacheScheme(INT4, INT4, hadamard="both")):
         assert CacheScheme.from_json(scheme.to_json()) == scheme
     assert CONFIG_KEY == "compress_kv_cache"
 
@@ -162,6 +205,12 @@ def test_the_description_of_older_checkpoints_is_the_same():
 def test_a_damaged_description_is_an_error(change):
     with pytest.raises(ValueError, match="has an invalid key_group, or a residual that is no number of tokens"):
         CacheScheme.from_json({**KIVI.to_json(), **change})
+
+
+@pytest.mark.parametrize("hadamard", ["queries", True, ["keys"]])
+def test_an_unknown_transform_is_an_error(hadamard):
+    with pytest.raises(ValueError, match="has a hadamard other than keys, values, both"):
+        CacheScheme.from_json({**KIVI.to_json(), "hadamard": hadamard})
 
 
 def test_an_unknown_field_is_an_error():

@@ -18,6 +18,7 @@ from compress.api.options import OptionError
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
 from compress.kernels.dispatch import plain_torch
 from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, rounded_caches, roundings, scheme_of, watching
+from compress.numerics.hadamard import hadamard
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.kv_cache import ALLOWED
 from compress.report.markdown import markdown
@@ -69,6 +70,19 @@ def test_a_static_scale_covers_what_the_block_makes_of_the_text(pico_model, pico
     assert len(found) == 3 and all(of_values is None for _, of_values in found.values())
     for name, (of_keys, _) in found.items():
         assert float(of_keys) == pytest.approx(float(largest[name]) / 127.5, rel=1e-5)
+
+
+def test_a_static_scale_of_transformed_keys_covers_those(pico_model, pico_ids):
+    """Of the first block, whose keys are not changed by rounding: heads of 32 channels, times Sylvester's matrix."""
+    with watching({"": pico_model.model.layers[0].self_attn}, lambda _, k, v: seen.append((k, v))):
+        seen = []
+        logits(pico_model, pico_ids)
+    keys, values = seen[0]
+    compress.apply(pico_model, [KVCache(scale="static", hadamard="keys")], pico_ids)
+    of_keys, of_values = scales(pico_model)["model.layers.0.self_attn"]
+    turned = keys @ hadamard(32).float() / 32**0.5
+    assert float(of_keys) == pytest.approx(float(turned.abs().amax()) / 127.5, rel=1e-5)
+    assert float(of_values) == pytest.approx(float(values.abs().amax()) / 127.5, rel=1e-5)
 
 
 def test_only_attentions_that_hold_a_target_are_rounded(pico_model):
@@ -133,6 +147,8 @@ WRITTEN = {
     "zero points": ({"symmetric": False}, "native", False),
     "residual": ({"keys": "int2", "key_group": 16, "residual": 5}, "native", False),
     "by token": ({"key_group": None}, "native", False),
+    "transformed": ({"key_group": None, "keys": "int4", "hadamard": "both"}, "native", False),
+    "static, transformed": ({"scale": "static", "hadamard": "keys"}, "dense", False),
 }
 
 
@@ -249,6 +265,9 @@ def test_a_checkpoint_of_others_is_read_with_its_scheme(served, tmp_path, pico_i
         ({"keys": "none", "key_group": 32}, "key_group has no effect with keys: none; leave it out"),
         ({"key_group": 1}, "key_group: input should be greater than or equal to 2"),
         ({"residual": -1}, "residual: input should be greater than or equal to 0"),
+        ({"hadamard": "queries"}, "hadamard: input should be 'keys', 'values' or 'both'"),
+        ({"keys": "none", "hadamard": "keys"}, "keys has no effect on keys, which stay exact; write hadamard: values"),
+        ({"values": "none", "hadamard": "both"}, "both has no effect on values, .* write hadamard: keys, or leave it"),
         ({"keys": "nf4", "symmetric": False}, "symmetric: false needs integer grids; nf4 has no zero point"),
     ],
 )

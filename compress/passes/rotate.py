@@ -53,8 +53,8 @@ class Rotate(ReshapingPass):
     norm; this adds the bytes of the embeddings. values (R2): the values of every head are rotated, and the columns that
     read them. The result of both is a stock model. online (R4): a Hadamard transform of the inputs of some linears when
     they run, with its inverse in the weight; only format native can hold it if the weight is quantized. R3, of keys, is
-    `hadamard` of kv_cache. All is proved by the logits in float32, on random tokens. For models with LayerNorm, norms of
-    what is added to hidden states, or routers, `residual` is an error that names the property.
+    `hadamard` of kv_cache. All is proved by the logits in float32, on random tokens. For models with LayerNorm, norms
+    of what is added to hidden states, or routers, `residual` is an error that names the property.
 
     learn: from the random matrices, Cayley SGD learns one for the hidden states and one for the values of each block,
     on the loss of the model whose inputs of linears are rounded (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2).

@@ -46,9 +46,11 @@ class PackedCodes:
     @cached_property
     def weight(self) -> Weight:
         """The C structure; valid as long as the tensors are."""
-        sizes = dict(zip(TILES, self.tiles, strict=True)) if self.tiles else {}
+        sizes: dict[str, int] = {}
+        if self.tiles:
+            sizes.update(zip(TILES, self.tiles, strict=True))
         if self.table is not None and self.table.dim() == 4:
-            sizes |= zip(BOOKS, self.table.shape, strict=True)
+            sizes.update(zip(BOOKS, self.table.shape, strict=True))
         if sizes:
             sizes["stride"] = self.words.stride(0)
         return Weight(

@@ -32,7 +32,7 @@ class QTIP(RotatedPass):
     """
 
     use_for: ClassVar[str] = "2 bits (2.03 with scales), with less error than a lattice; follow it by distill."
-    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and no kernel decodes the trellis here."
+    not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and values of states are computed."
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11235"
 
     bits: Literal[2, 3, 4] = Field(default=2, description="bits per weight")

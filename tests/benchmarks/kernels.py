@@ -32,6 +32,7 @@ from compress.kernels.cpu.library import instruction_set, library
 from compress.kernels.cpu.packed import PackedCodes
 from compress.numerics.hadamard import largest_block
 from compress.numerics.quant.codes import quantize
+from compress.numerics.quant.gaussian_codes import first_table
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.lattice import count_bytes
 from compress.numerics.sparse.positions import Kept
@@ -46,6 +47,7 @@ from compress.weights.pairs import PairsPart
 from compress.weights.sparse import SparsePart
 from compress.weights.transforms.hadamard import Hadamard
 from compress.weights.transforms.rounding import InputRounding
+from compress.weights.trellis import TrellisPart, TrellisScheme
 
 ROUNDS, SECONDS = 30, 0.4  # calls of each at most, and the time that they may take
 
@@ -147,6 +149,10 @@ POINTS = {"lattice2": 2, "lattice3": 3, "lattice4": 4}
 """Random points of E8P, with so many bits per weight."""
 
 
+WALKS = {"trellis2": ("3inst", 2), "trellis4": ("3inst", 4), "trellis2-1mad": ("1mad", 2), "trellis2-hyb": ("hyb", 2)}
+"""Random walks through a trellis of 2^12 states: the code of their values, and bits per weight."""
+
+
 def books_of(rows: int, width: int, grid: str) -> WeightPart:
     """Random indexes, as squeezellm with 4 bits and aqlm with one 8-bit index for 4 weights have."""
     bits, length, own = BOOKS[grid]
@@ -159,6 +165,15 @@ def points_of(rows: int, width: int, bits: int, rotated: int | None = None) -> W
     """Random points, as quip_sharp has."""
     codes = torch.randint(256, (rows, width // 8, count_bytes(bits)), dtype=torch.uint8)
     return LatticePart.of(codes, torch.ones(rows).bfloat16(), bits, rotated)
+
+
+def walks_of(rows: int, width: int, grid: str) -> WeightPart:
+    """Random walks in tiles of 16 x 16, as qtip has."""
+    code, bits = WALKS[grid]
+    scheme = TrellisScheme(bits, 12, code)
+    codes = torch.randint(256, (rows // 16, width // 16 * scheme.tile_bytes), dtype=torch.uint8)
+    table = {"table": first_table().bfloat16()} if code == "hyb" else {}
+    return TrellisPart(scheme, (rows, width), {"codes": codes, "scale": torch.ones(rows).bfloat16(), **table})
 
 
 def rotated_of(weight: torch.Tensor, outputs: bool) -> Layer:
@@ -207,6 +222,8 @@ def layer_of(weight: torch.Tensor, grid: str) -> Layer:
         return Layer([books_of(rows, width, grid)])
     if grid in POINTS:
         return Layer([points_of(rows, width, POINTS[grid])])
+    if grid in WALKS:
+        return Layer([walks_of(rows, width, grid)])
     if grid in KINDS:
         return KINDS[grid](weight)
     return Layer([codes_of(weight, grid)])
@@ -249,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--shape", nargs="+", default=["4096x4096", "1536x576", "576x1536"], help="out x in")
-    parser.add_argument("--grid", nargs="+", default=["int8", "int4", "int3", "int2", "2:4", *BOOKS, *POINTS])
+    parser.add_argument("--grid", nargs="+", default=["int8", "int4", "int3", "int2", "2:4", *BOOKS, *POINTS, *WALKS])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 128, 512])
     parser.add_argument("--set", help="instruction set, such as avx2")
     arguments = parser.parse_args()

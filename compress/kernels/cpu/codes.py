@@ -270,8 +270,8 @@ _LIBRARY = torch.library.Library("compress", "DEF")
 _LIBRARY.define(
     "codes_linear(Tensor x, Tensor? bias, int rounded, int bits, float clip, Tensor? input_scale, "
     "float? threshold, Tensor? columns, Tensor words, Tensor scale, Tensor? zero, Tensor? table, Tensor? order, "
-    "Tensor? masks, Tensor? offsets, float zero_point, int codec, int rows, int width, int group, bool narrow) "
-    "-> Tensor"
+    "Tensor? masks, Tensor? offsets, float zero_point, int codec, int rows, int width, int group, bool narrow, "
+    "int[] tiles) -> Tensor"
 )
 
 
@@ -283,7 +283,7 @@ def _codes_linear(
 
 
 def _shape_of_codes_linear(x: Tensor, *rest: Any) -> Tensor:
-    rows = rest[-4]
+    rows = rest[-5]
     return x.new_empty(*x.shape[:-1], rows)
 
 

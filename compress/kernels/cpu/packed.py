@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from compress.kernels.cpu.library import Weight, library
 
 LANES, UNIT = 16, 32  # rows of a tile, and columns of a unit
-BOOKS = "tables", "books", "entries", "length", "stride"  # fields of compress_weight
+BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
+TILES = "bits", "states", "tile_rows", "tile_columns"  # the same, of walks
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class PackedCodes:
     table: float32 [2^codec], or None. order: int32 [32 units], or None. Kept floats alone are words [kept + 16],
     with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes. All weights in floats are words
     [out, in]. Weights that are looked up are words uint8 [out, bytes], and their table is float32 [tables, books,
-    entries, length]. narrow: float32 inputs may be rounded to bfloat16.
+    entries, length]. tiles: the numbers of `TILES`, or none. narrow: float32 inputs may be rounded to bfloat16.
     """
 
     words: Tensor
@@ -39,18 +41,23 @@ class PackedCodes:
     width: int
     group: int
     narrow: bool = False
+    tiles: Sequence[int] = ()
 
     @cached_property
     def weight(self) -> Weight:
         """The C structure; valid as long as the tensors are."""
-        books = {}
+        sizes: dict[str, int] = {}
+        if self.tiles:
+            sizes.update(zip(TILES, self.tiles, strict=True))
         if self.table is not None and self.table.dim() == 4:
-            books = dict(zip(BOOKS, (*self.table.shape, self.words.stride(0)), strict=True))
+            sizes.update(zip(BOOKS, self.table.shape, strict=True))
+        if sizes:
+            sizes["stride"] = self.words.stride(0)
         return Weight(
             words=self.words.data_ptr(), scale=self.scale.data_ptr(), zero=pointer(self.zero),
             table=pointer(self.table), order=pointer(self.order), masks=pointer(self.masks),
             offsets=pointer(self.offsets), zero_point=self.zero_point, codec=self.codec, rows=self.rows,
-            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1], **books,
+            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1], **sizes,
         )  # fmt: skip
 
     @cached_property
@@ -71,9 +78,9 @@ class PackedCodes:
         return self.words, self.scale, self.zero, self.table, self.order, self.masks, self.offsets
 
     @property
-    def numbers(self) -> tuple[float, int, int, int, int, bool]:
+    def numbers(self) -> tuple[float, int, int, int, int, bool, list[int]]:
         """The numbers, in the order of the operator's arguments."""
-        return self.zero_point, self.codec, self.rows, self.width, self.group, self.narrow
+        return self.zero_point, self.codec, self.rows, self.width, self.group, self.narrow, list(self.tiles)
 
     def columns(self, chosen: Tensor) -> Tensor:
         """The weights [rows, n] of some columns of x, as float32. chosen: int64 [n]."""
@@ -98,24 +105,25 @@ class PackedCodes:
 
 
 def of_bytes(
-    codec: int, words: Tensor, table: Tensor, scale: Tensor | None, shape: tuple[int, int], narrow: bool,
-    group: int | None = None,
+    codec: int, words: Tensor, table: Tensor | None, scale: Tensor | None, shape: tuple[int, int], narrow: bool,
+    group: int | None = None, tiles: Sequence[int] = (),
 ) -> PackedCodes:  # fmt: skip
-    """Describe weights that are looked up in a table [tables, books, entries, length] by the bytes of each row.
+    """Describe weights that are read from the bytes of each row, or each row of tiles.
 
-    scale: [out or 1, groups]; None: 1. group: columns that share a scale, a multiple of 16; None: whole rows.
+    table: [tables, books, entries, length], or None. scale: [out or 1, groups]; None: 1. group: columns that share a
+    scale, a multiple of 16; None: whole rows. tiles: as of `PackedCodes`.
     """
     rows, width = shape
     columns = -(-width // UNIT) * UNIT
     group = group or columns
-    tiles, groups = -(-rows // LANES), -(-columns // group)
-    scales = torch.zeros(tiles * LANES, groups)
+    count, groups = -(-rows // LANES), -(-columns // group)
+    scales = torch.zeros(count * LANES, groups)
     if scale is None:
         scales[:rows] = 1
     else:
         scales[:rows, : scale.shape[1]] = scale.float()
-    tiled = scales.view(tiles, LANES, groups).mT.contiguous()
-    return PackedCodes(words, tiled, None, table, None, None, None, 0.0, codec, rows, width, group, narrow)
+    tiled = scales.view(count, LANES, groups).mT.contiguous()
+    return PackedCodes(words, tiled, None, table, None, None, None, 0.0, codec, rows, width, group, narrow, tiles)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

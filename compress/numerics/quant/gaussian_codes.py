@@ -21,6 +21,7 @@ Code = Literal["1mad", "3inst", "hyb"]
 CODES: tuple[Code, ...] = get_args(Code)
 TABLE_BITS = 9  # Q of section 4.2: pairs of the table of hyb
 SAMPLE = 1 << 14  # Gaussian pairs of which the table is the k-means
+DEVIATION = 147.8  # of the sums of bytes of 1mad (section 3.1.1)
 WIDER = 1.04  # the best of 1, 1.02, 1.04 and 1.06 for 3inst with 2^12 states at 2 bits
 
 
@@ -46,7 +47,7 @@ def one_mad(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Section 3.1.1, algorithm 1: the sum of the four bytes of a x + b, of mean 510, divided by its deviation."""
     found = (states.long() * 34038481 + 76625530) & 0xFFFFFFFF
     bytes_ = found[:, None] >> torch.arange(0, 32, 8, device=found.device) & 255
-    return (bytes_.sum(1) - 510) / 147.8
+    return (bytes_.sum(1) - 510) / DEVIATION
 
 
 def three_instructions(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

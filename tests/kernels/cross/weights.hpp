@@ -160,9 +160,9 @@ inline Weight rows_of(Random &random, bool half, int64_t rows, int64_t width) {
     return found;
 }
 
-// Bytes of rows for weights that are looked up.
-inline uint8_t *fill_bytes(Random &random, Weight &weight, int64_t stride) {
-    const int64_t bytes = weight.w.rows * stride, spare = -bytes & 3;
+// Bytes for weights that are looked up, of rows or of rows of tiles.
+inline uint8_t *fill_bytes(Random &random, Weight &weight, int64_t stride, int64_t rows) {
+    const int64_t bytes = rows * stride, spare = -bytes & 3;
     weight.words = Guarded<uint32_t>((bytes + 3) / 4);
     uint8_t *const found = reinterpret_cast<uint8_t *>(weight.words.data()) + spare;
     for (int64_t i = 0; i < bytes; ++i) found[i] = static_cast<uint8_t>(random.bits());
@@ -181,7 +181,7 @@ inline Weight looked_up_of(Random &random, int64_t rows, int64_t runs, int64_t l
     for (int64_t i = 0; i < found.table.size(); ++i) found.table[i] = random.number(1.0f);
     w.table = found.table.data();
     const bool halves = entries == 16 && length == 1 && books == 1;
-    const uint8_t *const bytes = fill_bytes(random, found, halves ? (w.width + 1) / 2 : runs * books);
+    const uint8_t *const bytes = fill_bytes(random, found, halves ? (w.width + 1) / 2 : runs * books, rows);
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t k = 0; k < w.width; ++k) {
             const uint8_t *const codes = bytes + row * w.stride;
@@ -199,6 +199,52 @@ inline Weight looked_up_of(Random &random, int64_t rows, int64_t runs, int64_t l
     return found;
 }
 
+// 0.922 in 16 bits, with the sign, two bits of the exponent and the mantissa that a number changes (QTIP, algorithm 2).
+inline double near_one(uint32_t bits) {
+    const uint32_t changed = (bits & 0x8fff) ^ 0x3b60;
+    const double size = std::ldexp(1024 + (changed & 1023), static_cast<int>(changed >> 10 & 31) - 25);
+    return changed & 0x8000 ? -size : size;
+}
+
+// Tiles of walks of some rows and columns of weights each: windows of circles of bits, and values of QTIP's algorithms 1 to 3.
+inline Weight walks_of(Random &random, int codec, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, int64_t bits, int64_t states) {
+    Weight found = sized(random, "walks of codec " + std::to_string(codec) + " in tiles of " + std::to_string(tile_rows) + "x" + std::to_string(tile_columns),
+                         codec, rows * tile_rows, columns * tile_columns, 0, false);
+    compress_weight &w = found.w;
+    const int64_t together = codec == COMPRESS_WALKS_HYB ? 2 : 1, bytes = tile_rows * tile_columns * bits / 8;
+    w.bits = bits, w.states = std::max(states, bits * together), w.tile_rows = tile_rows, w.tile_columns = tile_columns;
+    if (together == 2) {
+        w.tables = w.books = 1, w.entries = 1024, w.length = 2;
+        found.table = Guarded<float>(2048);
+        for (int64_t i = 0; i < 2048; ++i) found.table[i] = random.number(2.0f);
+        w.table = found.table.data();
+    }
+    const uint8_t *const all = fill_bytes(random, found, columns * bytes, rows);
+    for (int64_t row = 0; row < w.rows; ++row)
+        for (int64_t k = 0; k < w.width; ++k) {
+            const uint8_t *const circle = all + row / tile_rows * w.stride + k / tile_columns * bytes;
+            const int64_t place = row % tile_rows * tile_columns + k % tile_columns;
+            uint32_t state = 0;
+            for (int64_t i = 0; i < w.states; ++i) {
+                const int64_t bit = (place / together * together * bits + i) % (8 * bytes);
+                state = state << 1 | (circle[bit / 8] >> (7 - bit % 8) & 1);
+            }
+            double value = 0;
+            if (codec == COMPRESS_WALKS_1MAD) {
+                const uint32_t hashed = state * 34038481u + 76625530u;
+                value = (hashed & 255) + (hashed >> 8 & 255) + (hashed >> 16 & 255) + (hashed >> 24) - 510.0;
+            } else if (codec == COMPRESS_WALKS_3INST) {
+                const uint32_t hashed = state * 89226354u + 64248484u;
+                value = near_one(hashed & 0xffff) + near_one(hashed >> 16);
+                const double unit = value == 0 ? 1 : std::ldexp(1.0, std::ilogb(value) - 10);  // of 11 significant bits
+                value = std::nearbyint(value / unit) * unit;
+            } else
+                value = found.table[2 * ((state * state + state) >> 6 & 1023) + place % 2];
+            found.set(row, k, value, 0, found.scale_of(row, 0));
+        }
+    return found;
+}
+
 // Points of a lattice of `bytes` bytes for each 8 weights: the bits of two entries, exclusive, minus 3/2.
 inline Weight points_of(Random &random, int64_t rows, int64_t runs, int bytes) {
     Weight found = sized(random, "points of " + std::to_string(bytes) + " bytes", COMPRESS_POINTS_2 + bytes - 2, rows, runs * 8, 0, false);
@@ -212,7 +258,7 @@ inline Weight points_of(Random &random, int64_t rows, int64_t runs, int bytes) {
         if (bytes > 2) found.table[2 * SIZE + i] = bytes == 3 ? random.number(0.5f) : 0.25f;
     }
     w.table = found.table.data();
-    const uint8_t *const all = fill_bytes(random, found, runs * bytes);
+    const uint8_t *const all = fill_bytes(random, found, runs * bytes, rows);
     for (int64_t row = 0; row < rows; ++row)
         for (int64_t k = 0; k < w.width; ++k) {
             const uint8_t *const codes = all + row * w.stride + k / 8 * bytes;

@@ -81,7 +81,9 @@ bool looked_up(const compress_weight &w) {
     return w.stride >= w.width / w.length * w.books;
 }
 
-bool points(const compress_weight &w) { return w.codec >= COMPRESS_POINTS_2; }
+bool points(const compress_weight &w) { return w.codec >= COMPRESS_POINTS_2 && w.codec <= COMPRESS_POINTS_4; }
+
+bool walks(const compress_weight &w) { return w.codec >= COMPRESS_WALKS_1MAD; }
 
 // Whether the sizes of tables of points fit together. Each byte is an index.
 bool in_points(const compress_weight &w) {
@@ -90,9 +92,22 @@ bool in_points(const compress_weight &w) {
     return w.width % 8 == 0 && w.stride >= w.width / 8 * bytes;
 }
 
+// Whether the sizes of tiles of walks fit together. Any bits are states.
+bool in_walks(const compress_weight &w) {
+    constexpr int64_t LARGEST = 1 << 16;
+    const bool pairs = w.codec == COMPRESS_WALKS_HYB;
+    if (w.bits < 2 || w.bits > 4 || w.states < w.bits * (pairs ? 2 : 1) || w.states > 16) return false;
+    if (w.tile_rows < 1 || w.tile_rows > LARGEST || w.tile_columns < 1 || w.tile_columns > LARGEST) return false;
+    const int64_t weights = w.tile_rows * w.tile_columns;
+    if (weights % 8 || w.rows % w.tile_rows || w.width % w.tile_columns || (pairs && w.tile_columns % 2)) return false;
+    if (pairs ? !w.table || w.tables != 1 || w.books != 1 || w.entries != 1024 || w.length != 2 : !!w.table) return false;
+    return w.stride >= w.width / w.tile_columns * (weights / 8 * w.bits);
+}
+
 bool consistent(const compress_weight &w) {
-    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_POINTS_4) return false;
-    if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : points(w) ? !in_points(w) : w.table && w.codec > 4) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_WALKS_HYB) return false;
+    if (walks(w)) { if (!in_walks(w)) return false; }
+    else if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : points(w) ? !in_points(w) : w.table && w.codec > 4) return false;
     if (in_floats(w) && (w.zero || w.order || w.zero_point != 0.0f)) return false;
     if (kept_alone(w) && (!w.masks || !w.offsets)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;

@@ -1,0 +1,55 @@
+"""Walks through a trellis on the CPU (QTIP): states are read from the stored bits, and their values computed."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compress.kernels.contract import Part, RoundingLike
+from compress.kernels.cpu.codes import TYPES, PackedKernel
+from compress.kernels.cpu.library import available
+from compress.kernels.cpu.packed import PackedCodes, of_bytes
+from compress.numerics.quant.gaussian_codes import DEVIATION, length_of
+
+WALKS = {"1mad": 19, "3inst": 20, "hyb": 21}  # compress_codec of compress_cpu.h, by codes of values
+STEPS = {"1mad": 1 / DEVIATION}  # what the numbers of a codec are multiplied by, if not by 1
+
+
+class TrellisKernel(PackedKernel):
+    """Walks times float32 or bfloat16 inputs. Rotated rows are those of another kernel."""
+
+    def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+        return part.kind == "trellis" and part.scheme.rotated is None and takes(part, x, rounding)
+
+    def prepare(self, part: Part) -> PackedCodes:
+        return pack(part)
+
+
+def takes(part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
+    """Whether the products of walks have a kernel for these inputs. The weights of a state are of one row of a tile."""
+    if rounding is not None or x.dtype not in TYPES or not x.is_cpu or part.scheme.code not in WALKS:
+        return False
+    if part.scheme.tile_columns % length_of(part.scheme.code):
+        return False
+    return available() and not (x.requires_grad and torch.is_grad_enabled())
+
+
+def pack(part: Part) -> PackedCodes:
+    """Describe a part to the kernels; its codes are shared, not copied."""
+    held, scheme = part.tensors(), part.scheme
+    table = held.get("table")
+    scale = held["scale"].float()[:, None] * STEPS.get(scheme.code, 1)
+    return of_bytes(
+        WALKS[scheme.code], held["codes"].contiguous(), None if table is None else signed(table), scale, part.shape,
+        part.narrow_inputs, tiles=(scheme.bits, scheme.states, scheme.tile_rows, scheme.tile_columns),
+    )  # fmt: skip
+
+
+def signed(table: Float[Tensor, "entries 2"]) -> Float[Tensor, "1 1 entries*2 2"]:
+    """The pairs of hyb, and after them those with the other sign of the second value."""
+    table = table.float()
+    return torch.cat([table, table * table.new_tensor([1, -1])])[None, None].contiguous()
+
+
+KERNEL = TrellisKernel()

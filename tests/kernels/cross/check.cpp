@@ -11,7 +11,7 @@
 namespace {
 
 enum Inputs { AS_THEY_ARE, INT8, STATIC_INT8, INT8_GROUPS, INT4_CLIPPED, BF16, INPUTS };
-const char *const MODES[] = {"", ", int8", ", static int8", ", int8 in groups", ", bfloat16"};
+const char *const MODES[] = {"", ", int8", ", static int8", ", int8 in groups", ", clipped int4", ", bfloat16"};
 
 struct Call {
     const Weight &weight;
@@ -228,7 +228,7 @@ void check_errors(Library &library, Random &random) {
     auto refused = [&](const char *what, auto change) {
         compress_weight wrong = weight.w;
         change(wrong);
-        if (library.product(&wrong, x, y, nullptr, nullptr, 1, 64, COMPRESS_F32, 0, 1) != -1) library.failures.add("%s was taken", what);
+        if (library.product(&wrong, x, y, nullptr, nullptr, 1, 64, COMPRESS_F32, 0, 8, 1.0f, 1) != -1) library.failures.add("%s was taken", what);
     };
     refused("a group of 24 columns", [](compress_weight &w) { w.group = 24; });
     refused("a codec of 6 bits", [](compress_weight &w) { w.codec = 6; });

@@ -287,7 +287,7 @@ def main() -> None:
         dense = {"float32": weight, "bfloat16": weight.bfloat16()}
         for grid in arguments.grid:
             layer = layer_of(weight, grid)
-            bits = GRIDS[grid].bits if grid.startswith("int") else 0
+            bits = GRIDS[grid].bits if grid in GRIDS and grid.startswith("int") else 0
             for batch in arguments.batch:
                 peers = peer_kernels.products(weight, bits, batch, arguments.threads)
                 times, row = compared(layer, dense, batch, rounding, peers)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from compress.kernels import dispatch
 from compress.kernels.cpu.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
@@ -48,3 +49,32 @@ def exact(part, x, rounding, bias):
     x = x if rounding is None else rounding(x)
     y = x.double() @ part.dense(torch.float32).double().T
     return (y if bias is None else y + bias.double()).to(x.dtype)
+
+
+def check(part, x, bias=None):
+    """The kernel's product with inputs as they are is near the exact one."""
+    terms = float(part.dense(torch.float32).abs().max()) * part.shape[1] ** 0.5
+    assert near(dispatch.linear(x, [part], None, bias), exact(part, x, None, bias), x.dtype, terms)
+
+
+def not_contiguous():
+    """Inputs of 64 columns with strides of every kind."""
+    return random(64, 5).T, random(5, 128)[:, ::2], random(3, 2, 128)[..., :64], random(2, 3, 64).transpose(0, 1)
+
+
+def check_nan(part):
+    """A NaN among the inputs reaches all outputs of its row, and no others."""
+    for batch in (1, 8, 30):
+        x = random(batch, part.shape[1])
+        x[0, -2] = torch.nan
+        found = dispatch.linear(x, [part], None, None)
+        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+
+
+@torch.no_grad()
+def check_compiled(layer, x, rotated):
+    """torch.compile and torch.export call the operators. rotated: whether outputs are."""
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+    graph = torch.export.export(layer, (x,)).graph_module.code
+    assert "torch.ops.compress.codes_linear" in graph and ("torch.ops.compress.rotate" in graph) == rotated

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel
-from compress.kernels.cpu.library import available
+from compress.kernels.cpu.codes import PackedKernel, reads
 from compress.kernels.cpu.packed import PackedCodes, of_bytes
 from compress.numerics.quant.lattice import LENGTH, STAGES, decode, roots
 
@@ -30,9 +29,7 @@ class LatticeKernel(PackedKernel):
 
 def takes(part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
     """Whether the products of a lattice have a kernel for these inputs."""
-    if rounding is not None or x.dtype not in TYPES or not x.is_cpu or part.scheme.bits not in POINTS:
-        return False
-    return available() and not (x.requires_grad and torch.is_grad_enabled())
+    return part.scheme.bits in POINTS and reads(x, rounding)
 
 
 @cache

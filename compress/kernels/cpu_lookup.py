@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel
-from compress.kernels.cpu.library import available
+from compress.kernels.cpu.codes import PackedKernel, reads
 from compress.kernels.cpu.packed import PackedCodes, of_bytes
 
 LOOKED_UP = 15  # compress_codec of compress_cpu.h
@@ -24,9 +23,7 @@ class LookupKernel(PackedKernel):
     """Entries of codebooks times float32 or bfloat16 inputs."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if rounding is not None or part.kind != "codebook" or x.dtype not in TYPES or not x.is_cpu:
-            return False
-        return part.scheme.length in LENGTHS and available() and not (x.requires_grad and torch.is_grad_enabled())
+        return part.kind == "codebook" and part.scheme.length in LENGTHS and reads(x, rounding)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

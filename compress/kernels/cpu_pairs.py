@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import HALF, TYPES, PackedKernel
-from compress.kernels.cpu.library import available
+from compress.kernels.cpu.codes import HALF, PackedKernel, reads
 from compress.kernels.cpu.packed import PackedCodes, of_bytes
 from compress.kernels.cpu_lookup import LOOKED_UP
 from compress.numerics.quant.pairs import decode
@@ -20,12 +19,10 @@ class PairsKernel(PackedKernel):
     """Pairs times float32 or bfloat16 inputs."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if rounding is not None or part.kind != "pairs" or x.dtype not in TYPES or not x.is_cpu:
+        if part.kind != "pairs" or not reads(x, rounding):
             return False
         size = part.scheme.group_size
-        if isinstance(size, int) and size % HALF:
-            return False
-        return available() and not (x.requires_grad and torch.is_grad_enabled())
+        return not (isinstance(size, int) and size % HALF)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel
-from compress.kernels.cpu.library import available, library
+from compress.kernels.cpu.codes import PackedKernel, reads
+from compress.kernels.cpu.library import library
 from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
 
 KEPT_F32, KEPT_BF16 = 11, 12  # compress_codec of compress_cpu.h
@@ -23,9 +23,7 @@ class SparseKernel(PackedKernel):
     """Kept floats times float32 or bfloat16 inputs."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if rounding is not None or part.kind != "sparse" or x.dtype not in TYPES or not x.is_cpu:
-            return False
-        return available() and part.scheme.values.kind == "dense" and not (x.requires_grad and torch.is_grad_enabled())
+        return part.kind == "sparse" and part.scheme.values.kind == "dense" and reads(x, rounding)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

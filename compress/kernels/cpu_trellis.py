@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.codes import TYPES, PackedKernel
-from compress.kernels.cpu.library import available
+from compress.kernels.cpu.codes import PackedKernel, reads
 from compress.kernels.cpu.packed import PackedCodes, of_bytes
 from compress.numerics.quant.gaussian_codes import DEVIATION, length_of
 
@@ -28,11 +27,8 @@ class TrellisKernel(PackedKernel):
 
 def takes(part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
     """Whether the products of walks have a kernel for these inputs. The weights of a state are of one row of a tile."""
-    if rounding is not None or x.dtype not in TYPES or not x.is_cpu or part.scheme.code not in WALKS:
-        return False
-    if part.scheme.tile_columns % length_of(part.scheme.code):
-        return False
-    return available() and not (x.requires_grad and torch.is_grad_enabled())
+    code, columns = part.scheme.code, part.scheme.tile_columns
+    return code in WALKS and columns % length_of(code) == 0 and reads(x, rounding)
 
 
 def pack(part: Part) -> PackedCodes:

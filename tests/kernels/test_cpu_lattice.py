@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import SETS, exact, near, random
+from products import SETS, check, check_compiled, check_nan, not_contiguous, random
 
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu.codes import product
@@ -25,12 +25,6 @@ def part_of(rows, runs, bits=2, rotated=None, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(256, (rows, runs, count_bytes(bits)), generator=generator, dtype=torch.uint8)
     return LatticePart.of(codes, (random(rows, seed=seed) * 0.02).to(dtype), bits, rotated, seed)
-
-
-def check(part, x, bias=None):
-    wanted = exact(part, x, None, bias)
-    found = dispatch.linear(x, [part], None, bias)
-    assert near(found, wanted, x.dtype, terms=float(part.dense(torch.float32).abs().max()) * part.shape[1] ** 0.5)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -78,7 +72,7 @@ def test_rotated_rows(order, times, runs, bits, dtype, batch, biased, seed):
 @pytest.mark.parametrize("rows", [50, 48])
 def test_inputs_that_are_not_contiguous(rows):
     part = part_of(rows, 8, rotated=48 if rows == 48 else None)
-    for x in (random(64, 5).T, random(5, 128)[:, ::2], random(3, 2, 128)[..., :64], random(2, 3, 64).transpose(0, 1)):
+    for x in not_contiguous():
         check(part, x)
 
 
@@ -94,12 +88,7 @@ def test_more_threads_than_rows():
 
 @pytest.mark.parametrize("rotated", [None, 16])
 def test_nan_reaches_the_outputs_of_its_row_alone(chosen, rotated):
-    part = part_of(32, 9, 3, rotated)
-    for batch in (1, 8, 30):
-        x = random(batch, 72)
-        x[0, 70] = torch.nan
-        found = dispatch.linear(x, [part], None, None)
-        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+    check_nan(part_of(32, 9, 3, rotated))
 
 
 def test_which_calls_the_kernels_compute():
@@ -135,15 +124,7 @@ def test_the_library_checks_the_sizes_of_a_weight(name, value):
 
 @pytest.mark.parametrize("rotated", [None, largest_block(40)])
 def test_a_compiled_layer_calls_the_kernel(rotated):
-    layer, x = CompressedLinear(part_of(40, 4, 3, rotated), random(40)), random(2, 32)
-    with torch.no_grad():
-        wanted = layer(x)
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), wanted)
-        graph = torch.export.export(layer, (x,)).graph_module.code
-    assert "torch.ops.compress.codes_linear" in graph and ("torch.ops.compress.rotate" in graph) == (
-        rotated is not None
-    )
+    check_compiled(CompressedLinear(part_of(40, 4, 3, rotated), random(40)), random(2, 32), rotated is not None)
 
 
 def test_signs_of_rotated_rows_are_those_of_the_part():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import SETS, exact, near, random
+from products import SETS, check, check_compiled, check_nan, not_contiguous, random
 
 import compress
 from compress.kernels import dispatch, reference
@@ -39,12 +39,6 @@ def part_of(
     if rotated is not None:
         held["signs"] = signs_of(shape[0], seed)
     return TrellisPart(scheme, shape, held)
-
-
-def check(part, x, bias=None):
-    wanted = exact(part, x, None, bias)
-    found = dispatch.linear(x, [part], None, bias)
-    assert near(found, wanted, x.dtype, terms=float(part.dense(torch.float32).abs().max()) * part.shape[1] ** 0.5)
 
 
 def decoded(part):
@@ -119,7 +113,7 @@ def test_rotated_rows(order, columns, bits, code, dtype, batch, biased, seed):
 @pytest.mark.parametrize("rotated", [None, 48])
 def test_inputs_that_are_not_contiguous(rotated):
     part = part_of(3, 4, rotated=rotated)
-    for x in (random(64, 5).T, random(5, 128)[:, ::2], random(3, 2, 128)[..., :64], random(2, 3, 64).transpose(0, 1)):
+    for x in not_contiguous():
         check(part, x)
 
 
@@ -136,12 +130,7 @@ def test_more_threads_than_rows():
 @pytest.mark.parametrize("rotated", [None, 16])
 @pytest.mark.parametrize("code", CODES)
 def test_nan_reaches_the_outputs_of_its_row_alone(chosen, code, rotated):
-    part = part_of(2, 9, 3, 12, code, (16, 8), rotated)
-    for batch in (1, 8, 30):
-        x = random(batch, 72)
-        x[0, 70] = torch.nan
-        found = dispatch.linear(x, [part], None, None)
-        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+    check_nan(part_of(2, 9, 3, 12, code, (16, 8), rotated))
 
 
 def test_which_calls_the_kernels_compute():
@@ -180,15 +169,7 @@ def test_the_library_checks_the_sizes_of_a_weight(name, value):
 
 @pytest.mark.parametrize("rotated", [None, largest_block(48)])
 def test_a_compiled_layer_calls_the_kernel(rotated):
-    layer, x = CompressedLinear(part_of(3, 2, 3, rotated=rotated), random(48)), random(2, 32)
-    with torch.no_grad():
-        wanted = layer(x)
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), wanted)
-        graph = torch.export.export(layer, (x,)).graph_module.code
-    assert "torch.ops.compress.codes_linear" in graph and ("torch.ops.compress.rotate" in graph) == (
-        rotated is not None
-    )
+    check_compiled(CompressedLinear(part_of(3, 2, 3, rotated=rotated), random(48)), random(2, 32), rotated is not None)
 
 
 @pytest.mark.parametrize(("rotate", "kernel"), [("inputs", "cpu_trellis"), ("both", "cpu_rotated")])

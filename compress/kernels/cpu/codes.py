@@ -30,6 +30,13 @@ UNROUNDED: Mode = (AS_THEY_ARE, 8, 1.0)
 OUT_OF_MEMORY = -2
 
 
+def reads(x: Tensor, rounding: RoundingLike | None = None) -> bool:
+    """Whether the library is there and reads these inputs: of its types, on the CPU, unrounded, without a gradient."""
+    if rounding is not None or x.dtype not in TYPES or not x.is_cpu:
+        return False
+    return available() and not (x.requires_grad and torch.is_grad_enabled())
+
+
 class PackedKernel:
     """A kernel whose prepared weights are `PackedCodes`."""
 
@@ -50,10 +57,9 @@ class CodesKernel(PackedKernel):
     """Codes times float32 or bfloat16 inputs, or integer codes times inputs rounded to integers, in integers."""
 
     def supports(self, part: Part, x: Tensor, rounding: RoundingLike | None) -> bool:
-        if x.dtype not in TYPES or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+        if not reads(x) or not (part.is_prepared(self) or _packs(part)):
             return False
-        packs = available() and (part.is_prepared(self) or _packs(part))
-        return packs and (rounding is None or _rounds(part, rounding))
+        return rounding is None or _rounds(part, rounding)
 
     def prepare(self, part: Part) -> PackedCodes:
         return pack(part)

@@ -133,6 +133,8 @@ ROWS: dict[str, list[dict]] = {
     "pb_llm": [{"pb_llm": {}}],
     "pb_llm-learned": [{"pb_llm": {}}, LEARNED],
     "olive": [{"olive": {}}],
+    "gobo": [{"gobo": {"bits": 4}}],
+    "squeezellm": [{"squeezellm": {"bits": 4}}],
     "olive-compensated": [{"olive": {"compensate": True}}],
     "signround": [{"signround": {"weights": "int4", **GROUPS}}],
     "signround-int3": [{"signround": {"weights": "int3", **GROUPS}}],
@@ -220,6 +222,14 @@ ROWS: dict[str, list[dict]] = {
     "w4a4-qllm": [
         {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "epochs": 10}},
         {"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}},
+    ],
+    "w4a8-qllm": [
+        {"qllm": {"weights": "int4", "group_size": 64, "activations": "int8", "epochs": 10}},
+        {"rtn": {"weights": "int4", "group_size": 64, "activations": "int8"}},
+    ],
+    "w8a8-qllm": [
+        {"qllm": {"weights": "int8", "group_size": "channel", "activations": "int8", "epochs": 10}},
+        {"rtn": {"weights": "int8", "group_size": "channel", "activations": "int8"}},
     ],
     "w4a4-rotated-rtn": [
         {"rotate": ALL_ROTATED},

@@ -104,6 +104,23 @@ def test_the_library_checks_what_inputs_are_rounded_to(bits, clip):
 
 
 TABLES = [name for name, grid in GRIDS.items() if not name.startswith("int")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("grid", "table", "in_integers"), [("ternary", False, True), ("binary", False, False), ("nf4", True, False)]
+)
+def test_grids_with_steps_of_one_size_are_integers(chosen, grid, table, in_integers, dtype):
+    """Ternary weights times rounded inputs are products of integers; the zero point of binary ones is one half."""
+    part, rounding = CodesPart.of(quantize(random(50, 160), GRIDS[grid], 32)), InputRounding.of(INT8)
+    assert (part.prepared(KERNEL).table is not None) == table
+    assert KERNEL.supports(part, random(1, 160), rounding) == in_integers
+    for batch in (1, 2, 12):
+        x = random(batch, 160, seed=1).to(dtype)
+        for by in (None, rounding):
+            assert near(dispatch.linear(x, [part], by, None), exact(part, x, by, None), dtype)
+
+
 SIGNED = ["int4_signed", "int5_signed", "int3_k", "int6_k"]
 
 

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,7 +105,24 @@ def _rounds(part: Any, rounding: Any) -> bool:
 
 def takes_integers(scheme: Any) -> bool:
     """Whether the weights of a part or a layer are integers, with or without an offset."""
-    return bool(scheme.grids) and all(hasattr(grid, "lowest") or grid.offset for grid in scheme.grids)
+    return bool(scheme.grids) and all(_whole(grid) for grid in scheme.grids)
+
+
+def _whole(grid: Any) -> bool:
+    if hasattr(grid, "lowest") or grid.offset:
+        return True
+    even = _even(grid)
+    return even is not None and (even[0] / even[1]).is_integer()
+
+
+@cache
+def _even(grid: Any) -> tuple[float, float] | None:
+    """(value of the first code, step) of a grid of up to 4 bits with steps of one size, such as ternary; else None."""
+    if grid.bits > 4:
+        return None
+    values = _values(grid).unique_consecutive().tolist()  # the last one is repeated
+    steps = {after - before for before, after in itertools.pairwise(values)}
+    return (values[0], steps.pop()) if len(steps) == 1 else None
 
 
 def input_group(part: Any) -> int | None:
@@ -134,12 +152,16 @@ def pack(part: Any) -> PackedCodes:
     groups, zero = -(-columns // group), None
     if held.zero is not None:
         zero = _tiled(-held.zeros() / scale if grid.offset else held.zero.float() - grid.lowest, rows, groups)
-    table = None
+    table, point = None, float(-grid.lowest) if integers else 0.0
     if not integers and not grid.offset and grid.bits <= 4:
-        table = _values(grid)
+        even = _even(grid)
+        if even is None:
+            table = _values(grid)
+        else:  # integers are decoded faster
+            first, step = even
+            scale, point = scale.float() * step, -first / step
     tiles = -(-rows // LANES)
     words = PAGES.empty(tiles, columns // UNIT, codec if codec <= 4 else 8, LANES, dtype=torch.int32)
-    point = float(-grid.lowest) if integers else 0.0
     scale = _tiled(scale, rows, groups)
     sizes = codec, rows, width, group
     packed = PackedCodes(words, scale, zero, table, order, None, None, point, *sizes, part.narrow_inputs)

@@ -73,6 +73,7 @@ void plainly(const Call &call, bool narrow, std::vector<double> &wanted, std::ve
             const double bias = call.bias ? call.bias->at(out) : 0.0f;
             double sum = bias, size = std::fabs(bias);
             for (int64_t k = 0; k < w.width; ++k) {
+                if (call.weight.alone && call.weight.sizes[out * w.width + k] == 0) continue;
                 sum += x[row * w.width + k] * weights[out * w.width + k];
                 size += std::fabs(x[row * w.width + k]) * call.weight.sizes[out * w.width + k];
             }
@@ -85,7 +86,7 @@ void check_call(Library &library, const Call &call) {
     std::vector<double> wanted, allowed, wanted_of_pairs, allowed_of_pairs;
     plainly(call, false, wanted, allowed);
     const int64_t count = call.m * call.weight.w.rows;
-    const bool may_narrow = !call.in_bytes() && (call.type || call.inputs == BF16) && !(call.weight.floats_for_few && call.m <= 8);
+    const bool may_narrow = !call.in_bytes() && (call.type || call.inputs == BF16) && !call.weight.alone && !(call.weight.floats_for_few && call.m <= 8);
     std::vector<double> portable, twice = allowed;  // two kernels may be that far from the sum, in two directions
     for (double &far : twice) far *= 2;
     for (auto set = library.sets.rbegin(); set != library.sets.rend(); ++set) {
@@ -171,6 +172,7 @@ void check_other_weights(Library &library, Random &random, int cases) {
         const bool half = i % 2;
         check_weight(library, random, kept_of(random, half, some_rows(random), some_width(random), random.of<double>({0.0, 0.1, 0.5, 1.0})), some_batch(random));
         check_weight(library, random, rows_of(random, half, some_rows(random), some_width(random)), some_batch(random));
+        check_weight(library, random, positions_of(random, half, some_rows(random), some_width(random), random.of<double>({0.0, 0.02, 0.3})), some_batch(random));
         check_weight(library, random, points_of(random, some_rows(random), random.between(1, 40), 2 + i % 3), some_batch(random));
         for (const int codec : {COMPRESS_WALKS_1MAD, COMPRESS_WALKS_3INST, COMPRESS_WALKS_HYB}) {
             const int64_t tile_columns = random.of<int64_t>({4, 8, 12, 16, 16, 32, 64}), columns = random.between(1, tile_columns < 16 ? 20 : 5);
@@ -188,6 +190,7 @@ void check_other_weights(Library &library, Random &random, int cases) {
     check_weight(library, random, kept_of(random, true, 40, 4000, 0.5), 20);
     check_weight(library, random, looked_up_of(random, 200, 500, 4, 2, 256, 0, false), 4);
     check_weight(library, random, rows_of(random, false, 20, 100), 0);
+    check_weight(library, random, positions_of(random, true, 300, 2000, 0.1), 70);
 }
 
 // Some weights in one call: the bits of one call each; also from several threads at once.
@@ -234,6 +237,7 @@ void check_errors(Library &library, Random &random) {
     refused("a codec of 6 bits", [](compress_weight &w) { w.codec = 6; });
     refused("too few units", [](compress_weight &w) { w.units = 1, w.groups = 1; });
     refused("a wrong number of groups", [](compress_weight &w) { w.groups = 1; });
+    refused("positions without columns", [](compress_weight &w) { w.codec = COMPRESS_POSITIONS_F32, w.zero_point = 0; });
     refused("books without a table", [](compress_weight &w) { w.codec = COMPRESS_LOOKED_UP; });
     for (const char *name : {"mmx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dotprod", "neon"}) {
         const bool listed = std::find(library.sets.begin(), library.sets.end(), name) != library.sets.end();

@@ -20,6 +20,7 @@ struct Weight {
     std::vector<double> sizes;        // magnitudes of what is added up
     bool integers = false;            // whether inputs may be rounded to int8
     bool floats_for_few = false;      // whether few rows of inputs are never rounded to bfloat16
+    bool alone = false;               // whether inputs are never rounded, and zeros of the weight are not multiplied by them
 
     double &number(int64_t row, int64_t column) { return numbers[row * w.width + column]; }
     void set(int64_t row, int64_t column, double value, double offset, double factor) {
@@ -145,6 +146,27 @@ inline Weight kept_of(Random &random, bool half, int64_t rows, int64_t width, do
         for (int64_t r = 0; r < 16; ++r)
             if (found.masks[i] >> r & 1) found.set(i / columns * 16 + r, i % columns, put_float(random, found, half, at++), 0, 1);
     w.words = found.words.data(), w.masks = found.masks.data(), w.offsets = found.offsets.data();
+    return found;
+}
+
+// Weights at single positions: those of `density`, row by row.
+inline Weight positions_of(Random &random, bool half, int64_t rows, int64_t width, double density) {
+    Weight found = sized(random, half ? "positions bfloat16" : "positions float32", half ? COMPRESS_POSITIONS_BF16 : COMPRESS_POSITIONS_F32, rows, width, 0, true);
+    std::vector<int32_t> columns;
+    found.offsets = Guarded<int64_t>(rows + 1);
+    for (int64_t row = 0; row < rows; ++row) {
+        found.offsets[row] = columns.size();
+        for (int64_t k = 0; k < width; ++k) if (random.chance(density) || row + k == 0) columns.push_back(static_cast<int32_t>(k));
+    }
+    const int64_t count = found.offsets[rows] = columns.size(), spare = half ? count % 2 : 0;  // the last number ends where memory ends
+    found.words = Guarded<uint32_t>(half ? (count + 1) / 2 : count), found.order = Guarded<int32_t>(count);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = found.offsets[row]; i < found.offsets[row + 1]; ++i)
+            found.order[i] = columns[i], found.set(row, columns[i], put_float(random, found, half, i + spare), 0, 1);
+    compress_weight &w = found.w;
+    w.words = reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint16_t *>(found.words.data()) + spare);
+    w.order = found.order.data(), w.offsets = found.offsets.data();
+    found.alone = true;
     return found;
 }
 

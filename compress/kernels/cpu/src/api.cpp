@@ -83,7 +83,9 @@ bool looked_up(const compress_weight &w) {
 
 bool points(const compress_weight &w) { return w.codec >= COMPRESS_POINTS_2 && w.codec <= COMPRESS_POINTS_4; }
 
-bool walks(const compress_weight &w) { return w.codec >= COMPRESS_WALKS_1MAD; }
+bool walks(const compress_weight &w) { return w.codec >= COMPRESS_WALKS_1MAD && w.codec <= COMPRESS_WALKS_HYB; }
+
+bool positions(const compress_weight &w) { return w.codec >= COMPRESS_POSITIONS_F32; }
 
 // Whether the sizes of tables of points fit together. Each byte is an index.
 bool in_points(const compress_weight &w) {
@@ -105,13 +107,14 @@ bool in_walks(const compress_weight &w) {
 }
 
 bool consistent(const compress_weight &w) {
-    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_WALKS_HYB) return false;
+    if (w.codec < 1 || (w.codec > 4 && w.codec < 8) || w.codec > COMPRESS_POSITIONS_BF16) return false;
     if (walks(w)) { if (!in_walks(w)) return false; }
     else if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : points(w) ? !in_points(w) : w.table && w.codec > 4) return false;
-    if (in_floats(w) && (w.zero || w.order || w.zero_point != 0.0f)) return false;
+    if (in_floats(w) && (w.zero || w.zero_point != 0.0f || !w.order == positions(w))) return false;
+    if (positions(w) && !w.offsets) return false;
     if (kept_alone(w) && (!w.masks || !w.offsets)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
-    if (!w.order && w.units * 32 < w.width) return false;
+    if ((!w.order || positions(w)) && w.units * 32 < w.width) return false;
     return w.groups == (w.units * 32 + w.group - 1) / w.group;
 }
 

@@ -33,13 +33,15 @@ enum compress_rounding {
 // per run and book in `stride` bytes a row: a byte each, or half a byte, the lower first, if there are 16 entries of one
 // weight in one book.
 // Or points of a lattice: each run of 8 weights is one or the sum of two points, of 2, 3 or 4 bytes; see lookup.inc.
+// Or weights at single positions, in floats: `words` holds them row by row, `offsets` [rows + 1] tells where each row begins and
+// where the last one ends, and `order` the column of each weight. Columns are not checked. All other weights are zero.
 // Or walks through a trellis: `words` holds tiles of [tile_rows, tile_columns] weights, `stride` bytes for each row of tiles. A
 // tile of n weights is a circle of n * `bits` bits, each byte from its upper bit on. Each weight, or each two with HYB, has a
 // state: the `states` bits from its place in the circle on, the first bit the highest; see walks.inc.
 enum compress_codec {
     COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12, COMPRESS_ROWS_F32 = 13,
     COMPRESS_ROWS_BF16 = 14, COMPRESS_LOOKED_UP = 15, COMPRESS_POINTS_2 = 16, COMPRESS_POINTS_3 = 17, COMPRESS_POINTS_4 = 18,
-    COMPRESS_WALKS_1MAD = 19, COMPRESS_WALKS_3INST = 20, COMPRESS_WALKS_HYB = 21
+    COMPRESS_WALKS_1MAD = 19, COMPRESS_WALKS_3INST = 20, COMPRESS_WALKS_HYB = 21, COMPRESS_POSITIONS_F32 = 22, COMPRESS_POSITIONS_BF16 = 23
 };
 
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
@@ -49,9 +51,11 @@ struct compress_weight {
     const float *zero;      // like scale, or NULL: zero_point for all
     const float *table;     // [2^codec], or NULL; of weights that are looked up: [tables][books][entries][length];
                             // of points: for the first byte, the second, and what is added [2 or 3][256][8]; of HYB: [1][1][1024][2]
-    const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k
+    const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k. Of single
+                            // positions: [offsets[rows]] column of each weight
     const uint16_t *masks;  // [tiles][32 units] a bit per row of the tile, 1 for kept; NULL for codes
-    const int64_t *offsets; // [tiles] index of the first kept weight; 16 more numbers than these can be read; NULL for codes
+    const int64_t *offsets; // [tiles] index of the first kept weight; 16 more numbers than these can be read; NULL for codes.
+                            // [rows + 1] of single positions
     float zero_point;
     int32_t codec;  // the width of the codes, or a compress_codec
     int64_t rows, width, units, group, groups;

@@ -9,6 +9,7 @@ error by linear regression (llama.cpp, ggml-quants.c, make_qx_quants and make_qk
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +25,7 @@ llama.cpp cuts -0.9 to 0.9 steps; weights with large inputs can be worth more.
 CHUNK = 1 << 21  # weights per step; limits each temporary tensor to 8 MiB
 CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors
 
-Sums = tuple[Tensor, Tensor, Tensor, Tensor]
+Sums = list[Tensor]
 
 
 def importance_of(factor: Float[Tensor, "in in"], order: Int[Tensor, " in"] | None) -> Float[Tensor, " in"]:
@@ -70,41 +71,51 @@ class WeightedSearch:
             ends = (low, low + kept * (high - low)) if self.grid.offset else (low * kept, high * kept)
             scale, zero = self.grid.fit(*ends, self.symmetric, self.dtype, self.shared)
             for sign in (1, -1) if self.signed and zero is None else (1,):
-                sums = self._try(scale * sign, zero)
-                self._try(*self._regression(sums, zero))
+                sums = self._try(scale * sign, zero, self._sums)
+                self._try(*self._regression(sums, zero), lambda codes, part, shift: [])
         return self._scale, self._zero
 
-    def _try(self, scale: Tensor, zero: Tensor | None) -> Sums:
-        """Keep the scale and zero where the error is less; returns the sums for the regression."""
+    def _try(self, scale: Tensor, zero: Tensor | None, sums: Callable[[Tensor, Tensor, Tensor | None], Sums]) -> Sums:
+        """Keep the scale and zero where the error is less; returns the sums over the codes."""
         chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
         count = max(1, chunk // self.parts[0].numel())
         found = [
-            self._sums(part, scale[top : top + count], None if zero is None else zero[top : top + count])
+            self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], sums)
             for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))
         ]
-        error, *sums = (torch.cat(each) for each in zip(*found, strict=True))
+        error, *added = (torch.cat(each) for each in zip(*found, strict=True))
         better = error < self._error
         self._error = torch.where(better, error, self._error)
         self._scale = torch.where(better, scale, self._scale)
         if zero is not None and self._zero is not None:
             self._zero = torch.where(better, zero, self._zero)
-        return sums[0], sums[1], sums[2], sums[3]
+        return added
 
-    def _sums(self, part: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """For some rows: the error, then the weighted sums of L, L^2, w and L w, with L the levels of the codes."""
-        step, shift, h = scale[..., None], None if zero is None else zero[..., None], self.importance
+    def _tried(
+        self, part: Tensor, scale: Tensor, zero: Tensor | None, sums: Callable[[Tensor, Tensor, Tensor | None], Sums]
+    ) -> Sums:  # fmt: skip
+        """For some rows: the error, then the sums over the codes."""
+        step, shift = scale[..., None], None if zero is None else zero[..., None]
         codes = self.grid.encode(part, step, shift)
-        error = (self.grid.decode(codes, step, shift) - part).square_().mul_(h).sum(-1)
-        levels = codes if self.grid.offset else self.grid.decode(codes, torch.ones_like(step), shift)
-        weighted = levels * h
-        squares, products = (weighted * levels).sum(-1), (weighted * part).sum(-1)
-        return error, weighted.sum(-1), squares, (part * h).sum(-1), products
+        error = self.grid.decode(codes, step, shift).sub_(part).square_().mul_(self.importance).sum(-1)
+        return [error, *sums(codes, part, shift)]
+
+    def _sums(self, codes: Tensor, part: Tensor, shift: Tensor | None) -> Sums:
+        """Sums weighted by h of L^2 and L w, with L the levels of the codes; if the grid has minima, of L and w, too."""
+        if self.grid.offset:
+            weighted = codes * self.importance
+            more = [weighted.sum(-1), (part * self.importance).sum(-1)]
+            return [(weighted * codes).sum(-1), (weighted * part).sum(-1), *more]
+        levels = self.grid.decode(codes, torch.ones_like(part[:1, :1, :1]), shift)
+        weighted = levels * self.importance
+        return [levels.mul_(weighted).sum(-1), weighted.mul_(part).sum(-1)]
 
     def _regression(self, sums: Sums, zero: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The scale, and the minimum if the grid has one, with the least error for some codes, in their stored form."""
-        x, xx, y, xy = sums
+        xx, xy, *more = sums
         if not self.grid.offset:
             return self._stored(xy / xx), zero
+        x, y = more
         total = self.importance.sum(-1)
         scale = (total * xy - x * y) / (total * xx - x.square())
         minimum = ((y - scale * x) / total).nan_to_num(0.0, 0.0, 0.0)

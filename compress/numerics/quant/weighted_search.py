@@ -101,7 +101,7 @@ class WeightedSearch:
         return [error, *sums(codes, part, shift)]
 
     def _sums(self, codes: Tensor, part: Tensor, shift: Tensor | None) -> Sums:
-        """Sums weighted by h of L^2 and L w, with L the levels of the codes; if the grid has minima, of L and w, too."""
+        """Sums weighted by h of L^2 and L w, with L the levels of the codes; of L and w if the grid has minima, too."""
         if self.grid.offset:
             weighted = codes * self.importance
             more = [weighted.sum(-1), (part * self.importance).sum(-1)]

@@ -44,7 +44,7 @@ class BCQ(CompensatingPass):
     use_for: ClassVar[str] = (
         "2 and 3 bits without zero points, with all scales learned by distill: levels that follow the weights."
     )
-    not_for: ClassVar[str] = "4 bits, where a scale per plane costs more than the levels gain; speed without LUT-GEMM."
+    not_for: ClassVar[str] = "4 bits: a scale per plane costs more than the levels gain; speed: a product per plane."
     paper: ClassVar[str] = "https://arxiv.org/abs/2206.09557"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

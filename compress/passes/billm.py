@@ -46,7 +46,7 @@ class BiLLM(CompensatingPass):
     """
 
     use_for: ClassVar[str] = "Close to 2.5 bits with learned scales: follow it by distill, as the recipe does."
-    not_for: ClassVar[str] = "One bit: with all that is stored it has over 2.5; and speed, no kernel has its planes."
+    not_for: ClassVar[str] = "One bit: what is stored is over 2.5 bits, and quip_sharp and qtip lose far less with 2."
     paper: ClassVar[str] = "https://arxiv.org/abs/2402.04291"
     never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "masked"})
     makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})

@@ -47,7 +47,7 @@ TORCH = "torch"
 
 
 def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel | None:
-    """The first kernel that supports a call; None: plain torch rounds the inputs, and computes what no kernel takes."""
+    """The first kernel that supports a call; None: plain torch computes it."""
     for kernel in KERNELS:
         if kernel.supports(part, x, rounding):
             return kernel
@@ -55,14 +55,14 @@ def kernel_for(part: Part, x: Tensor, rounding: RoundingLike | None) -> Kernel |
 
 
 def kernel_name(part: Part, x: Tensor, rounding: RoundingLike | None) -> str:
-    """The file of this folder whose kernel computes a call, perhaps with inputs that torch rounds; or `TORCH`."""
-    kernel = kernel_for(part, x, rounding) or kernel_for(part, x, None)
+    """The file of this folder whose kernel computes a call, or `TORCH`."""
+    kernel = kernel_for(part, x, rounding)
     return TORCH if kernel is None else type(kernel).__module__.removeprefix(f"{kernels.__name__}.").partition(".")[0]
 
 
 def prepare(part: Part, x: Tensor, rounding: RoundingLike | None) -> None:
     """Convert the weights for the kernel of a call now, not in the first call."""
-    kernel = kernel_for(part, x, rounding) or kernel_for(part, x, None)
+    kernel = kernel_for(part, x, rounding)
     if kernel is not None:
         part.prepared(kernel)
 
@@ -94,16 +94,10 @@ def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias
             y = kernel.product(x, part, part.prepared(kernel), rounding, bias)
         else:
             rounded = (x if rounding is None else rounding(x)) if rounded is None else rounded
-            y = _of_rounded(rounded, part, rounding is not None, bias)
+            y = part.product(rounded, bias)
         total, bias = y if total is None else total + y, None  # the first part adds the bias
     assert total is not None, "a layer has at least one part"
     return total
-
-
-def _of_rounded(x: Tensor, part: Part, rounded: bool, bias: Tensor | None) -> Tensor:
-    """A part's product where no kernel rounds the inputs, by one that takes them as they are if they were rounded."""
-    kernel = kernel_for(part, x, None) if rounded and not _plain else None
-    return part.product(x, bias) if kernel is None else kernel.product(x, part, part.prepared(kernel), None, bias)
 
 
 def transformed(transform: Transform, x: Tensor) -> Tensor:

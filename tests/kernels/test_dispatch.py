@@ -139,19 +139,6 @@ def test_parts_that_no_kernel_takes_are_computed_by_the_reference_on_rounded_inp
     assert len(kernel.calls) == 1 and kernel.calls[0][0] is x
 
 
-def test_a_kernel_that_does_not_round_inputs_gets_rounded_ones(kernel, part, monkeypatch):
-    monkeypatch.setattr(kernel, "supports", lambda part, x, rounding: rounding is None)
-    x, rounding, bias = torch.randn(2, 4), InputRounding.of(GRIDS["fp8_e4m3"]), torch.randn(3)
-    found = dispatch.linear(x, [part, DensePart.of(torch.randn(3, 4))], rounding, bias)
-    assert found.shape == (2, 3)
-    (first, none, added), (second, _, nothing) = kernel.calls
-    assert none is None and added is bias and nothing is None and first is second and torch.equal(first, rounding(x))
-    kernel.calls.clear()
-    with dispatch.plain_torch():
-        dispatch.linear(x, [part], rounding, bias)
-    assert not kernel.calls
-
-
 FIRST = """
 import importlib, os, sys, traceback, jaxtyping, pydantic, torch, torch._dynamo
 for name in sys.argv[1:]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import SETS, exact, near, random
+from products import SETS, check, check_compiled, check_nan, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
@@ -25,11 +25,6 @@ def part_of(rows, width, group="channel", dtype=torch.float32, seed=0):
     weight.view(-1)[::13] *= 9  # outliers
     scale = fit(weight, group, dtype)
     return PairsPart.of(quantized(weight, scale.float(), group), scale, group)
-
-
-def check(part, x, bias=None):
-    found, wanted = dispatch.linear(x, [part], None, bias), exact(part, x, None, bias)
-    assert near(found, wanted, x.dtype, terms=float(part.dense(torch.float32).abs().max()) * part.shape[1] ** 0.5)
 
 
 def test_every_byte_stands_for_its_pair(chosen):
@@ -74,12 +69,7 @@ def test_which_calls_the_kernel_computes():
 
 
 def test_nan_reaches_the_outputs_of_its_row_alone(chosen):
-    part = part_of(20, 64, 16)
-    for batch in (1, 8, 30):
-        x = random(batch, 64)
-        x[0, 3] = torch.nan
-        found = dispatch.linear(x, [part], None, None)
-        assert bool(found[0].isnan().all()) and not bool(found[1:].isnan().any())
+    check_nan(part_of(20, 64, 16))
 
 
 @pytest.mark.parametrize(
@@ -93,8 +83,4 @@ def test_the_library_checks_the_sizes_of_a_weight(name, value):
 
 
 def test_a_compiled_layer_calls_the_kernel():
-    layer, x = CompressedLinear(part_of(40, 32), random(40)), random(2, 32)
-    with torch.no_grad():
-        wanted = layer(x)
-        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(x), wanted)
+    check_compiled(CompressedLinear(part_of(40, 32), random(40)), random(2, 32), rotated=False)

@@ -9,7 +9,6 @@ error by linear regression (llama.cpp, ggml-quants.c, make_qx_quants and make_qk
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -71,16 +70,16 @@ class WeightedSearch:
             ends = (low, low + kept * (high - low)) if self.grid.offset else (low * kept, high * kept)
             scale, zero = self.grid.fit(*ends, self.symmetric, self.dtype, self.shared)
             for sign in (1, -1) if self.signed and zero is None else (1,):
-                sums = self._try(scale * sign, zero, self._sums)
-                self._try(*self._regression(sums, zero), lambda codes, part, shift: [])
+                sums = self._try(scale * sign, zero, summed=True)
+                self._try(*self._regression(sums, zero), summed=False)
         return self._scale, self._zero
 
-    def _try(self, scale: Tensor, zero: Tensor | None, sums: Callable[[Tensor, Tensor, Tensor | None], Sums]) -> Sums:
-        """Keep the scale and zero where the error is less; returns the sums over the codes."""
+    def _try(self, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
+        """Keep the scale and zero where the error is less; returns the sums for the regression, or none of them."""
         chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
         count = max(1, chunk // self.parts[0].numel())
         found = [
-            self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], sums)
+            self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], summed)
             for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))
         ]
         error, *added = (torch.cat(each) for each in zip(*found, strict=True))
@@ -91,14 +90,12 @@ class WeightedSearch:
             self._zero = torch.where(better, zero, self._zero)
         return added
 
-    def _tried(
-        self, part: Tensor, scale: Tensor, zero: Tensor | None, sums: Callable[[Tensor, Tensor, Tensor | None], Sums]
-    ) -> Sums:  # fmt: skip
-        """For some rows: the error, then the sums over the codes."""
+    def _tried(self, part: Tensor, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
+        """For some rows: the error, then the sums."""
         step, shift = scale[..., None], None if zero is None else zero[..., None]
         codes = self.grid.encode(part, step, shift)
         error = self.grid.decode(codes, step, shift).sub_(part).square_().mul_(self.importance).sum(-1)
-        return [error, *sums(codes, part, shift)]
+        return [error, *(self._sums(codes, part, shift) if summed else ())]
 
     def _sums(self, codes: Tensor, part: Tensor, shift: Tensor | None) -> Sums:
         """Sums weighted by h of L^2 and L w, with L the levels of the codes; of L and w if the grid has minima, too."""

@@ -18,7 +18,7 @@ from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import Codes, store
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.planes import alternated, greedy, nearest_level, signs_of
+from compress.numerics.quant.planes import Levels, alternated, greedy, signs_of
 from compress.numerics.quant.refine_planes import planes_bytes, refined_planes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.numerics.quant.scales import positive
@@ -118,7 +118,8 @@ class _Planes:
         self.blocks = step.blocks(weight.shape[1])
         self._groups = [group for group, block in enumerate(self.blocks) for _ in range(block.stop - block.start)]
         self._scales = [] if order is None else [self._found(weight[:, block], block) for block in self.blocks]
-        self._signs: list[Tensor] = []
+        self._levels = [Levels(scales) for scales in self._scales]
+        self._index: list[Tensor] = []
 
     def _found(self, values: Float[Tensor, "out size"], block: slice) -> Float[Tensor, "out planes"]:
         return positive(self.step.scales(values.contiguous(), self.importance[block]), self.dtype)
@@ -130,18 +131,20 @@ class _Planes:
         if self.order is None:
             block = self.blocks[self._groups[column]]
             self._scales.append(self._found(rest[: block.stop - block.start].T, block))
+            self._levels.append(Levels(self._scales[-1]))
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
-        scales = self._scales[self._groups[column if self.order is None else int(self.order[column])]]
-        signs = signs_of(nearest_level(values[:, None], scales)[:, 0], self.step.bits)
-        self._signs.append(signs)
-        return (signs * scales).sum(1)
+        levels = self._levels[self._groups[column if self.order is None else int(self.order[column])]]
+        index, value = levels.nearest(values[:, None])
+        self._index.append(index)
+        return value[:, 0]
 
     @property
     def planes(self) -> list[Codes]:
         """The codes of all planes."""
-        scales, signs = torch.stack(self._scales, dim=1), torch.stack(self._signs, dim=1)  # [out, groups or in, planes]
-        signs = signs if self.order is None else signs[:, self.order.argsort()]
+        scales = torch.stack(self._scales, dim=1)  # [out, groups, planes]
+        index = torch.cat(self._index, dim=1)
+        signs = signs_of(index if self.order is None else index[:, self.order.argsort()], self.step.bits)
         return [
             Codes(store(signs[..., i] > 0, BINARY), scales[..., i].contiguous(), None, BINARY, self.step.group_size)
             for i in range(self.step.bits)

@@ -18,7 +18,7 @@ from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant.codes import Codes, groups_in, store
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.planes import nearest_signs, residual_error, residual_scales, split_error, split_scales
+from compress.numerics.quant.planes import nearest_signs, residual_error, residual_scales, split_errors, split_scales
 from compress.numerics.quant.refine_planes import planes_bytes, refined_planes
 from compress.numerics.quant.rounding import rounding_bytes
 from compress.numerics.quant.scales import positive
@@ -102,8 +102,8 @@ class BiLLM(CompensatingPass):
         most = min(self.most_salient, values.shape[1] - 1)
         counts = [count for count in COUNTS if count <= most]
         errors = [
-            residual_error(values[:, order[:count]]).sum() + split_error(values[:, order[count:]]).sum()
-            for count in counts
+            residual_error(values[:, order[:count]]).sum() + others.sum()
+            for count, others in zip(counts, split_errors(values, order, counts), strict=True)
         ]
         return order[: counts[int(torch.stack(errors).argmin())]]
 

@@ -6,6 +6,8 @@ which are the four levels +-(a + b) and +-(a - b).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -46,6 +48,21 @@ def split_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"
 def split_error(values: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
     """The squared error with the scales of `split_scales`."""
     return values.square().sum(1) - _split(values)[2].amax(1)
+
+
+def split_errors(
+    values: Float[Tensor, "rows n"], order: Int[Tensor, " n"], counts: Sequence[int]
+) -> Iterator[Float[Tensor, " rows"]]:
+    """For each count: the `split_error` of the columns order[count:]. Magnitudes are sorted once for all."""
+    width = values.shape[1]
+    magnitude, column = values.abs().sort(1)
+    place = order.argsort()[column]  # [rows, n]: where the column of each sorted magnitude stands in the order
+    for count in counts:
+        kept = place >= count
+        below, number = (magnitude * kept).cumsum(1), kept.to(magnitude.dtype).cumsum(1)
+        total, left = below[:, -1:], (width - count) - number
+        gain = below.square() / number.clamp(min=1) + (total - below).square() / left.clamp(min=1)
+        yield (magnitude.square() * kept).sum(1) - gain.amax(1)
 
 
 def _split(values: Float[Tensor, "rows n"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,10 +124,22 @@ def signs_of(index: Int[Tensor, "*any"], planes: int) -> Float[Tensor, "*any pla
     return ((index[..., None] >> bits & 1) * 2 - 1).float()
 
 
+class Levels:
+    """The levels of each row in ascending order: the sums of +-scale, with the borders half-way between neighbours.
+
+    scales: [rows, planes]. Columns that share scales share the levels, so these are made once for a group.
+    """
+
+    def __init__(self, scales: Float[Tensor, "rows planes"]) -> None:
+        self._values, self._order = levels_of(scales).sort(dim=1)
+        self._borders = ((self._values[:, 1:] + self._values[:, :-1]) / 2).contiguous()
+
+    def nearest(self, values: Float[Tensor, "rows n"]) -> tuple[Int[Tensor, "rows n"], Float[Tensor, "rows n"]]:
+        """(index as in `levels_of`, level) of the nearest level of each value; the lower one of two."""
+        place = torch.searchsorted(self._borders, values.contiguous())
+        return self._order.gather(1, place), self._values.gather(1, place)
+
+
 def nearest_level(values: Float[Tensor, "rows n"], scales: Float[Tensor, "rows planes"]) -> Int[Tensor, "rows n"]:
     """The index of the nearest level of each row."""
-    levels = levels_of(scales)
-    order = levels.argsort(1)
-    ordered = levels.gather(1, order)
-    middle = (ordered[:, 1:] + ordered[:, :-1]) / 2
-    return order.gather(1, torch.searchsorted(middle.contiguous(), values.contiguous()))
+    return Levels(scales).nearest(values)[0]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from compress.numerics.quant.codes import Codes, spread, store
-from compress.numerics.quant.planes import nearest_level, signs_of
+from compress.numerics.quant.planes import Levels, signs_of
 from compress.numerics.quant.refine import descend
 from compress.numerics.quant.scales import positive
 
@@ -41,14 +42,14 @@ def refined_planes(
     if index is None:
         index = spread(torch.arange(groups)[None], width, first.group_size).expand(1, width)[0]
     index = index.long().to(weight.device)
-    signs = torch.stack([plane.codes.float() * 2 - 1 for plane in planes], dim=-1)  # [out, in, planes]
+    signs = torch.stack([plane.codes.float() * 2 - 1 for plane in planes])  # [planes, out, in]
     scales = torch.stack([plane.scale.float() for plane in planes], dim=-1)  # [out, groups, planes]
     for _ in range(rounds):
         scales = _better(weight, hessian, signs, index, scales, dtype)
         signs = _descended(weight, hessian, signs, index, scales, order)
     return [
-        replace(plane, codes=store(signs[..., i] > 0, plane.grid), scale=scales[..., i].contiguous())
-        for i, plane in enumerate(planes)
+        replace(plane, codes=store(own > 0, plane.grid), scale=scales[..., i].contiguous())
+        for i, (plane, own) in enumerate(zip(planes, signs, strict=True))
     ]
 
 
@@ -58,7 +59,7 @@ def planes_bytes(rows: int, width: int, planes: int) -> int:
 
 
 def _dense(signs: Tensor, index: Int[Tensor, " in"], scales: Tensor) -> Float[Tensor, "out in"]:
-    return (signs * scales[:, index]).sum(-1)
+    return sum((own * scales[:, index, i] for i, own in enumerate(signs)), start=signs.new_zeros(signs.shape[1:]))
 
 
 def _errors(weight: Tensor, hessian: Tensor, found: Tensor) -> Float[Tensor, " out"]:
@@ -82,37 +83,42 @@ def _least_squares(
 ) -> Float[Tensor, "out groups planes"]:
     """sum_m (B_k H B_m^T) a_m = B_k H w^T, with B_k the signs of a plane in one group, and zeros elsewhere."""
     rows, groups, planes = scales.shape
-    count = groups * planes
-    found = scales.clone()
-    for part in torch.arange(rows, device=weight.device).split(max(1, CHUNK // count**2)):
-        own = signs[part]
-        matrix = weight.new_empty(len(part), count, groups, planes)
-        for group in range(groups):
-            here = index == group
+    order, sizes = index.argsort(stable=True), index.bincount(minlength=groups).tolist()
+    starts = list(accumulate(sizes, initial=0))  # columns of a group stand together, so their sums are those of slices
+    hessian, found = hessian[order][:, order], scales.clone()
+    for part in torch.arange(rows, device=weight.device).split(max(1, CHUNK // (groups * planes) ** 2)):
+        own = signs[:, part][:, :, order]
+        matrix = weight.new_zeros(len(part), groups, planes, groups, planes)
+        for group, (start, stop) in enumerate(pairwise(starts)):
             for plane in range(planes):
-                reach = (own[:, here, plane] @ hessian[here])[..., None] * own  # [rows, in, planes]
-                sums = weight.new_zeros(len(part), groups, planes).index_add_(1, index, reach)
-                matrix[:, group * planes + plane] = sums
-        pulled = (weight[part] @ hessian)[..., None] * own
-        wanted = weight.new_zeros(len(part), groups, planes).index_add_(1, index, pulled)
-        solved, info = torch.linalg.solve_ex(matrix.flatten(2), wanted.flatten(1))
+                reach = own[plane, :, start:stop] @ hessian[start:stop, start:]
+                sums = _sums(reach, own[:, :, start:], sizes[group:])
+                matrix[:, group, plane, group:], matrix[:, group:, :, group, plane] = sums, sums
+        wanted = _sums(weight[part][:, order] @ hessian, own, sizes)
+        solved, info = torch.linalg.solve_ex(matrix.flatten(3).flatten(1, 2), wanted.flatten(1))
         found[part] = torch.where((info == 0)[:, None, None], solved.view(wanted.shape), found[part])
     return found.nan_to_num(-1.0)
 
 
+def _sums(values: Tensor, signs: Tensor, sizes: Sequence[int]) -> Float[Tensor, "rows groups planes"]:
+    """The sums of values * signs over the columns of each group; signs: [planes, rows, columns]."""
+    by_group = [torch.stack([each.sum(1) for each in (values * own).split(sizes, dim=1)], dim=1) for own in signs]
+    return torch.stack(by_group, dim=-1)
+
+
 def _descended(
     weight: Tensor, hessian: Tensor, signs: Tensor, index: Int[Tensor, " in"], scales: Tensor, order: Int[Tensor, " in"]
-) -> Float[Tensor, "out width planes"]:
+) -> Float[Tensor, "planes out in"]:
     """New signs: those of the nearest sum to the best value of each column, given all others."""
-    found = torch.empty_like(signs)
-    columns, groups = order.tolist(), index.tolist()
+    rows, groups, planes = scales.shape
+    levels = [Levels(scales[:, group]) for group in range(groups)]
+    group_of = index[order].tolist()
+    found = torch.empty(len(order), rows, dtype=torch.uint8, device=weight.device)  # by place in the order
 
     def rule(place: int, wanted: Tensor) -> Tensor:
-        column = columns[place]
-        scale = scales[:, groups[column]]
-        chosen = signs_of(nearest_level(wanted[:, None], scale)[:, 0], scale.shape[1])
-        found[:, column] = chosen
-        return (chosen * scale).sum(1)
+        chosen, value = levels[group_of[place]].nearest(wanted[:, None])
+        found[place] = chosen[:, 0]
+        return value[:, 0]
 
     descend(weight, _dense(signs, index, scales), hessian, order, rule)
-    return found
+    return signs_of(found[order.argsort()].T, planes).movedim(-1, 0).contiguous()

@@ -16,6 +16,7 @@ from compress.numerics.quant.planes import (
     residual_scales,
     signs_of,
     split_error,
+    split_errors,
     split_scales,
 )
 
@@ -60,6 +61,14 @@ def test_the_break_point_is_the_best_one():
         assert split_error(values)[row].item() == pytest.approx(best, rel=1e-4)
     torch.testing.assert_close(split_error(values), error(values, a, b), rtol=1e-4, atol=1e-5)
     assert (split_error(values) <= residual_error(values) + 1e-5).all()
+
+
+def test_errors_of_the_columns_after_each_count_are_those_of_these_columns_alone():
+    values, counts = random(5, 24), (1, 2, 7, 23)
+    values[1], values[:, 3] = 0.5, -0.5  # equal magnitudes
+    order = random(24, seed=4).argsort()
+    for count, found in zip(counts, split_errors(values, order, counts), strict=True):
+        torch.testing.assert_close(found, split_error(values[:, order[count:]]), rtol=1e-4, atol=1e-5)
 
 
 def test_signs_are_those_of_the_nearest_level():

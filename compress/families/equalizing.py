@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from compress.api.facts import Fact, Log
 from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
-from compress.api.observers import InputAbsMax, Rows
+from compress.api.observers import InputAbsMax
 from compress.api.passes import BlockPass
+from compress.api.samples import Rows
 from compress.model.linear import CompressedLinear, linears, replace_linear
 from compress.model.structure.links import Group, Link, fold
 from compress.weights.layer import LayerScheme

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from compress.api.facts import Fact, Log
 from compress.api.layers import BlockInputs
 from compress.api.memory import ProblemSize
-from compress.api.observers import Rows
 from compress.api.passes import BlockPass
+from compress.api.samples import Rows
 from compress.errors import NumericError
 from compress.model.linear import CompressedLinear
 from compress.numerics.metrics import relative_error

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from compress.api.facts import Fact, LayerFacts, Log, Requirements
 from compress.api.layers import BlockInputs, Layer
 from compress.api.memory import ProblemSize
-from compress.api.observers import Rows
 from compress.api.passes import Pass
+from compress.api.samples import Rows
 from compress.families.reconstruction import ReconstructionPass, block_error
 from compress.families.weight_grid import WeightGrid
 from compress.model.linear import CompressedLinear, replace_linear

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.observers import InputAbsMax, Rows
+from compress.api.observers import InputAbsMax
+from compress.api.samples import Rows
 from compress.families.equalizing import EqualizingPass, Readers, smoothing, weight_absmax
 from compress.model.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.api.memory import STORE_BYTES, ProblemSize
-from compress.api.observers import Sample
 from compress.api.passes import LayerPass, ModelPass, Pass, Step
+from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.text_source import TextSource
 from compress.model.inputs import text_lengths

@@ -13,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.api.layers import Layer, Solution
-from compress.api.observers import Observer, Sample
+from compress.api.observers import Observer
 from compress.api.passes import BlockPass
 from compress.api.processes import Processes
+from compress.api.samples import Sample
 from compress.errors import TargetError
 from compress.model.linear import CompressedLinear, replace_linear
 from compress.model.structure.links import Group, Link, block_signature, find_links

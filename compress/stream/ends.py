@@ -17,8 +17,9 @@ from torch import Tensor
 from compress.api.context import Run
 from compress.api.facts import Log
 from compress.api.layers import Layer
-from compress.api.observers import Nothing, Sample, without_data
+from compress.api.observers import Nothing, without_data
 from compress.api.passes import LayerPass, Step
+from compress.api.samples import Sample
 from compress.model.linear import CompressedLinear
 from compress.model.open.opening import OpenModel
 from compress.model.structure.ends import End, find_ends, replace_end

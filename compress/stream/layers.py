@@ -9,9 +9,10 @@ from torch import Tensor
 
 from compress.api.journal import Entry
 from compress.api.layers import Layer, Solution
-from compress.api.observers import CrossGram, Nothing, Observer, Sample, without_data
+from compress.api.observers import CrossGram, Nothing, Observer, without_data
 from compress.api.passes import LayerPass
 from compress.api.processes import divided
+from compress.api.samples import Sample
 from compress.model.linear import replace_linear
 from compress.model.open.experts import ROUTED, in_experts, unroute
 from compress.stream.context import BlockContext

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress.api.observers import Gram, InputAbsMax, InputNorm, InputRange, Nothing, Sample, UnitGram
+from compress.api.observers import Gram, InputAbsMax, InputNorm, InputRange, Nothing, UnitGram
+from compress.api.samples import Sample
 from compress.errors import NumericError
 
 CPU = torch.device("cpu")

@@ -6,7 +6,8 @@ import torch
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
-from compress.api.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency, Rows, Sample
+from compress.api.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
+from compress.api.samples import Rows, Sample
 from compress.formats import FORMATS
 from compress.model.open.opening import open_model
 from compress.model.open.resident import held_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.api.facts import Log
 from compress.api.processes import Processes
 from compress.errors import NumericError, TargetError
-from compress.numerics.linalg import damped, inverse_factor
+from compress.numerics.linalg import Regularization, damped, inverse_factor, shrink_
 
 SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
 CHUNK = 256  # rows per product in float32; the sum over chunks is float64
@@ -205,7 +205,7 @@ class Gram(Observer):
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
         self._slabs = [torch.zeros(size, dtype=torch.float64, device=device) for size in _slabs(width)]
-        self._factors: dict[tuple[float, bytes], tuple[Tensor, float]] = {}
+        self._factors: dict[tuple[Regularization, bytes], tuple[Tensor, float]] = {}
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
         for some in rows.split(CHUNK):
@@ -246,36 +246,44 @@ class Gram(Observer):
         found += found.triu(1).T
         return found.mul_(2 / max(self.tokens, 1))
 
-    def factor(self, damping: float, order: Tensor | None = None) -> tuple[Float[Tensor, "in in"], float, int]:
-        """(U, damping used, dead channels): `linalg.inverse_factor` with the columns in `order`.
+    def shrunk(self, regularization: Regularization) -> Float[Tensor, "in in"]:
+        """The Hessian with shrunk correlations, without damping."""
+        return shrink_(self.hessian, regularization.shrinkage)
+
+    def factor(
+        self, regularization: Regularization, order: Tensor | None = None
+    ) -> tuple[Float[Tensor, "in in"], float, int]:
+        """(U, damping used, dead channels): `linalg.inverse_factor` of the shrunk Hessian with the columns in `order`.
 
         Dead channels (always zero) neither give nor receive compensation. The factor is cached for other
         layers that read the same input.
         """
-        key = (damping, b"" if order is None else order.cpu().numpy().tobytes())
+        key = (regularization, b"" if order is None else order.cpu().numpy().tobytes())
         dead = self.diagonal == 0
         if key not in self._factors:
-            hessian = self.hessian
+            hessian = self.shrunk(regularization)
             if bool(dead.all()):
                 hessian.fill_diagonal_(1)
             if order is not None:
                 hessian = hessian[order][:, order]
-            self._factors = {key: inverse_factor(hessian, damping)}
+            self._factors = {key: inverse_factor(hessian, regularization.damping)}
         return (*self._factors[key], int(dead.sum()))
 
-    def damped(self, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+    def damped(self, regularization: Regularization, order: Tensor | None = None) -> Float[Tensor, "in in"]:
         """The Hessian that `factor` inverts, in the original order, with the damping that it used for `order`."""
-        return damped(self.hessian, self.factor(damping, order)[1])
+        return damped(self.shrunk(regularization), self.factor(regularization, order)[1])
 
-    def factor_of(self, name: str, log: Log, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+    def factor_of(
+        self, name: str, log: Log, regularization: Regularization, order: Tensor | None = None
+    ) -> Float[Tensor, "in in"]:
         """U of `factor` for the layer `name`; journals a raised damping and dead channels.
 
         Raises NumericError when no token reached the layer, or as `linalg.inverse_factor` does.
         """
         if self.tokens == 0:
             raise NumericError(f"{name}: no calibration token reached this layer")
-        factor, used, dead = self.factor(damping, order)
-        if used != damping:
+        factor, used, dead = self.factor(regularization, order)
+        if used != regularization.damping:
             log("fallback", "damping raised until the Hessian was positive definite", damping=used)
         if dead:
             log("note", "input channels were always zero; their errors are not compensated", channels=dead)
@@ -295,7 +303,7 @@ class CrossGram(Gram):
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
         self._cross = torch.zeros(width, width, dtype=torch.float64, device=device)
-        self._shift: tuple[float, Tensor] | None = None
+        self._shift: tuple[Regularization, Tensor] | None = None
 
     def compare(self, rows: Float[Tensor, "tokens in"], reference: Float[Tensor, "tokens in"]) -> None:
         """Add the inputs of one batch and those of the uncompressed model, row by row."""
@@ -318,15 +326,15 @@ class CrossGram(Gram):
         """2/n (X~ - X)^T X."""
         return (self._cross * (2 / max(self.tokens, 1))).float()
 
-    def shift(self, damping: float, order: Tensor | None = None) -> Float[Tensor, "in in"]:
-        """cross inv(H), with H damped as in `factor`: W + W shift is the least-squares fit of W X~ from X.
+    def shift(self, regularization: Regularization, order: Tensor | None = None) -> Float[Tensor, "in in"]:
+        """cross inv(H), with H regularized as in `factor`: W + W shift is the least-squares fit of W X~ from X.
 
         order: the order that `factor` will use, so that one factorization suffices. The result is in the original order
         of the columns. It is cached for other layers that read the same input.
         """
-        if self._shift is None or self._shift[0] != damping:
-            factor, _, _ = self.factor(damping, order)
+        if self._shift is None or self._shift[0] != regularization:
+            factor, _, _ = self.factor(regularization, order)
             cross = self.cross if order is None else self.cross[:, order]
             shift = cross @ factor.T @ factor
-            self._shift = damping, shift if order is None else shift[:, order.argsort()]
+            self._shift = regularization, shift if order is None else shift[:, order.argsort()]
         return self._shift[1]

@@ -28,7 +28,7 @@ from compress.errors import TargetError
 from compress.families.overridden import Overridden
 from compress.model.structure.select import ModuleNames
 from compress.numerics.budget import within_budget
-from compress.numerics.linalg import DAMPING
+from compress.numerics.linalg import Regularization
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid, IntGrid
 from compress.train.curvature import hessian_traces, weight_curvature
@@ -120,7 +120,7 @@ def remaining(seen: Gram) -> float:
     GPTQ, with U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
     """
     diagonal = seen.diagonal
-    factor = seen.factor(DAMPING, diagonal.argsort(descending=True, stable=True))[0].diagonal()
+    factor = seen.factor(Regularization(), diagonal.argsort(descending=True, stable=True))[0].diagonal()
     return float(factor.double().square().reciprocal().sum() / diagonal.double().sum().clamp(min=1e-30))
 
 

@@ -11,17 +11,34 @@ from torch import Tensor
 
 from compress.api.observers import CrossGram, Gram, Observer, UnitGram
 from compress.api.passes import LayerPass
-from compress.numerics.linalg import DAMPING
+from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization
 
 ALPHA = 1.0  # the whole correction
 
 
-class HessianPass(LayerPass):
-    """A layer pass that weighs errors of the weight by the Hessian of the layer's inputs."""
+class RegularizedPass(LayerPass):
+    """A layer pass that inverts the Hessian of the layer's inputs."""
 
     damping: float = Field(
         default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
     )
+    shrinkage: float = Field(
+        default=SHRINKAGE,
+        ge=0,
+        lt=1,
+        description="correlations between channels in the Hessian are multiplied by 1 - shrinkage, so that the layer "
+        "fits the calibration text less closely; 0: as in the papers",
+    )
+
+    @property
+    def regularization(self) -> Regularization:
+        """What keeps the Hessian from fitting the calibration tokens alone."""
+        return Regularization(self.damping, self.shrinkage)
+
+
+class HessianPass(RegularizedPass):
+    """A layer pass that weighs errors of the weight by the Hessian of the layer's inputs."""
+
     normalize_tokens: bool | None = Field(
         default=None,
         description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
@@ -85,4 +102,4 @@ class CompensatingPass(HessianPass):
             return weight
         # argmin_V ||W X~ - V X||^2 = W X~ X^T inv(X X^T) = W + W (X~ - X) X^T inv(X X^T)
         weight = weight.float()
-        return torch.addmm(weight, weight, seen.shift(self.damping, order), alpha=self.alpha)
+        return torch.addmm(weight, weight, seen.shift(self.regularization, order), alpha=self.alpha)

@@ -18,7 +18,7 @@ from compress.api.passes import BlockPass
 from compress.families.quantizing import Quantizing, ScaleOption
 from compress.families.reconstruction import ErrorName
 from compress.model.linear import CompressedLinear
-from compress.numerics.linalg import DAMPING
+from compress.numerics.linalg import Regularization
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import Grid
 from compress.numerics.quant.rounding import round_columns
@@ -121,7 +121,7 @@ class LearnedRoundingPass(BlockQuantizing):
         if seen is None:
             return Start(weight, self.nearest(weight, layer), mask)
         order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
+        factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
         known = importance_of(factor, order) if self.scale == "importance" else None
         options = replace(self.grid_options(layer), importance=known)
         found = round_columns(weight, factor, options, mask, order, keep_wanted=True)

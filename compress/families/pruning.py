@@ -134,7 +134,7 @@ class PruningPass(Pruning, CompensatingPass):
     )
 
     def without_effect(self) -> dict[str, str]:
-        names = () if self.compensates else ("damping", "error", "normalize_tokens")
+        names = () if self.compensates else ("damping", "shrinkage", "error", "normalize_tokens")
         return super().without_effect() | dict.fromkeys(names, f"with repair: 0; add repair: {REPAIR}, or leave it out")
 
     @property
@@ -179,5 +179,7 @@ class PruningPass(Pruning, CompensatingPass):
         if not steps or not isinstance(pruned.weight, Tensor):
             return pruned
         assert pruned.mask is not None, "a pass that prunes gives a mask"
-        found = repaired_in_mask(weight.float(), pruned.weight, pruned.mask, seen.hessian, self.damping, steps)
+        found = repaired_in_mask(
+            weight.float(), pruned.weight, pruned.mask, seen.shrunk(self.regularization), self.damping, steps
+        )
         return replace(pruned, weight=found)

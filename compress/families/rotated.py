@@ -91,7 +91,7 @@ class RotatedPass(HessianPass):
         if scheme.rotated is not None:
             signs = signs_of(rows, self.seed + 1).to(weight.device)
             turned = rotated_rows(turned, signs, scheme.rotated)
-        hessian = turn(turn(seen.hessian).T.contiguous())
+        hessian = turn(turn(seen.shrunk(self.regularization)).T.contiguous())
         factor, used = inverse_factor(hessian, self.damping)
         if used != self.damping:
             layer.log("fallback", "damping raised until the Hessian was positive definite", damping=used)

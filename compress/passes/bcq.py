@@ -86,13 +86,13 @@ class BCQ(CompensatingPass):
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
         order = None if self.order == "natural" else seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
         weight = self.fitted(weight.float(), seen, order)
         rule = _Planes(self, weight, importance_of(factor, order), layer.storage, order)
         sweep(weight if order is None else weight[:, order], factor, rule)
         planes = rule.planes
         if self.refine:
-            hessian = seen.damped(self.damping, order)
+            hessian = seen.damped(self.regularization, order)
             planes = refined_planes(weight, planes, hessian, self.refine, layer.storage, order)
         return Solution([CodesPart.of(plane) for plane in planes])
 

@@ -87,13 +87,13 @@ class BiLLM(CompensatingPass):
         return super().memory(size) + planes_bytes(*size.shape, 2) + rounding_bytes(*size.shape)
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        factor = seen.factor_of(layer.name, layer.log, self.damping)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization)
         weight = self.fitted(weight.float(), seen)
         rule = _TwoPlanes(self, weight, factor.diagonal(), layer.storage)
         sweep(weight, factor, rule)
         planes = rule.planes
         if self.refine:
-            planes = refined_planes(weight, planes, seen.damped(self.damping), self.refine, layer.storage)
+            planes = refined_planes(weight, planes, seen.damped(self.regularization), self.refine, layer.storage)
         return Solution([CodesPart.of(plane) for plane in planes])
 
     def salient_columns(self, values: Float[Tensor, "out size"], pivots: Float[Tensor, " size"]) -> Int[Tensor, " n"]:

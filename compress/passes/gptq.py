@@ -80,7 +80,7 @@ class GPTQ(CompensatingPass, QuantizingPass):
         order = None
         if self.act_order != "none":
             order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
         weight = self.fitted(weight.float(), seen, order)
         options = self.grid_options(layer)
         if self.scale == "importance":
@@ -88,6 +88,6 @@ class GPTQ(CompensatingPass, QuantizingPass):
         found = round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
         if not self.refine:
             return found
-        hessian = seen.damped(self.damping, order)
+        hessian = seen.damped(self.regularization, order)
         weight = weight if layer.mask is None else weight * layer.mask
         return refined(weight, found, hessian, self.refine, layer.storage, layer.mask, order, self.signed(layer))

@@ -13,11 +13,11 @@ from compress.api.facts import Fact, Requirements
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Nothing, Observer
-from compress.api.passes import LayerPass
 from compress.errors import NumericError
+from compress.families.compensation import RegularizedPass
 from compress.families.weight_grid import GridName
 from compress.numerics.dtypes import DTYPES
-from compress.numerics.linalg import DAMPING, factor_bytes
+from compress.numerics.linalg import factor_bytes
 from compress.numerics.low_rank import refitted, truncated_svd, weighted_svd
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
@@ -30,7 +30,7 @@ from compress.weights.low_rank import LowRankPart, LowRankScheme
 RANK = 16
 
 
-class LoRC(LayerPass):
+class LoRC(RegularizedPass):
     """Add a low-rank correction of the rounding error to quantized layers; follow a quantizing pass.
 
     Add B A of a given rank to a quantized weight Q, to approximate the rounding error E = W - Q; codes stay fixed.
@@ -62,13 +62,12 @@ class LoRC(LayerPass):
     error: Literal["weight", "activation"] = Field(
         default="activation", description="error to minimize: of the weight, or of the layer's output"
     )
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the covariance, relative to its mean"
-    )
 
     def without_effect(self) -> dict[str, str]:
-        idle = {"damping": "with error: weight; leave it out, or use error: activation"}
-        return super().without_effect() | (idle if self.error == "weight" else {})
+        idle = ("damping", "shrinkage") if self.error == "weight" else ()
+        return super().without_effect() | dict.fromkeys(
+            idle, "with error: weight; leave it out, or use error: activation"
+        )
 
     @property
     def observer(self) -> type[Observer]:
@@ -98,7 +97,7 @@ class LoRC(LayerPass):
             )
         error, factor = (layer.unquantized - weight).float(), None
         if self.error == "activation":
-            factor = seen.factor_of(layer.name, layer.log, self.damping)
+            factor = seen.factor_of(layer.name, layer.log, self.regularization)
             error = error * (seen.diagonal != 0)  # a channel that is always zero adds no error
         b, a = truncated_svd(error, self.rank) if factor is None else weighted_svd(error, factor, self.rank)
         down = self._part(a, layer)

@@ -13,9 +13,10 @@ from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
 from compress.errors import TargetError
+from compress.families.compensation import RegularizedPass
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.column_sweep import greedy, greedy_bytes
-from compress.numerics.linalg import DAMPING, factor_bytes
+from compress.numerics.linalg import factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.quant.grids import Grid
 
@@ -24,7 +25,7 @@ FAR = 1e6  # scales beyond the ends of every grid
 HOURS = 2.0  # default of `limit`
 
 
-class OBQ(QuantizingPass):
+class OBQ(RegularizedPass, QuantizingPass):
     """Quantize one weight after the other, compensated by all remaining weights of its row; slow, for small layers.
 
     Minimize ||W X - Q X||^2 greedily over single weights, for small layers; GPTQ approximates this method.
@@ -42,9 +43,6 @@ class OBQ(QuantizingPass):
     paper: ClassVar[str] = "https://arxiv.org/abs/2208.11580"
     observes: ClassVar[type[Observer]] = Gram
 
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
     order: Literal["cheapest", "costliest"] = Field(
         default="cheapest",
         description="next weight of a row: the one with the least cost (as in the paper), or with the largest",
@@ -59,7 +57,7 @@ class OBQ(QuantizingPass):
 
     def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
         self._check_size(weight, layer)
-        upper = seen.factor_of(layer.name, layer.log, self.damping).double()
+        upper = seen.factor_of(layer.name, layer.log, self.regularization).double()
         weight = weight.float() if layer.mask is None else weight.float() * layer.mask
         options = self.symmetric, self.scale, layer.storage
         scale, zero = fit(weight, self.grid, self.group_size, *options, signed=self.signed(layer))

@@ -14,10 +14,9 @@ from compress.api.facts import Fact
 from compress.api.layers import Layer, Solution
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Nothing, Observer
-from compress.api.passes import LayerPass
+from compress.families.compensation import RegularizedPass
 from compress.families.weight_grid import GroupSizeOption
 from compress.numerics.column_sweep import sweep
-from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.codes import spread
 from compress.numerics.quant.pairs import FIRST, SECOND, encode, fit, fit_bytes, kinds, quantized, rounded
 from compress.numerics.quant.rounding import rounding_bytes
@@ -25,7 +24,7 @@ from compress.weights.layer import LayerScheme
 from compress.weights.pairs import PairsPart, PairsScheme
 
 
-class Olive(LayerPass):
+class Olive(RegularizedPass):
     """Store weights in 4 bits, and let an outlier take the bits of its neighbour too, which becomes zero.
 
     Neighbouring columns form pairs. In a pair without an outlier both are integers from -7 to 7. In one with an outlier
@@ -48,12 +47,6 @@ class Olive(LayerPass):
     compensate: bool = Field(
         default=False, description="compensate the error of each column in later columns, as gptq does; needs text"
     )
-    damping: float = Field(
-        default=DAMPING,
-        gt=0,
-        le=1,
-        description="with compensate: added to the diagonal of the Hessian, relative to its mean",
-    )
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -61,8 +54,8 @@ class Olive(LayerPass):
             raise ValueError(f"group_size {self.group_size} splits a pair; write an even number")
 
     def without_effect(self) -> dict[str, str]:
-        idle = {} if self.compensate else {"damping": "with compensate: false; leave it out"}
-        return super().without_effect() | idle
+        idle = () if self.compensate else ("damping", "shrinkage")
+        return super().without_effect() | dict.fromkeys(idle, "with compensate: false; leave it out")
 
     @property
     def observer(self) -> type[Observer]:
@@ -80,7 +73,7 @@ class Olive(LayerPass):
         scale = fit(weight, self.group_size, layer.storage)
         if not self.compensate:
             return Solution([PairsPart.of(quantized(weight, scale, self.group_size), scale, self.group_size)])
-        factor = seen.factor_of(layer.name, layer.log, self.damping)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization)
         rule = _Pairs(spread(scale, weight.shape[1], self.group_size).expand(weight.shape), layer)
         sweep(weight, factor, rule, rule.look, span=2)
         codes = encode(torch.stack(rule.levels, dim=1), torch.stack(rule.victims, dim=1))

@@ -28,7 +28,7 @@ from compress.model.linear import CompressedLinear
 from compress.model.structure.links import Link, fold
 from compress.model.structure.rewrite import remember
 from compress.model.structure.shifts import fold_shift, without_bias
-from compress.numerics.linalg import DAMPING
+from compress.numerics.linalg import Regularization
 from compress.numerics.quant.clipping import LearnedClipping, clipping_bytes
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.fake import straight
@@ -232,7 +232,7 @@ class OmniQuant(BlockQuantizing):
         """The weight rounded by GPTQ with the scales and zero points of its nearest codes."""
         options = self.for_layer(layer.name) or self
         order = seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, DAMPING, order)
+        factor = seen.factor_of(layer.name, layer.log, Regularization(), order)
         known = replace(options.grid_options(layer), known=(nearest.scale, nearest.zero))
         return round_columns(weight, factor, known, layer.mask, order).codes
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from compress.api.layers import Layer
 from compress.api.memory import ProblemSize
 from compress.api.observers import Gram, Observer
+from compress.families.compensation import RegularizedPass
 from compress.families.quantizing import QuantizingPass, ScaleOption
 from compress.numerics.column_sweep import sweep
-from compress.numerics.linalg import DAMPING
 from compress.numerics.quant.rounding import Rounding, rounding_bytes
 from compress.weights.base import WeightPart
 from compress.weights.codes import CodesPart
@@ -26,7 +26,7 @@ VALUE_BITS, INDEX_BITS = 16, 32  # storage of an outlier column: a 16-bit float 
 BUDGET = 0.1  # section 5: OWQ at 3.1 bits is compared with OPTQ at 4
 
 
-class OWQ(QuantizingPass):
+class OWQ(RegularizedPass, QuantizingPass):
     """Keep the most sensitive input columns in 16 bits, and quantize the others with GPTQ.
 
     Keep the columns with the largest lambda_j = H_jj ||w_j - Q(w_j)||^2 in 16 bits; round the others by GPTQ.
@@ -53,9 +53,6 @@ class OWQ(QuantizingPass):
         description="order of the other columns in the sweep; 'static': columns with large inputs first",
     )
     scale: ScaleOption = Field(default="mse", description="scale search, as for gptq; 'mse' clips as in the paper")
-    damping: float = Field(
-        default=DAMPING, gt=0, le=1, description="added to the diagonal of the Hessian, relative to its mean"
-    )
 
     def columns_of(self, shape: tuple[int, int]) -> int:
         """The number of outlier columns of a layer (out, in) within the budget, at least one."""
@@ -76,7 +73,7 @@ class OWQ(QuantizingPass):
         rest = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
         rest[chosen] = False
         order = self._order(seen, rest, chosen)
-        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
         mask = rest.expand(weight.shape) if layer.mask is None else layer.mask & rest
         rule = _KeepLast(Rounding(weight, self.grid_options(layer), mask, order), weight.shape[1] - len(chosen))
         sweep(weight[:, order], factor, rule)

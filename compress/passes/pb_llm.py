@@ -96,13 +96,13 @@ class PBLLM(CompensatingPass):
         return super().memory(size) + max(rounding_bytes(*size.shape), refine_bytes(*size.shape))
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
-        factor = seen.factor_of(layer.name, layer.log, self.damping)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization)
         weight = self.fitted(weight.float(), seen)
         rule = _PartlyBinary(self, weight, factor.diagonal(), layer.storage)
         sweep(weight, factor, rule)
         codes, mask = rule.codes, rule.salient
         if self.refine:
-            hessian = seen.damped(self.damping)
+            hessian = seen.damped(self.regularization)
             codes = refined_sum(weight, codes, hessian, self.refine, layer.storage, (None, mask))
         binary, apart = (CodesPart.of(one) for one in codes)
         return Solution([binary, SparsePart.of(apart, Kept.of(mask))])

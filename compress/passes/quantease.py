@@ -84,8 +84,8 @@ class QuantEase(CompensatingPass, QuantizingPass):
         order = torch.arange(weight.shape[1], device=weight.device)
         if self.order == "static":
             order = seen.diagonal.argsort(descending=True, stable=True)
-        seen.factor_of(layer.name, layer.log, self.damping)  # journals what is odd about the Hessian
-        weight, hessian = self.fitted(weight.float(), seen), seen.damped(self.damping)
+        seen.factor_of(layer.name, layer.log, self.regularization)  # journals what is odd about the Hessian
+        weight, hessian = self.fitted(weight.float(), seen), seen.damped(self.regularization)
         weight = weight if layer.mask is None else weight * layer.mask
         chosen = self._kept.choose(weight.abs(), layer.mask)
         options = self.grid_options(layer)

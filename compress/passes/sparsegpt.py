@@ -131,11 +131,11 @@ class SparseGPT(PruningPass):
 
     def score(self, weight: Float[Tensor, "out in"], seen: Gram) -> Float[Tensor, "out in"]:
         # w^2 / [inv(H)]_jj: the error of removing this weight if all others compensate (equation 2)
-        return weight.square() / inverse_diagonal(seen, seen.factor(self.damping)[0], None)
+        return weight.square() / inverse_diagonal(seen, seen.factor(self.regularization)[0], None)
 
     def prune(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer, sparsity: float) -> Solution:
         order = order_by(seen.diagonal, self.pattern.span) if self.act_order == "static" else None
-        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
         weight, mask, idle = weight.float(), layer.mask, seen.diagonal == 0
         rounding = None
         if self.weights is not None:

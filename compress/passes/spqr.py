@@ -90,7 +90,7 @@ class SpQR(CompensatingPass):
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Solution:
         order = None if self.order == "natural" else seen.diagonal.argsort(descending=True, stable=True)
-        factor = seen.factor_of(layer.name, layer.log, self.damping, order)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
         weight = self.fitted(weight.float(), seen, order)
         importance = importance_of(factor, order)
         chosen = self._kept.choose(self.gain(weight, importance), None)
@@ -112,7 +112,9 @@ class SpQR(CompensatingPass):
         """The parts, after rounds of refinement of the codes for what the outliers leave."""
         rest = weight if apart is None else weight - apart.dense(torch.float32)
         if self.refine:
-            codes = refined(rest, codes, seen.damped(self.damping, order), self.refine, layer.storage, order=order)
+            codes = refined(
+                rest, codes, seen.damped(self.regularization, order), self.refine, layer.storage, order=order
+            )
         return [CodesPart.of(codes), *([] if apart is None else [apart])]
 
     def gain(self, weight: Float[Tensor, "out in"], importance: Float[Tensor, " in"]) -> Float[Tensor, "out in"]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from compress.api.observers import Gram, InputAbsMax, InputNorm, InputRange, Nothing, UnitGram
 from compress.api.samples import Sample
 from compress.errors import NumericError
+from compress.numerics.linalg import Regularization
 
 CPU = torch.device("cpu")
 
@@ -83,18 +84,23 @@ def test_no_token_is_no_change(kind):
     assert seen.tokens == 2
 
 
-def factored(rows, damping=0.01, order=None):
-    return feed(Gram(rows.shape[1], CPU), [rows]).factor(damping, order)
+PLAIN = Regularization(0.01, 0)
 
 
-def test_the_factor_is_that_of_the_damped_inverse():
+def factored(rows, regularization=PLAIN, order=None):
+    return feed(Gram(rows.shape[1], CPU), [rows]).factor(regularization, order)
+
+
+@pytest.mark.parametrize("shrinkage", [0, 0.25])
+def test_the_factor_is_that_of_the_regularized_inverse(shrinkage):
     rows = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
     order = torch.tensor([3, 1, 0, 5, 4, 2])
     for chosen in (None, order):
-        factor, damping, dead = factored(rows, order=chosen)
+        factor, damping, dead = factored(rows, Regularization(0.01, shrinkage), chosen)
         x = rows.double().numpy()
         x = x if chosen is None else x[:, order]
         hessian = 2 / 50 * x.T @ x
+        hessian = (1 - shrinkage) * hessian + shrinkage * np.diag(hessian.diagonal())
         hessian += np.eye(6) * 0.01 * hessian.diagonal().mean()
         np.testing.assert_allclose(factor.T @ factor, np.linalg.inv(hessian), rtol=1e-4, atol=1e-5)
         assert damping == 0.01 and dead == 0 and torch.equal(factor, factor.triu())
@@ -121,12 +127,13 @@ def test_channels_that_were_always_zero_leave_the_factor_of_the_others_as_it_is(
 def test_layers_of_one_input_share_a_factor_until_more_is_seen():
     rows = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     seen = feed(Gram(4, CPU), [rows])
-    first, _, _ = seen.factor(0.01)
-    assert seen.factor(0.01)[0] is first
-    assert not torch.equal(seen.factor(0.1)[0], first)
-    assert not torch.equal(seen.factor(0.01, torch.tensor([3, 2, 1, 0]))[0], first)
+    first, _, _ = seen.factor(PLAIN)
+    assert seen.factor(Regularization(0.01, 0))[0] is first
+    assert not torch.equal(seen.factor(Regularization(0.1, 0))[0], first)
+    assert not torch.equal(seen.factor(Regularization(0.01, 0.1))[0], first)
+    assert not torch.equal(seen.factor(PLAIN, torch.tensor([3, 2, 1, 0]))[0], first)
     seen.update(2 * rows)
-    assert not torch.equal(seen.factor(0.01)[0], first)
+    assert not torch.equal(seen.factor(PLAIN)[0], first)
 
 
 def test_inputs_that_are_not_finite_have_no_factor():

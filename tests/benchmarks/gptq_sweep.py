@@ -43,7 +43,7 @@ def measure(pass_: GPTQ, rows: int, width: int, repeat: int) -> dict[str, object
     order = None if pass_.act_order == "none" else seen.hessian.diagonal().argsort(descending=True, stable=True)
 
     def refactor() -> None:
-        copy(seen).factor(pass_.damping, order)  # the factor is kept by the copy
+        copy(seen).factor(pass_.regularization, order)  # the factor is kept by the copy
 
     factor_ms = least(refactor, repeat)
     sweep_ms = least(lambda: pass_.codes(weight, seen, layer), repeat)

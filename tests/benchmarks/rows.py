@@ -18,9 +18,9 @@ from quality import forwarded, run
 GROUPS = {"group_size": 64}
 ZEROS = {"group_size": 64, "symmetric": False}
 BEST = {"act_order": "static", "scale": "mse"}
-PAPER_SWEEP = {"act_order": "none", "scale": "absmax", "refine": 0, "normalize_tokens": False}
+PAPER_SWEEP = {"act_order": "none", "scale": "absmax", "refine": 0, "normalize_tokens": False, "shrinkage": 0}
 PAPER = {**GROUPS, **PAPER_SWEEP}
-PLAIN = {**GROUPS, **BEST, "normalize_tokens": False, "refine": 0}
+PLAIN = {**GROUPS, **BEST, "normalize_tokens": False, "refine": 0, "shrinkage": 0}
 """GPTQ without what its defaults add to the sweep; the rows say what they add."""
 ROTATED = {"online": "down_proj"}
 ALL_ROTATED = {"online": ["down_proj", "o_proj"]}
@@ -268,10 +268,10 @@ ROWS: dict[str, list[dict]] = {
     "ria": [{"ria": {"sparsity": 0.5}}],
     "ria-2:4": [{"ria": {"pattern": "2:4"}}],
     "sparsegpt": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row"}}],
-    "sparsegpt-paper": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 0}}],
+    "sparsegpt-paper": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 0, "shrinkage": 0}}],
     "sparsegpt-owl": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "allocate": "owl"}}],
     "sparsegpt-2:4": [{"sparsegpt": {"pattern": "2:4"}}],
-    "sparsegpt-2:4-paper": [{"sparsegpt": {"pattern": "2:4", "repair": 0}}],
+    "sparsegpt-2:4-paper": [{"sparsegpt": {"pattern": "2:4", "repair": 0, "shrinkage": 0}}],
     "sparsegpt-2:4-int4": [{"sparsegpt": {"pattern": "2:4", "weights": "int4", "group_size": 64}}],
     "permuted-magnitude-2:4": [
         {"channel_permutation": {"pattern": "2:4", "score": "magnitude"}},
@@ -307,6 +307,42 @@ ROWS: dict[str, list[dict]] = {
 }
 
 
+UNSHRUNK = (
+    "gptq-int8-unnormalized",
+    "w8a8-rotated",
+    "outlier_suppression-w8a8",
+    "w8a8-unnormalized",
+    "w4a8-learned",
+    "fptq-w8a8",
+    "w8a8-rptq",
+    "quip_sharp-4",
+    "gptq",
+    "best-int4-g192",
+    "w4a8",
+    "gptq-g128",
+    "awq-gptq-zeros-unnormalized",
+    "outlier_suppression-w4a8",
+    "gptq-unnormalized",
+    "w4a8-rptq",
+    "fptq-w4a8",
+    "w4a4-learned",
+    "olive-compensated",
+    "w4a4-all",
+    "quip_sharp-3-learned",
+    "spqr",
+    "quantease",
+    "best-int3-g192",
+    "owq-int3-0.5",
+    "owq-int3-0.167",
+    "pb_llm-learned",
+    "qtip-learned",
+    "quip_sharp-learned",
+    "bcq-2-learned",
+    "permuted-sparsegpt-2:4",
+    "sparsegpt-2:4",
+    "sparsegpt-2:4-int4",
+)
+"""Rows that were measured without shrinkage."""
 UNNORMALIZED = ("gptq", "gptq-int3", "gptq-int8", "w8a8", "awq-gptq-zeros")
 EARLIER = (
     "gptq-mse-normalized",
@@ -332,6 +368,29 @@ EARLIER = (
 )
 
 
+SHRUNK = (
+    "gptq", "sparsegpt", "wanda", "ria", "owq", "lorc", "spqr", "quantease", "aqlm", "quip_sharp", "qtip", "bcq", "billm",
+    "pb_llm", "olive",
+)  # fmt: skip
+"""Passes that weigh errors by a Hessian whose correlations they shrink."""
+
+
+def shrinks(key: str, options: dict) -> bool:
+    """Whether the option `shrinkage` of a pass has an effect."""
+    unread = (key in ("wanda", "ria") and options.get("repair") == 0) or (
+        key == "olive" and "compensate" not in options
+    )
+    return key in SHRUNK and not unread and options.get("error") != "weight"
+
+
+def unshrunk(steps: list[dict]) -> list[dict]:
+    """The passes with the correlations of inputs as they are."""
+    return [
+        {key: {**options, "shrinkage": 0} if shrinks(key, options) else options}
+        for ((key, options),) in (step.items() for step in steps)
+    ]
+
+
 def earlier(steps: list[dict]) -> list[dict]:
     """The passes with the defaults that they had when docs/measured.md got its rows of this name."""
     found = []
@@ -348,7 +407,7 @@ def earlier(steps: list[dict]) -> list[dict]:
         if key == "kv_cache" and options.get("scale") != "static":
             options["key_group"] = None
         found.append({key: options})
-    return found
+    return unshrunk(found)
 
 
 def unnormalized(steps: list[dict]) -> list[dict]:
@@ -361,6 +420,7 @@ def unnormalized(steps: list[dict]) -> list[dict]:
 
 ROWS |= {f"{name}-unnormalized": unnormalized(ROWS[name]) for name in UNNORMALIZED}
 ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
+ROWS |= {f"{name}-unshrunk": unshrunk(ROWS[name]) for name in UNSHRUNK}
 BATCH_OF_ONE = (
     "outlier_suppression",
     "lkd",

@@ -225,7 +225,7 @@ def test_a_full_disk_under_the_activations(monkeypatch, tmp_path):
 
 
 def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
-    def fail(self, damping, order=None):
+    def fail(self, regularization, order=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
     monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
@@ -237,7 +237,7 @@ def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
 
 
 def test_a_solver_that_fails_is_named_with_its_layer(recipe, tmp_path, monkeypatch):
-    def fail(self, damping, order=None):
+    def fail(self, regularization, order=None):
         raise NumericError("the Hessian is not positive definite")
 
     monkeypatch.setattr("compress.api.observers.Gram.factor", fail)

@@ -150,6 +150,7 @@ def test_inputs_that_are_not_finite_are_an_error():
     [
         (Wanda, {"repair": -1}, "repair: input should be greater than or equal to 0"),
         (Wanda, {"repair": 0, "damping": 0.1}, "damping has no effect with repair: 0; add repair: 24, or leave it"),
+        (Wanda, {"repair": 0, "shrinkage": 0.2}, "shrinkage has no effect with repair: 0; add repair: 24, or leave it"),
         (Magnitude, {"damping": 0.1}, "damping has no effect with repair: 0; add repair: 24, or leave it out"),
         (Magnitude, {"error": "asymmetric"}, "error has no effect with repair: 0"),
         (Wanda, {"repair": 0, "normalize_tokens": True}, "normalize_tokens has no effect with repair: 0"),

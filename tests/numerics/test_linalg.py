@@ -1,4 +1,4 @@
-"""The inverse factor: equal to plain linear algebra, and a damping that is raised in the open or fails in words."""
+"""Shrinkage, and the inverse factor: plain linear algebra, and a damping raised in the open or an error in words."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import NumericError
-from compress.numerics.linalg import ESCALATION, RETRIES, SMALL, inverse_factor, inverse_of_upper
+from compress.numerics.linalg import ESCALATION, RETRIES, SMALL, inverse_factor, inverse_of_upper, shrink_
 
 
 def positive_definite(size, seed, condition=100.0):
@@ -49,6 +49,26 @@ def test_a_diagonal_matrix_by_hand():
     factor, _ = inverse_factor(torch.diag(torch.tensor([3.0, 15.0])), damping=1 / 9)
     # mean diagonal 9, so 1 is added: inv = diag(1/4, 1/16), U = diag(1/2, 1/4)
     torch.testing.assert_close(factor, torch.diag(torch.tensor([0.5, 0.25])))
+
+
+def test_shrinkage_by_hand():
+    hessian = torch.tensor([[4.0, 2.0, 0.0], [2.0, 9.0, -3.0], [0.0, -3.0, 2.0]])
+    assert torch.equal(shrink_(hessian.clone(), 0), hessian)
+    found = shrink_(hessian, 0.5)
+    assert found is hessian and found.tolist() == [[4.0, 1.0, 0.0], [1.0, 9.0, -1.5], [0.0, -1.5, 2.0]]
+
+
+@settings(max_examples=30)
+@given(size=st.integers(1, 20), seed=st.integers(0, 10**6), shrinkage=st.floats(0, 0.99))
+def test_shrinkage_keeps_variances_and_never_conditions_worse(size, seed, shrinkage):
+    hessian = positive_definite(size, seed)
+    scale = hessian.diagonal().rsqrt()
+    correlations = shrink_(hessian.clone(), shrinkage) * scale * scale[:, None]
+    assert torch.equal(shrink_(hessian.clone(), shrinkage).diagonal(), hessian.diagonal())
+    # every eigenvalue of the correlations moves towards their mean, 1, by the shrinkage
+    before = torch.linalg.eigvalsh((hessian * scale * scale[:, None]).double())
+    found = torch.linalg.eigvalsh(correlations.double())
+    torch.testing.assert_close(found, (1 - shrinkage) * before + shrinkage, rtol=0, atol=1e-4)
 
 
 def test_the_input_is_left_alone():

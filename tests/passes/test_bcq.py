@@ -42,7 +42,7 @@ def test_it_is_the_sweep_over_the_sums_of_its_scales(layer_of):
     step = BCQ(bits=2, group_size="channel", order="natural", refine=0)
     planes = step.solve(weight, seen, layer_of()).weight
     scales = torch.cat([plane.scale for plane in planes], dim=1)
-    wanted = by_loops(weight, seen.damped(step.damping), step, scales)
+    wanted = by_loops(weight, seen.damped(step.regularization), step, scales)
     torch.testing.assert_close(dense(planes), wanted.float(), rtol=1e-4, atol=1e-4)
 
 

@@ -63,7 +63,7 @@ def test_it_is_the_sweep_of_the_paper(layer_of):
     weight, seen = random(24, 48), seen_of(correlated(width=48))
     step = BiLLM(block_size=16, most_salient=8, refine=0)
     planes = step.solve(weight, seen, layer_of()).weight
-    wanted = by_loops(weight, seen.damped(step.damping), 16, planes[0].group_index)
+    wanted = by_loops(weight, seen.damped(step.regularization), 16, planes[0].group_index)
     torch.testing.assert_close(dense(planes), wanted.float(), rtol=1e-4, atol=1e-4)
 
 

@@ -30,7 +30,7 @@ SIZES = [12, 16, 64, "channel", "tensor"]  # 16 leaves a short last group of 36 
 
 def plain(**options):
     """GPTQ as in its paper, unless options are given: what the tests of the sweep look at."""
-    paper = {"act_order": "none", "scale": "absmax", "refine": 0, "normalize_tokens": False}
+    paper = {"act_order": "none", "scale": "absmax", "refine": 0, "normalize_tokens": False, "shrinkage": 0}
     return GPTQ(**{**paper, **options})
 
 

@@ -51,7 +51,7 @@ def test_channels_that_are_always_zero_add_no_error(layer_of):
     inputs[:, ::3] = 0
     layer = replace(layer_of(), unquantized=random(24, 40))
     rounded = quantize(layer.unquantized, GRIDS["int3"], 8).dense()
-    error, step = layer.unquantized - rounded, LoRC(rank=4, factors="float32", damping=1e-6)
+    error, step = layer.unquantized - rounded, LoRC(rank=4, factors="float32", damping=1e-6, shrinkage=0)
     (added,) = step.solve(rounded, seen_of(inputs), layer).added
     left = ((error - added.dense(torch.float32)) @ inputs.T).norm()
     torch.testing.assert_close(left, torch.linalg.svdvals(error @ inputs.T)[4:].norm(), rtol=1e-3, atol=0)
@@ -110,8 +110,9 @@ def test_a_format_without_it_is_an_error_before_the_work(recipe):
 
 
 def test_options_without_effect_are_errors():
-    with pytest.raises(OptionError, match="damping has no effect with error: weight"):
-        LoRC(error="weight", damping=0.5)
+    for option in ("damping", "shrinkage"):
+        with pytest.raises(OptionError, match=f"{option} has no effect with error: weight"):
+            LoRC(error="weight", **{option: 0.5})
 
 
 def test_a_run_keeps_the_codes_and_ships_what_apply_makes(recipe, tmp_path, pico_model, pico_ids):

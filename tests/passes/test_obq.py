@@ -10,6 +10,7 @@ from compress.api.observers import Gram
 from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
 from compress.numerics import column_sweep as obs
+from compress.numerics.linalg import Regularization
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.gptq import GPTQ
@@ -31,7 +32,7 @@ def error(found, weight, inputs):
 
 def test_in_the_order_of_columns_it_is_gptq(layer_of):
     weight, _, seen = problem()
-    factor, _, _ = seen.factor(0.01)
+    factor, _, _ = seen.factor(Regularization())
     scale = quantize(weight, GRIDS["int3"], "channel").scale
 
     def round_to(values, rows):

@@ -124,6 +124,7 @@ def test_bad_input(recipe):
     for options, message in (
         ({"group_size": 33}, "group_size 33 splits a pair; write an even number"),
         ({"damping": 0.1}, "with compensate: false; leave it out"),
+        ({"shrinkage": 0.2}, "shrinkage has no effect with compensate: false; leave it out"),
         ({"group_size": 0}, "must be a positive number of columns"),
     ):
         with pytest.raises((OptionError, RecipeError), match=message):

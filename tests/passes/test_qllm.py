@@ -71,7 +71,7 @@ def test_updates_have_the_rank_that_is_asked_for(pico_model, pico_ids):
             return super().codes(weight, seen_, layer)
 
     options = {**GRID, "targets": name}
-    steps = [QLLM(**options, extra=0, rank=2, steps=6), Watching(**options)]
+    steps = [QLLM(**options, extra=0, rank=2, steps=30, hold_out=0), Watching(**options)]
     compress.apply(pico_model, steps, pico_ids)
     values = torch.linalg.svdvals((seen[name] - before).double())
     assert values[1] > 1e-3 * values[0] > 0 and values[2] < 1e-5 * values[0]

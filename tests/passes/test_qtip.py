@@ -78,9 +78,10 @@ def test_it_is_the_block_feedback_of_the_paper(layer_of, monkeypatch):
     monkeypatch.setattr(QTIP, "improve", lambda self, found: None)  # scales stay those of the sweep
     weight, rows = random(16, 48), correlated(300, 48)
     seen = seen_of(rows)
-    found = QTIP(**PLAIN, **SMALL).solve(weight, seen, layer_of())
+    step = QTIP(**PLAIN, **SMALL)
+    found = step.solve(weight, seen, layer_of())
     turn, (part,) = found.transforms[0], found.weight
-    hessian = turn(turn(seen.hessian).T.contiguous())
+    hessian = turn(turn(seen.shrunk(step.regularization)).T.contiguous())
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(48)
     turned, values = turn(weight), values_of("3inst", 8, None)
     scale = (turned.square().mean(1).sqrt() * best_scale(2, values)).double()

@@ -57,14 +57,14 @@ def test_it_is_the_algorithm_of_the_paper(layer_of, iterations, relaxed):
     found = step.codes(weight, seen, layer_of())
     start = quantize(weight, GRIDS["int3"], 16)
     assert torch.equal(found.scale, start.scale)
-    wanted = by_loops(weight, seen.damped(step.damping), start, iterations, relaxed)
+    wanted = by_loops(weight, seen.damped(step.regularization), start, iterations, relaxed)
     torch.testing.assert_close(found.dense(), wanted.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_at_its_end_no_other_code_is_better(layer_of):
     weight, seen = random(4, 32), seen_of(moderate(width=32))
     step = QuantEase(**OPTIONS, iterations=200, relaxed=None)
-    found, hessian = step.codes(weight, seen, layer_of()).dense(), seen.damped(0.01)
+    found, hessian = step.codes(weight, seen, layer_of()).dense(), seen.damped(step.regularization)
     scale = quantize(weight, GRIDS["int3"], 16).scale
     for j in range(32):
         left = weight - found

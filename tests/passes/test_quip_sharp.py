@@ -57,7 +57,7 @@ def test_it_is_the_block_feedback_of_the_paper(layer_of):
     seen = seen_of(rows)
     found = step.solve(weight, seen, layer_of())
     turn, (part,) = found.transforms[0], found.weight
-    hessian = turn(turn(seen.hessian).T.contiguous())
+    hessian = turn(turn(seen.shrunk(step.regularization)).T.contiguous())
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(48)
     turned = turn(weight)
     scale = (turned.square().mean(1).sqrt() * GAUSSIAN[2]).double()

@@ -39,7 +39,7 @@ def test_the_output_error_is_less_than_that_of_pruning_alone(layer_of, pattern, 
 
 def test_removing_one_weight_leaves_the_least_squares_optimum(layer_of):
     rows, weight = correlated(width=6), random(1, 6, seed=2)
-    found = SparseGPT(sparsity=1 / 6, damping=1e-7, repair=0).solve(weight, seen_of(rows), layer_of())
+    found = SparseGPT(sparsity=1 / 6, damping=1e-7, shrinkage=0, repair=0).solve(weight, seen_of(rows), layer_of())
     [gone] = (~found.mask[0]).nonzero()[:, 0].tolist()
     # the columns before it were compressed already and stay; the later ones are fitted to what is left of the output
     later, target = rows[:, gone + 1 :], rows[:, gone:] @ weight[0, gone:]
@@ -48,9 +48,19 @@ def test_removing_one_weight_leaves_the_least_squares_optimum(layer_of):
     assert torch.equal(found.weight[0, :gone], weight[0, :gone])
 
 
+@pytest.mark.parametrize("repair", [0, 2])
+@pytest.mark.parametrize(("shrinkage", "kept"), [(0, 2.2), (0.5, 2.1)])
+def test_shrinkage_by_hand(layer_of, shrinkage, kept, repair):
+    rows = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 2.0]])  # X^T X = [[2, 1], [1, 5]]
+    step = SparseGPT(damping=1e-7, shrinkage=shrinkage, repair=repair)
+    found = step.solve(torch.tensor([[1.0, 2.0]]), seen_of(rows), layer_of())
+    # the second weight takes over the first: 2 + (1 - shrinkage) * 1 * 1 / 5
+    torch.testing.assert_close(found.weight, torch.tensor([[0.0, kept]]))
+
+
 def test_the_score_is_the_error_of_removing_one_weight():
     rows, weight = correlated(tokens=400, width=8).double(), random(2, 8, seed=3)
-    score = SparseGPT(damping=1e-7).score(weight, seen_of(rows.float()))
+    score = SparseGPT(damping=1e-7, shrinkage=0).score(weight, seen_of(rows.float()))
     target = rows @ weight[0].double()
     for j in range(8):
         others = [i for i in range(8) if i != j]

@@ -12,6 +12,7 @@ from compress.formats import FORMATS
 from compress.model.open.opening import open_model
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
+from compress.numerics.linalg import Regularization
 from compress.passes.awq import Moments
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.plan import plan
@@ -151,7 +152,7 @@ def test_observers_hold_what_they_say(kind):
     for part in rows.split(64):
         seen.compare(part, part + 1) if kind is CrossGram else seen.update(part)
     if kind is CrossGram:
-        seen.shift(0.01)
+        seen.shift(Regularization())
     if kind is Gram:
-        seen.factor(0.01)
+        seen.factor(Regularization())
     assert tensor_bytes(vars(seen)) == kind.memory_bytes(12)

@@ -105,7 +105,9 @@ def test_levels_are_all_sums_and_the_nearest_is_taken(count):
     index = nearest_level(values, scales)
     found = (signs_of(index, count) * scales[:, None]).sum(-1)
     torch.testing.assert_close(found, levels.gather(1, index))
-    assert torch.allclose((found - values).abs(), (levels[:, None] - values[..., None]).abs().amin(-1))
+    torch.testing.assert_close(
+        (found - values).abs(), (levels[:, None] - values[..., None]).abs().amin(-1), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -55,7 +55,11 @@ def test_the_page_has_the_order_the_schemes_and_the_measured_rows():
     found = page.to_json()
     assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, default=list))
     assert {"name", "summary", "text", "use_for", "not_for", "paper", "options", "schemes", "measured"} <= set(found)
-    assert {row["name"] for row in found["measured"]} >= {"gptq-positive", "w8a8-rotated-unshrunk", "gptq-int3-positive"}
+    assert {row["name"] for row in found["measured"]} >= {
+        "gptq-positive",
+        "w8a8-rotated-unshrunk",
+        "gptq-int3-positive",
+    }
     text = markdown(page, "model: m")
     assert "| `damping` | a number above 0 and at most 1 | `0.01` |" in text and "```yaml\nmodel: m\n```" in text
     alone = markdown(PassPage.of("top_kast", PASSES["top_kast"]), "x")

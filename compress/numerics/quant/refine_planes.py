@@ -20,6 +20,8 @@ from compress.numerics.quant.refine import descend
 from compress.numerics.quant.scales import positive
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows
+RIDGE = 1e-4  # far below the least eigenvalue of planes that differ in one of 64 signs, far above rounding errors
+STEPS = 3  # each leaves about RIDGE of the distance to the solution
 
 
 def refined_planes(
@@ -45,7 +47,7 @@ def refined_planes(
     signs = torch.stack([plane.codes.float() * 2 - 1 for plane in planes])  # [planes, out, in]
     scales = torch.stack([plane.scale.float() for plane in planes], dim=-1)  # [out, groups, planes]
     for _ in range(rounds):
-        scales = _better(weight, hessian, signs, index, scales, dtype)
+        scales = _rescaled(weight, hessian, signs, index, scales, dtype)
         signs = _descended(weight, hessian, signs, index, scales, order)
     return [
         replace(plane, codes=store(own > 0, plane.grid), scale=scales[..., i].contiguous())
@@ -67,21 +69,29 @@ def _errors(weight: Tensor, hessian: Tensor, found: Tensor) -> Float[Tensor, " o
     return (left @ hessian).mul_(left).sum(1)
 
 
-def _better(
+def _rescaled(
     weight: Tensor, hessian: Tensor, signs: Tensor, index: Int[Tensor, " in"], scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The scales of the least error, where they are positive and the error of the row falls."""
+    """The scales of the least error where the error of the row falls; where one is negative, its signs turn in place."""
     found = _least_squares(weight, hessian, signs, index, scales)
-    rounded = positive(found, dtype)
-    errors = [_errors(weight, hessian, _dense(signs, index, each)) for each in (rounded, scales)]
-    falls = (found.flatten(1) > 0).all(1) & (errors[0] < errors[1])
-    return torch.where(falls[:, None, None], rounded, scales)
+    turns = torch.where(found < 0, -1.0, 1.0)
+    rounded = positive(found.abs(), dtype)
+    errors = [_errors(weight, hessian, _dense(signs, index, each)) for each in (rounded * turns, scales)]
+    falls = (errors[0] < errors[1])[:, None, None]
+    turns = torch.where(falls, turns, 1)
+    for i, own in enumerate(signs):
+        own *= turns[:, index, i]
+    return torch.where(falls, rounded, scales)
 
 
 def _least_squares(
     weight: Tensor, hessian: Tensor, signs: Tensor, index: Int[Tensor, " in"], scales: Tensor
 ) -> Float[Tensor, "out groups planes"]:
-    """sum_m (B_k H B_m^T) a_m = B_k H w^T, with B_k the signs of a plane in one group, and zeros elsewhere."""
+    """sum_m (B_k H B_m^T) a_m = B_k H w^T, with B_k the signs of a plane in one group, and zeros elsewhere.
+
+    Planes of equal or opposite signs in a group, such as one of a single column, leave the difference of their scales
+    open. It stays near that of `scales`: (M + r diag M)(a' - a) = b - M a is solved in a few steps, which end at M a = b.
+    """
     rows, groups, planes = scales.shape
     order, sizes = index.argsort(stable=True), index.bincount(minlength=groups).tolist()
     starts = list(accumulate(sizes, initial=0))  # columns of a group stand together, so their sums are those of slices
@@ -95,9 +105,14 @@ def _least_squares(
                 sums = _sums(reach, own[:, :, start:], sizes[group:])
                 matrix[:, group, plane, group:], matrix[:, group:, :, group, plane] = sums, sums
         wanted = _sums(weight[part][:, order] @ hessian, own, sizes)
-        solved, info = torch.linalg.solve_ex(matrix.flatten(3).flatten(1, 2), wanted.flatten(1))
-        found[part] = torch.where((info == 0)[:, None, None], solved.view(wanted.shape), found[part])
-    return found.nan_to_num(-1.0)
+        equations, solved = matrix.flatten(3).flatten(1, 2), found[part].flatten(1)[..., None]
+        diagonal = equations.diagonal(dim1=1, dim2=2)
+        factors = torch.linalg.lu_factor_ex(equations + torch.diag_embed(RIDGE * diagonal + (diagonal == 0)))
+        for _ in range(STEPS):
+            left = wanted.flatten(1)[..., None] - equations @ solved
+            solved = solved + torch.linalg.lu_solve(factors.LU, factors.pivots, left)
+        found[part] = solved.view(wanted.shape)
+    return torch.where(found.isfinite(), found, scales)
 
 
 def _sums(values: Tensor, signs: Tensor, sizes: Sequence[int]) -> Float[Tensor, "rows groups planes"]:

@@ -45,8 +45,30 @@ def test_by_hand():
     # two weights, two planes, no correlation: 3 and 1 are 2 + 1 and 2 - 1
     start = planes_of(torch.tensor([[[1.0, 1.0], [1.0, -1.0]]]), torch.tensor([[[1.0, 0.5]]]), 2)
     found = refined_planes(torch.tensor([[3.0, 1.0]]), start, torch.eye(2), 1, torch.float32)
-    assert [plane.scale.item() for plane in found] == [2.0, 1.0]
+    assert [plane.scale.item() for plane in found] == pytest.approx([2.0, 1.0])
     assert [plane.codes.tolist() for plane in found] == [[[1, 1]], [[1, 0]]]
+
+
+def test_signs_turn_where_the_best_scale_is_negative():
+    # as above, but with the second plane the other way round: 2 - (-1) and 2 - 1
+    start = planes_of(torch.tensor([[[1.0, -1.0], [1.0, 1.0]]]), torch.tensor([[[1.0, 0.5]]]), 2)
+    found = refined_planes(torch.tensor([[3.0, 1.0]]), start, torch.eye(2), 1, torch.float32)
+    assert [plane.scale.item() for plane in found] == pytest.approx([2.0, 1.0])
+    assert [plane.codes.tolist() for plane in found] == [[[1, 1]], [[1, 0]]]
+
+
+@pytest.mark.parametrize("second", [1.0, -1.0])
+def test_a_group_of_one_column_keeps_scales_of_its_size(second):
+    """Both planes have equal or opposite signs there, so that only the sum or the difference of their scales counts."""
+    weight, hessian = random(256, 36), hessian_of(36)
+    index = (torch.arange(36) % 9 == 4).to(torch.int32) + 2 * (torch.arange(36) // 9)
+    signs = random(256, 36, 2, seed=5).sign()
+    signs[:, 4::9, 0], signs[:, 4::9, 1] = 1.0, second
+    start = planes_of(signs, random(256, 8, 2, seed=6).abs() + 0.5, 8, index.to(torch.int32))
+    found = refined_planes(weight, start, hessian, 1, torch.float32)
+    assert max(float(plane.scale.max()) for plane in found) < 2 * float(weight.abs().max())
+    changed = torch.stack([(a.scale != b.scale).any(1) for a, b in zip(found, start, strict=True)]).any(0)
+    assert changed.float().mean() > 0.9
 
 
 @pytest.mark.parametrize("planes", [1, 2, 3])

@@ -72,7 +72,7 @@ def _errors(weight: Tensor, hessian: Tensor, found: Tensor) -> Float[Tensor, " o
 def _rescaled(
     weight: Tensor, hessian: Tensor, signs: Tensor, index: Int[Tensor, " in"], scales: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The scales of the least error where the error of the row falls; where one is negative, its signs turn in place."""
+    """The scales of the least error where the error of the row falls; the signs of a negative one turn, in place."""
     found = _least_squares(weight, hessian, signs, index, scales)
     turns = torch.where(found < 0, -1.0, 1.0)
     rounded = positive(found.abs(), dtype)
@@ -90,7 +90,7 @@ def _least_squares(
     """sum_m (B_k H B_m^T) a_m = B_k H w^T, with B_k the signs of a plane in one group, and zeros elsewhere.
 
     Planes of equal or opposite signs in a group, such as one of a single column, leave the difference of their scales
-    open. It stays near that of `scales`: (M + r diag M)(a' - a) = b - M a is solved in a few steps, which end at M a = b.
+    open. It stays near that of `scales`: steps (M + r diag M)(a' - a) = b - M a end at a solution of M a = b.
     """
     rows, groups, planes = scales.shape
     order, sizes = index.argsort(stable=True), index.bincount(minlength=groups).tolist()

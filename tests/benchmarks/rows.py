@@ -308,6 +308,10 @@ ROWS: dict[str, list[dict]] = {
 
 
 UNSHRUNK = (
+    "gptq-int3",
+    "gptq-int3-unnormalized",
+    "quip_sharp",
+    "sparsegpt",
     "gptq-int8-unnormalized",
     "w8a8-rotated",
     "outlier_suppression-w8a8",

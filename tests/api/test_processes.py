@@ -16,11 +16,10 @@ from compress.api.observers import (
     Nothing,
     Observer,
     OutlierFrequency,
-    Rows,
-    Sample,
     UnitGram,
 )
 from compress.api.processes import ALONE, divided, moved
+from compress.api.samples import Rows, Sample
 from compress.errors import NumericError, TargetError
 from compress.passes.awq import Moments
 

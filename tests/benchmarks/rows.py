@@ -214,6 +214,10 @@ ROWS: dict[str, list[dict]] = {
         {"rptq": {"grouping": "equal", "clusters": 6, "activation_scale": "token"}},
         {"rtn": {"weights": "int8", "group_size": "channel"}},
     ],
+    "w4a8-peg-token": [
+        {"rptq": {"grouping": "equal", "clusters": 6, "activation_scale": "token"}},
+        {"gptq": {"weights": "int4"}},
+    ],
     "w4a4-rtn-g32": [{"rtn": {"weights": "int4", "group_size": 32, "activations": "int4"}}],
     "w4a4-split": [
         {"qllm": {"weights": "int4", "group_size": 32, "activations": "int4", "rank": 0}},

@@ -117,7 +117,7 @@ def remaining(seen: Gram) -> float:
     """The share of the error of rounding to nearest that is left of a layer's output when GPTQ compensates it.
 
     Rounding errors d that do not depend on the inputs give tr(H) d^2 to nearest, and sum_j d^2 / U_jj^2 in the sweep of
-    GPTQ, with U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
+    GPTQ, with H regularized and U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
     """
     diagonal = seen.diagonal
     factor = seen.factor(Regularization(), diagonal.argsort(descending=True, stable=True))[0].diagonal()

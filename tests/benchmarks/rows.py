@@ -15,6 +15,8 @@ from pathlib import Path
 import yaml
 from quality import forwarded, run
 
+from compress.passes import PASSES
+
 GROUPS = {"group_size": 64}
 ZEROS = {"group_size": 64, "symmetric": False}
 BEST = {"act_order": "static", "scale": "mse"}
@@ -350,7 +352,7 @@ UNSHRUNK = (
     "sparsegpt-2:4",
     "sparsegpt-2:4-int4",
 )
-"""Rows that were measured without shrinkage."""
+"""Rows that were measured without shrinkage, too."""
 UNNORMALIZED = ("gptq", "gptq-int3", "gptq-int8", "w8a8", "awq-gptq-zeros")
 EARLIER = (
     "gptq-mse-normalized",
@@ -376,19 +378,10 @@ EARLIER = (
 )
 
 
-SHRUNK = (
-    "gptq", "sparsegpt", "wanda", "ria", "owq", "lorc", "spqr", "quantease", "aqlm", "quip_sharp", "qtip", "bcq", "billm",
-    "pb_llm", "olive",
-)  # fmt: skip
-"""Passes that weigh errors by a Hessian whose correlations they shrink."""
-
-
 def shrinks(key: str, options: dict) -> bool:
-    """Whether the option `shrinkage` of a pass has an effect."""
-    unread = (key in ("wanda", "ria") and options.get("repair") == 0) or (
-        key == "olive" and "compensate" not in options
-    )
-    return key in SHRUNK and not unread and options.get("error") != "weight"
+    """Whether the pass has an option `shrinkage`, and it has an effect beside the other options."""
+    kind = PASSES[key]
+    return "shrinkage" in kind.model_fields and "shrinkage" not in kind(**options).without_effect()
 
 
 def unshrunk(steps: list[dict]) -> list[dict]:

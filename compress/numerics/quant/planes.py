@@ -39,21 +39,24 @@ def split_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"
     The scale of a set is its mean magnitude, so that its levels are +-(a - b) and +-(a + b). The break point has the
     least squared error (BiLLM, Huang 2024, equation 9), found for each row among all of them.
     """
-    low, high, gain = _split(values)
-    at = gain.argmax(1, keepdim=True)
+    width = values.shape[1]
+    below = values.abs().sort(1).values.cumsum(1)
+    count = torch.arange(1, width + 1, device=values.device)
+    low, high = below / count, (below[:, -1:] - below) / (width - count).clamp(min=1)
+    high = torch.where(count < width, high, low)
+    # sum (|w| - mean)^2 of both sets is the sum of squares less the sum of count * mean^2
+    at = (count * low.square() + (width - count) * high.square()).argmax(1, keepdim=True)
     low, high = low.gather(1, at)[:, 0], high.gather(1, at)[:, 0]
     return (low + high) / 2, (high - low) / 2
-
-
-def split_error(values: Float[Tensor, "rows n"]) -> Float[Tensor, " rows"]:
-    """The squared error with the scales of `split_scales`."""
-    return values.square().sum(1) - _split(values)[2].amax(1)
 
 
 def split_errors(
     values: Float[Tensor, "rows n"], order: Int[Tensor, " n"], counts: Sequence[int]
 ) -> Iterator[Float[Tensor, " rows"]]:
-    """For each count: the `split_error` of the columns order[count:]. Magnitudes are sorted once for all."""
+    """For each count: the squared error of the columns order[count:] with the scales of `split_scales`.
+
+    Magnitudes are sorted once for all.
+    """
     width = values.shape[1]
     magnitude, column = values.abs().sort(1)
     place = order.argsort()[column]  # [rows, n]: where the column of each sorted magnitude stands in the order
@@ -63,16 +66,6 @@ def split_errors(
         total, left = below[:, -1:], (width - count) - number
         gain = below.square() / number.clamp(min=1) + (total - below).square() / left.clamp(min=1)
         yield (magnitude.square() * kept).sum(1) - gain.amax(1)
-
-
-def _split(values: Float[Tensor, "rows n"]) -> tuple[Tensor, Tensor, Tensor]:
-    """For each break point: the mean magnitudes below and above, and what they take from the sum of squares."""
-    width = values.shape[1]
-    below = values.abs().sort(1).values.cumsum(1)
-    count = torch.arange(1, width + 1, device=values.device)
-    low, high = below / count, (below[:, -1:] - below) / (width - count).clamp(min=1)
-    # sum (|w| - mean)^2 of both sets is the sum of squares less the sum of count * mean^2
-    return low, torch.where(count < width, high, low), count * low.square() + (width - count) * high.square()
 
 
 def nearest_signs(values: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -106,8 +106,10 @@ def _least_squares(
                 matrix[:, group, plane, group:], matrix[:, group:, :, group, plane] = sums, sums
         wanted = _sums(weight[part][:, order] @ hessian, own, sizes)
         equations, solved = matrix.flatten(3).flatten(1, 2), found[part].flatten(1)[..., None]
-        diagonal = equations.diagonal(dim1=1, dim2=2)
-        factors = torch.linalg.lu_factor_ex(equations + torch.diag_embed(RIDGE * diagonal + (diagonal == 0)))
+        damped = equations.clone()
+        diagonal = damped.diagonal(dim1=1, dim2=2)
+        diagonal.copy_(torch.where(diagonal == 0, 1, (1 + RIDGE) * diagonal))
+        factors = torch.linalg.lu_factor_ex(damped)
         for _ in range(STEPS):
             left = wanted.flatten(1)[..., None] - equations @ solved
             solved = solved + torch.linalg.lu_solve(factors.LU, factors.pivots, left)

@@ -38,7 +38,7 @@ def pack(part: Part) -> PackedCodes:
     scale = held["scale"].float()[:, None] * STEPS.get(scheme.code, 1)
     return of_bytes(
         WALKS[scheme.code], held["codes"].contiguous(), None if table is None else signed(table), scale, part.shape,
-        part.narrow_inputs, tiles=(scheme.bits, scheme.states, scheme.tile_rows, scheme.tile_columns),
+        part.narrow_inputs, tiles=(scheme.trellis.step_bits, scheme.states, scheme.tile_rows, scheme.tile_columns),
     )  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from compress.numerics.quant.trellis import Trellis, count_bytes, unpack
 from compress.weights.base import TensorSpec, stored_name
 from compress.weights.scaled_rows import ScaledRowsPart, ScaledRowsScheme
 
-BITS = (2, 3, 4)
+BITS = (1, 1.5, 2, 2.5, 3, 3.5, 4)
+"""Bits per weight; halves for codes of pairs."""
+
 WIDEST = 16  # bits of a state
 LISTED = 64  # tiles of up to so many rows or columns are proposed
 
@@ -35,7 +37,7 @@ class TrellisScheme(ScaledRowsScheme):
 
     kind: ClassVar[str] = "trellis"
 
-    bits: int
+    bits: float
     states: int
     code: Code
     tile_rows: int = 16
@@ -62,9 +64,8 @@ class TrellisScheme(ScaledRowsScheme):
         super().check()
         if self.bits not in BITS:
             raise ValueError(f"bits of {self.kind} is {self.bits}, but it must be one of {list(BITS)}")
-        if reason := refused_states(self.states, self.bits, self.code) or refused_tile(
-            self.tile_rows, self.tile_columns
-        ):
+        reason = refused_states(self.states, self.bits, self.code)
+        if reason := reason or refused_tile(self.tile_rows, self.tile_columns, self.bits):
             raise ValueError(f"{self.kind}: {reason}")
 
     def refuses(self, shape: tuple[int, int]) -> str | None:
@@ -72,7 +73,7 @@ class TrellisScheme(ScaledRowsScheme):
         for (option, other, side), size in zip(sides, shape, strict=True):
             asked = getattr(self, option)
             if size % asked:
-                fits = [n for n in range(1, LISTED + 1) if size % n == 0 and refused_tile(n, other) is None]
+                fits = [n for n in range(1, LISTED + 1) if size % n == 0 and not refused_tile(n, other, self.bits)]
                 instead = f"use {option}: {', '.join(map(str, fits))}, or ignore it" if fits else "ignore it"
                 return f"{option} {asked} does not divide its {size} {side}; {instead}"
         return self.refuses_rotation(shape[0])
@@ -119,16 +120,19 @@ class TrellisPart(ScaledRowsPart):
             raise ValueError(f"{stored_name(prefix, 'table')} holds a number that is not finite")
 
 
-def refused_states(states: int, bits: int, code: Code) -> str | None:
+def refused_states(states: int, bits: float, code: Code) -> str | None:
     """Why a trellis cannot have states of so many bits; None if it can."""
-    least = bits * length_of(code)
+    if bits * length_of(code) % 1:
+        return f"bits {bits} does not suit code: {code}, which has one weight a state; use code: hyb, or whole bits"
+    least = int(bits * length_of(code))
     if not least <= states <= WIDEST:
         return f"states {states} does not suit {bits} bits with code: {code}; use {least} to {WIDEST}"
     return None
 
 
-def refused_tile(rows: int, columns: int) -> str | None:
+def refused_tile(rows: int, columns: int, bits: float) -> str | None:
     """Why a tile cannot have this size; None if it can."""
-    if rows * columns % 8:
-        return f"a tile of {rows} x {columns} weights does not fill whole bytes; use a multiple of 8 weights"
+    unit = 16 if bits % 1 else 8
+    if rows * columns % unit:
+        return f"a tile of {rows} x {columns} weights does not fill whole bytes; use a multiple of {unit} weights"
     return None

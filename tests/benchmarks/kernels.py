@@ -149,7 +149,13 @@ POINTS = {"lattice2": 2, "lattice3": 3, "lattice4": 4}
 """Random points of E8P, with so many bits per weight."""
 
 
-WALKS = {"trellis2": ("3inst", 2), "trellis4": ("3inst", 4), "trellis2-1mad": ("1mad", 2), "trellis2-hyb": ("hyb", 2)}
+WALKS = {
+    "trellis2": ("3inst", 2),
+    "trellis4": ("3inst", 4),
+    "trellis2-1mad": ("1mad", 2),
+    "trellis2-hyb": ("hyb", 2),
+    "trellis1.5-hyb": ("hyb", 1.5),
+}
 """Random walks through a trellis of 2^12 states: the code of their values, and bits per weight."""
 
 

@@ -1,5 +1,7 @@
 """Kernels of walks through a trellis, also of rotated rows, against the dense weight."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +18,7 @@ from compress.numerics.quant.gaussian_codes import CODES, DEVIATION, length_of, 
 from compress.numerics.quant.grids import GRIDS
 from compress.passes.qtip import QTIP
 from compress.weights.transforms.rounding import InputRounding
-from compress.weights.trellis import TrellisPart, TrellisScheme
+from compress.weights.trellis import BITS, TrellisPart, TrellisScheme
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -39,6 +41,11 @@ def part_of(
     if rotated is not None:
         held["signs"] = signs_of(shape[0], seed)
     return TrellisPart(scheme, shape, held)
+
+
+def suited(bits, code, tile):
+    """The bits, or whole ones, where a state has one weight or where bits of a tile are no bytes."""
+    return math.ceil(bits) if length_of(code) == 1 or tile[0] * tile[1] % 16 else bits
 
 
 def decoded(part):
@@ -71,8 +78,9 @@ def test_every_state_has_its_value(chosen, code):
 def test_walks_are_circles(chosen, tile):
     """The last states of a row of a tile go on in its next row, and those of the last row in the first one."""
     for code in CODES:
-        for bits in (2, 3, 4):
-            for states in (bits * length_of(code), 11, 16):
+        halves = () if length_of(code) == 1 or tile[0] * tile[1] % 16 else (1.5, 2.5, 3.5)
+        for bits in (1, 2, 3, 4, *halves):
+            for states in (int(bits * length_of(code)), 11, 16):
                 check_decoded(part_of(2, 16 if tile[1] < 32 else 2, bits, states, code, tile, seed=states))
 
 
@@ -86,12 +94,13 @@ def test_each_instruction_set_and_batch(chosen, batch, dtype):
 
 @settings(max_examples=80)
 @given(
-    st.integers(1, 5), st.integers(1, 9), st.sampled_from(TILES), st.sampled_from([2, 3, 4]), st.sampled_from(CODES),
+    st.integers(1, 5), st.integers(1, 9), st.sampled_from(TILES), st.sampled_from(BITS), st.sampled_from(CODES),
     st.integers(4, 16), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 20), st.booleans(),
     st.integers(0, 99),
 )  # fmt: skip
 def test_any_shape(rows, columns, tile, bits, code, states, dtype, stored, batch, biased, seed):
-    states = max(states, bits * length_of(code))
+    bits = suited(bits, code, tile)
+    states = max(states, int(bits * length_of(code)))
     part = part_of(rows, columns, bits, states, code, tile, dtype=stored, seed=seed)
     x = random(batch, part.shape[1], seed=seed + 1).to(dtype)
     assert dispatch.kernel_name(part, x, None) == "cpu_trellis"
@@ -100,11 +109,11 @@ def test_any_shape(rows, columns, tile, bits, code, states, dtype, stored, batch
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]), st.integers(1, 9), st.sampled_from([2, 3, 4]),
+    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]), st.integers(1, 9), st.sampled_from(BITS),
     st.sampled_from(CODES), st.sampled_from(DTYPES), st.integers(0, 10), st.booleans(), st.integers(0, 99),
 )  # fmt: skip
 def test_rotated_rows(order, columns, bits, code, dtype, batch, biased, seed):
-    part = part_of(order // 4, columns, bits, 12, code, (4, 16), rotated=order, seed=seed)
+    part = part_of(order // 4, columns, suited(bits, code, (4, 16)), 12, code, (4, 16), rotated=order, seed=seed)
     x = random(batch, columns * 16, seed=seed).to(dtype)
     assert dispatch.kernel_name(part, x, None) == "cpu_rotated"
     check(part, x, random(order, seed=2).to(dtype) if biased else None)
@@ -156,8 +165,8 @@ def test_codes_are_not_copied():
 @pytest.mark.parametrize(
     ("name", "value"),
     [("entries", 512), ("length", 4), ("books", 2), ("tables", 2), ("stride", 255), ("table", None), ("codec", 19),
-     ("codec", 22), ("groups", 2), ("width", 72), ("rows", 24), ("units", 1), ("zero_point", 1.0), ("bits", 1),
-     ("bits", 5), ("states", 3), ("states", 17), ("tile_rows", 0), ("tile_rows", 32), ("tile_columns", 0),
+     ("codec", 22), ("groups", 2), ("width", 72), ("rows", 24), ("units", 1), ("zero_point", 1.0), ("step_bits", 1),
+     ("step_bits", 5), ("step_bits", 9), ("states", 3), ("states", 17), ("tile_rows", 0), ("tile_rows", 32), ("tile_columns", 0),
      ("tile_columns", 3), ("tile_columns", -16)],
 )  # fmt: skip
 def test_the_library_checks_the_sizes_of_a_weight(name, value):

@@ -40,9 +40,9 @@ def part_of(code="3inst", bits=2, rotated=None, shape=(16, 24)):
     return TrellisPart(scheme, shape, tensors)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_a_weight_is_the_value_of_a_window_of_its_tiles_circle_of_bits(code):
-    part = part_of(code)
+@pytest.mark.parametrize(("code", "each"), [*((code, 2) for code in CODES), ("3inst", 1), ("hyb", 1), ("hyb", 2.5)])
+def test_a_weight_is_the_value_of_a_window_of_its_tiles_circle_of_bits(code, each):
+    part = part_of(code, each)
     values = values_of(code, 10, part.table)
     found = part.dense(torch.float32)
     for row in range(16):
@@ -52,7 +52,7 @@ def test_a_weight_is_the_value_of_a_window_of_its_tiles_circle_of_bits(code):
             bits = "".join(f"{byte:08b}" for byte in circle.tolist()) * 3
             at = row % 4 * 8 + column % 8
             step, place = divmod(at, values.shape[1])
-            start = 2 * values.shape[1] * step
+            start = int(each * values.shape[1]) * step
             wanted = values[int(bits[start : start + 10], 2), place] * part.scale[row]
             assert float(found[row, column]) == float(wanted)
 
@@ -117,7 +117,7 @@ def test_it_is_better_than_a_lattice_of_as_many_bits_and_refining_helps(layer_of
 
 
 @pytest.mark.parametrize("rotated", [None, 8])
-@pytest.mark.parametrize(("code", "bits"), [("3inst", 2), ("1mad", 3), ("hyb", 4)])
+@pytest.mark.parametrize(("code", "bits"), [("3inst", 2), ("1mad", 3), ("hyb", 4), ("hyb", 1.5), ("3inst", 1)])
 def test_a_part_is_read_back_as_it_was_and_is_as_large_as_its_scheme_says(code, bits, rotated):
     part = part_of(code, bits, rotated)
     scheme = LayerScheme(part.shape, (part.scheme,))
@@ -148,6 +148,11 @@ def test_descriptions_that_describe_nothing():
     trellis = {"kind": "trellis", "bits": 2, "states": 12, "code": "3inst"}
     for changed, message in (
         ({"bits": 5}, "bits of trellis is 5, but it must be one of"),
+        (
+            {"bits": 1.5},
+            "bits 1.5 does not suit code: 3inst, which has one weight a state; use code: hyb, or whole bits",
+        ),
+        ({"bits": 1.5, "code": "hyb", "tile_rows": 3, "tile_columns": 8}, "use a multiple of 16 weights"),
         ({"states": 17}, "states 17 does not suit 2 bits with code: 3inst; use 2 to 16"),
         ({"tile_rows": 3, "tile_columns": 3}, "a tile of 3 x 3 weights does not fill whole bytes"),
     ):
@@ -161,7 +166,7 @@ def test_descriptions_that_describe_nothing():
     ).refuses((16, 16))
 
 
-@pytest.mark.parametrize("options", [{}, {"rotate": "both", "bits": 3, "code": "hyb"}])
+@pytest.mark.parametrize("options", [{}, {"rotate": "both", "bits": 3, "code": "hyb"}, {"bits": 1.5, "code": "hyb"}])
 def test_a_run_and_its_checkpoint(recipe, tmp_path, options):
     learned = () if options else (compress.Distill(train=["scales"], steps=2, batch=2),)
     asked = recipe(QTIP(states=6, **options), *learned, save={"format": "native"})
@@ -173,6 +178,10 @@ def test_a_run_and_its_checkpoint(recipe, tmp_path, options):
 def test_bad_input(recipe, layer_of):
     for options, message in (
         ({"bits": 5}, "bits"),
+        ({"bits": 2.25}, "bits"),
+        ({"bits": float("nan")}, "bits"),
+        ({"bits": "two"}, "bits"),
+        ({"bits": 2.5}, "bits 2.5 does not suit code: 3inst"),
         ({"rotate": "outputs"}, "rotate"),
         ({"refine": -1}, "refine"),
         ({"states": 3, "bits": 4}, "states 3 does not suit 4 bits with code: 3inst; use 4 to 16"),

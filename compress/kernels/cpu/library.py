@@ -22,7 +22,7 @@ class Weight(ctypes.Structure):
         ("words", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("table", c_void_p), ("order", c_void_p),
         ("masks", c_void_p), ("offsets", c_void_p), ("zero_point", c_float), ("codec", c_int32), ("rows", c_int64),
         ("width", c_int64), ("units", c_int64), ("group", c_int64), ("groups", c_int64), ("tables", c_int64),
-        ("books", c_int64), ("entries", c_int64), ("length", c_int64), ("stride", c_int64), ("bits", c_int64),
+        ("books", c_int64), ("entries", c_int64), ("length", c_int64), ("stride", c_int64), ("step_bits", c_int64),
         ("states", c_int64), ("tile_rows", c_int64), ("tile_columns", c_int64),
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from compress.kernels.cpu.library import Weight, library
 
 LANES, UNIT = 16, 32  # rows of a tile, and columns of a unit
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
-TILES = "bits", "states", "tile_rows", "tile_columns"  # the same, of walks
+TILES = "step_bits", "states", "tile_rows", "tile_columns"  # the same, of walks
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ def first_table() -> Float[Tensor, "entries 2"]:
     return found / found.square().mean().sqrt()
 
 
-def best_scale(bits: int, values: Float[Tensor, "states length"]) -> float:
+def best_scale(bits: float, values: Float[Tensor, "states length"]) -> float:
     """The scale of the values of a code with the least squared error for a Gaussian source of variance 1.
 
     The best reproduction of such a source at k bits has the variance 1 - 4^-k, the source's less the distortion (Cover

@@ -7,7 +7,8 @@ of bits (section 3.1):
     j = i 2^(kV) mod 2^L + c,  0 <= c < 2^(kV)
 
 The walks here are tail-biting (section 3.2): the string is a circle of k bits per weight, without extra bits for the
-first state. It is stored from its most significant bit on; the window of step t starts at bit t k V.
+first state. It is stored from its most significant bit on; the window of step t starts at bit t k V. With two weights
+a step, k can be a half: 3 bits for two weights.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Trellis:
     """The bitshift trellis. states: bits of a state, L. bits: per weight, k. length: weights of a step, V."""
 
     states: int
-    bits: int
+    bits: float
     length: int = 1
 
     @property
     def step_bits(self) -> int:
         """Bits that a step shifts in, k V."""
-        return self.bits * self.length
+        return int(self.bits * self.length)
 
     @property
     def branches(self) -> int:
@@ -47,12 +48,13 @@ class Trellis:
         return 1 << (self.states - self.step_bits)
 
     def __post_init__(self) -> None:
+        assert self.bits * self.length == self.step_bits, "a step has whole bits"
         assert self.step_bits <= self.states, "a step must not shift out more bits than a state has"
 
 
-def count_bytes(weights: int, bits: int) -> int:
-    """Bytes of a tail-biting sequence of so many weights, a multiple of 8."""
-    return weights * bits // 8
+def count_bytes(weights: int, bits: float) -> int:
+    """Bytes of a tail-biting sequence of so many weights."""
+    return int(weights * bits) // 8
 
 
 def search_bytes(trellis: Trellis, steps: int, sequences: int) -> int:

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from compress.numerics.quant.trellis import Trellis, Viterbi, count_bytes, pack, search_bytes, unpack
 
 FIGURE = torch.tensor([0.5, 0.1, 0.8, 0.3])[:, None]  # values of the states 00, 01, 10, 11 in figure 2 of the paper
-SMALL = [Trellis(2, 1), Trellis(3, 1), Trellis(3, 2), Trellis(4, 2), Trellis(4, 1, 2), Trellis(3, 3)]
+SMALL = [
+    Trellis(2, 1),
+    Trellis(4, 1.5, 2),
+    Trellis(3, 1),
+    Trellis(3, 2),
+    Trellis(4, 2),
+    Trellis(4, 1, 2),
+    Trellis(3, 3),
+]
 
 
 def windows(text, states, step):
@@ -81,7 +89,9 @@ def test_tail_biting_walks_come_near_the_best_of_all_circles(trellis):
     assert torch.equal(unpack(pack(found, trellis), trellis).long(), found)
 
 
-@pytest.mark.parametrize("trellis", [Trellis(6, 2), Trellis(6, 2, 2), Trellis(5, 3), Trellis(7, 4)], ids=str)
+@pytest.mark.parametrize(
+    "trellis", [Trellis(6, 2), Trellis(6, 2, 2), Trellis(5, 3), Trellis(7, 4), Trellis(8, 1.5, 2)], ids=str
+)
 def test_long_walks_are_tail_biting_and_continue_each_other(trellis):
     found = Viterbi(random(2**trellis.states, trellis.length), trellis).tail_biting(random(20, 64, seed=1))
     assert found.shape == (20, 64 // trellis.length)

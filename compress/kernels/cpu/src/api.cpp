@@ -98,12 +98,14 @@ bool in_points(const compress_weight &w) {
 bool in_walks(const compress_weight &w) {
     constexpr int64_t LARGEST = 1 << 16;
     const bool pairs = w.codec == COMPRESS_WALKS_HYB;
-    if (w.bits < 2 || w.bits > 4 || w.states < w.bits * (pairs ? 2 : 1) || w.states > 16) return false;
+    const int64_t together = pairs ? 2 : 1;  // weights of a state
+    if (w.step_bits < together || w.step_bits > 4 * together || w.states < w.step_bits || w.states > 16) return false;
     if (w.tile_rows < 1 || w.tile_rows > LARGEST || w.tile_columns < 1 || w.tile_columns > LARGEST) return false;
     const int64_t weights = w.tile_rows * w.tile_columns;
-    if (weights % 8 || w.rows % w.tile_rows || w.width % w.tile_columns || (pairs && w.tile_columns % 2)) return false;
+    if (weights % 8 || weights / together * w.step_bits % 8 || w.rows % w.tile_rows || w.width % w.tile_columns) return false;
+    if (w.tile_columns % together) return false;
     if (pairs ? !w.table || w.tables != 1 || w.books != 1 || w.entries != 1024 || w.length != 2 : !!w.table) return false;
-    return w.stride >= w.width / w.tile_columns * (weights / 8 * w.bits);
+    return w.stride >= w.width / w.tile_columns * (weights / together * w.step_bits / 8);
 }
 
 bool consistent(const compress_weight &w) {

@@ -36,8 +36,8 @@ enum compress_rounding {
 // Or weights at single positions, in floats: `words` holds them row by row, `offsets` [rows + 1] tells where each row begins and
 // where the last one ends, and `order` the column of each weight. Columns are not checked. All other weights are zero.
 // Or walks through a trellis: `words` holds tiles of [tile_rows, tile_columns] weights, `stride` bytes for each row of tiles. A
-// tile of n weights is a circle of n * `bits` bits, each byte from its upper bit on. Each weight, or each two with HYB, has a
-// state: the `states` bits from its place in the circle on, the first bit the highest; see walks.inc.
+// tile is a circle of bits, each byte from its upper bit on. Each weight, or each two with HYB, has a state: the `states` bits
+// from its place in the circle on, the first bit the highest. The next state's place is `step_bits` further; see walks.inc.
 enum compress_codec {
     COMPRESS_E4M3 = 9, COMPRESS_E5M2 = 10, COMPRESS_KEPT_F32 = 11, COMPRESS_KEPT_BF16 = 12, COMPRESS_ROWS_F32 = 13,
     COMPRESS_ROWS_BF16 = 14, COMPRESS_LOOKED_UP = 15, COMPRESS_POINTS_2 = 16, COMPRESS_POINTS_3 = 17, COMPRESS_POINTS_4 = 18,
@@ -60,7 +60,7 @@ struct compress_weight {
     int32_t codec;  // the width of the codes, or a compress_codec
     int64_t rows, width, units, group, groups;
     int64_t tables, books, entries, length, stride;  // of weights that are looked up, otherwise 0; tables: 1, or one a row
-    int64_t bits, states, tile_rows, tile_columns;   // of walks, otherwise 0; bits: of a weight; states: bits of a state
+    int64_t step_bits, states, tile_rows, tile_columns;  // of walks, otherwise 0; states: bits of a state
 };
 
 // One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.

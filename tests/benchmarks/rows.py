@@ -124,6 +124,15 @@ ROWS: dict[str, list[dict]] = {
     "quip_sharp-learned": [{"quip_sharp": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip": [{"qtip": {}}],
     "qtip-learned": [{"qtip": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    **{
+        f"qtip-{bits}-learned": [
+            {"qtip": {"bits": bits, "code": "hyb"}},
+            {"distill": {**LEARNED["distill"], "epochs": 3}},
+        ]
+        for bits in (1, 1.5, 2.5)
+    },
+    "aqlm-learned": [{"aqlm": {"bits": 8, "length": 4}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "aqlm-6-learned": [{"aqlm": {"bits": 8, "length": 6}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip-refined": [{"qtip": {"refine": 1}}],
     "qtip-32x8": [{"qtip": {"tile_rows": 32, "tile_columns": 8}}],
     "qtip-hyb": [{"qtip": {"code": "hyb"}}],
@@ -250,6 +259,11 @@ ROWS: dict[str, list[dict]] = {
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int4", "activation_clip": 0.9}},
         {"distill": {**LEARN, "epochs": 2}},
     ],
+    "w4a4-learned-longer": [
+        {"rotate": ALL_ROTATED},
+        {"gptq": {"weights": "int4", "group_size": 32, "activations": "int4", "activation_clip": 0.9}},
+        {"distill": {**LEARN, "epochs": 4}},
+    ],
     "w4a8-plain": [{"gptq": {"weights": "int4", "activations": "int8"}}],
     "best-int4-g192": [{"gptq": {"weights": "int4", "group_size": 192}}, {"distill": {**LEARN, "epochs": 2}}],
     "best-int3-g192": [
@@ -275,6 +289,7 @@ ROWS: dict[str, list[dict]] = {
     "ria-2:4": [{"ria": {"pattern": "2:4"}}],
     "sparsegpt": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row"}}],
     "sparsegpt-paper": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 0, "shrinkage": 0}}],
+    "sparsegpt-repaired": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "repair": 48}}],
     "sparsegpt-owl": [{"sparsegpt": {"sparsity": 0.5, "pattern": "row", "allocate": "owl"}}],
     "sparsegpt-2:4": [{"sparsegpt": {"pattern": "2:4"}}],
     "sparsegpt-2:4-paper": [{"sparsegpt": {"pattern": "2:4", "repair": 0, "shrinkage": 0}}],
@@ -339,15 +354,12 @@ UNSHRUNK = (
     "olive-compensated",
     "w4a4-all",
     "quip_sharp-3-learned",
-    "spqr",
     "quantease",
     "best-int3-g192",
     "owq-int3-0.5",
     "owq-int3-0.167",
     "pb_llm-learned",
-    "qtip-learned",
     "quip_sharp-learned",
-    "bcq-2-learned",
     "permuted-sparsegpt-2:4",
     "sparsegpt-2:4",
     "sparsegpt-2:4-int4",

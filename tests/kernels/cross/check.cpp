@@ -176,7 +176,8 @@ void check_other_weights(Library &library, Random &random, int cases) {
         check_weight(library, random, points_of(random, some_rows(random), random.between(1, 40), 2 + i % 3), some_batch(random));
         for (const int codec : {COMPRESS_WALKS_1MAD, COMPRESS_WALKS_3INST, COMPRESS_WALKS_HYB}) {
             const int64_t tile_columns = random.of<int64_t>({4, 8, 12, 16, 16, 32, 64}), columns = random.between(1, tile_columns < 16 ? 20 : 5);
-            check_weight(library, random, walks_of(random, codec, random.between(1, 3), columns, random.of<int64_t>({2, 8, 16, 18}), tile_columns, 2 + i % 3, random.between(3, 16)), some_batch(random));
+            const int64_t step_bits = codec == COMPRESS_WALKS_HYB ? random.between(2, 8) : random.between(1, 4);
+            check_weight(library, random, walks_of(random, codec, random.between(1, 3), columns, random.of<int64_t>({2, 8, 16, 18}), tile_columns, step_bits, random.between(3, 16)), some_batch(random));
         }
         const int64_t length = random.of<int64_t>({1, 2, 4, 8, 16}), entries = random.of<int64_t>({1, 2, 16, 64, 256});
         const int64_t runs = (some_width(random) + length - 1) / length, group = random.of<int64_t>({0, 0, 16, 64, 128});

@@ -229,12 +229,14 @@ inline double near_one(uint32_t bits) {
 }
 
 // Tiles of walks of some rows and columns of weights each: windows of circles of bits, and values of QTIP's algorithms 1 to 3.
-inline Weight walks_of(Random &random, int codec, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, int64_t bits, int64_t states) {
+inline Weight walks_of(Random &random, int codec, int64_t rows, int64_t columns, int64_t tile_rows, int64_t tile_columns, int64_t step_bits, int64_t states) {
     Weight found = sized(random, "walks of codec " + std::to_string(codec) + " in tiles of " + std::to_string(tile_rows) + "x" + std::to_string(tile_columns),
                          codec, rows * tile_rows, columns * tile_columns, 0, false);
     compress_weight &w = found.w;
-    const int64_t together = codec == COMPRESS_WALKS_HYB ? 2 : 1, bytes = tile_rows * tile_columns * bits / 8;
-    w.bits = bits, w.states = std::max(states, bits * together), w.tile_rows = tile_rows, w.tile_columns = tile_columns;
+    const int64_t together = codec == COMPRESS_WALKS_HYB ? 2 : 1;
+    step_bits += tile_rows * tile_columns / together * step_bits % 8 ? 1 : 0;  // tiles are whole bytes
+    const int64_t bytes = tile_rows * tile_columns / together * step_bits / 8;
+    w.step_bits = step_bits, w.states = std::max(states, step_bits), w.tile_rows = tile_rows, w.tile_columns = tile_columns;
     if (together == 2) {
         w.tables = w.books = 1, w.entries = 1024, w.length = 2;
         found.table = Guarded<float>(2048);
@@ -248,7 +250,7 @@ inline Weight walks_of(Random &random, int codec, int64_t rows, int64_t columns,
             const int64_t place = row % tile_rows * tile_columns + k % tile_columns;
             uint32_t state = 0;
             for (int64_t i = 0; i < w.states; ++i) {
-                const int64_t bit = (place / together * together * bits + i) % (8 * bytes);
+                const int64_t bit = (place / together * step_bits + i) % (8 * bytes);
                 state = state << 1 | (circle[bit / 8] >> (7 - bit % 8) & 1);
             }
             double value = 0;

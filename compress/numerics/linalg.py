@@ -13,9 +13,7 @@ from compress.errors import NumericError
 DAMPING = 0.01  # GPTQ, section 3.3, step 3; SparseGPT, appendix A: relative to the mean of the diagonal
 ESCALATION = 10.0  # each retry multiplies the damping by this
 RETRIES = 4
-SHRINKAGE = (
-    0.1  # measured best of 0 to 0.2 on text of the calibration text's kind; 0.2 is as good on others (eval/LOG.md)
-)
+SHRINKAGE = 0.1  # measured best of 0 to 0.2 on text of the calibration text's kind (eval/LOG.md)
 SMALL = 128  # triangular matrices up to this width are inverted in one call; measured best of 64, 128, 256
 
 

@@ -124,13 +124,14 @@ ROWS: dict[str, list[dict]] = {
     "quip_sharp-learned": [{"quip_sharp": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip": [{"qtip": {}}],
     "qtip-learned": [{"qtip": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
-    **{
-        f"qtip-{bits}-learned": [
-            {"qtip": {"bits": bits, "code": "hyb"}},
-            {"distill": {**LEARNED["distill"], "epochs": 3}},
-        ]
-        for bits in (1, 1.5, 2.5)
-    },
+    "qtip-1-learned": [{"qtip": {"bits": 1}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip-1.5-learned": [{"qtip": {"bits": 1.5, "code": "hyb"}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip-mixed-learned": [
+        {"qtip": {"bits": 1, "ignore": ["re:.*down_proj", "re:.*self_attn.*"]}},
+        {"qtip": {"bits": 2, "ignore": ["re:.*gate_proj", "re:.*up_proj"]}},
+        {"distill": {**LEARNED["distill"], "epochs": 3}},
+    ],
+    "gptq-ternary-learned": [{"gptq": {"weights": "ternary", "group_size": 64}}, LEARNED],
     "aqlm-learned": [{"aqlm": {"bits": 8, "length": 4}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "aqlm-6-learned": [{"aqlm": {"bits": 8, "length": 6}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip-refined": [{"qtip": {"refine": 1}}],

@@ -78,8 +78,7 @@ def test_every_state_has_its_value(chosen, code):
 def test_walks_are_circles(chosen, tile):
     """The last states of a row of a tile go on in its next row, and those of the last row in the first one."""
     for code in CODES:
-        halves = () if length_of(code) == 1 or tile[0] * tile[1] % 16 else (1.5, 2.5, 3.5)
-        for bits in (1, 2, 3, 4, *halves):
+        for bits in sorted({suited(bits, code, tile) for bits in BITS}):
             for states in (int(bits * length_of(code)), 11, 16):
                 check_decoded(part_of(2, 16 if tile[1] < 32 else 2, bits, states, code, tile, seed=states))
 

@@ -81,7 +81,6 @@ def test_the_errors_of_table_2_with_4096_states(code, bits, paper):
     assert 4.0**-bits < error(code, 12, bits) < 1.035 * paper
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "wanted"), [(1, 0.277), (1.5, 0.144), (2.5, 0.040)])
 def test_pairs_take_half_bits_too(bits, wanted):
     """Near the rate distortion of a Gaussian source, 4^-bits, and worse than it; the best scale is within 1%."""
@@ -90,6 +89,7 @@ def test_pairs_take_half_bits_too(bits, wanted):
     assert found < 1.01 * min(error("hyb", 12, bits, factor=factor) for factor in (0.96, 1.04))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "paper"), [("1mad", 0.069), ("3inst", 0.069), ("hyb", 0.071)])
 def test_the_errors_of_table_1_with_65536_states(code, paper):
     assert error(code, 16, 2) == pytest.approx(paper, rel=0.02)

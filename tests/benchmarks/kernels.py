@@ -141,7 +141,7 @@ def compared(
     return times, {name: round(value, 1) for name, value in times.items()} | ratios
 
 
-BOOKS = {"dictionary": (4, 1, True), "books": (8, 4, False)}
+BOOKS = {"dictionary": (4, 1, True), "bytes": (8, 1, True), "books": (8, 4, False)}
 """Weights that are looked up: bits of an index, weights of a run, and whether each row has a table of its own."""
 
 

@@ -75,9 +75,9 @@ def one_tokenization():
     """The embedded text is cut into pico's tokens once: that would be a third of every small run."""
     tokenize, done = ids_of.token_stream, {}
 
-    def token_stream(documents, tokenizer):
-        if Path(tokenizer.name_or_path) != PICO:
-            return tokenize(documents, tokenizer)
+    def token_stream(documents, tokenizer, limit=None):
+        if Path(tokenizer.name_or_path) != PICO or limit is not None:
+            return tokenize(documents, tokenizer, limit)
         key = (tokenizer.eos_token_id, *documents)
         if key not in done:
             done[key] = tokenize(documents, tokenizer)

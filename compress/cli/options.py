@@ -18,7 +18,7 @@ MODEL = click.option("--model", help="Model to use instead of the recipe's: hub 
 
 OF_A_TEXT = (
     "dataset", "mixture", "config", "split", "revision", "column", "chat_template", "max_documents",
-    "max_tokens_per_document", "packing",
+    "max_tokens_per_document", "packing", "bos",
 )  # fmt: skip
 """Options of a calibration text, which another text does not take over."""
 

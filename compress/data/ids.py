@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE
+from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
 from compress.model.inputs import text_lengths
-from compress.model.kinds import reads_whole_texts, texts_in_row
+from compress.model.kinds import described, reads_whole_texts, texts_in_row
 from compress.model.objective import text_config
 from compress.model.structure.ends import vocabulary_size
 
@@ -29,7 +30,8 @@ class TextUse(BaseModel):
 
     part: calibration or test. sequences, length: of the chosen ids. sha256: of the documents; of the ids, if they are
     stored or sampled. documents: their number, None for stored or sampled ids. tokens: of all documents, before
-    sequences are chosen. forms, template, skipped: as `Texts`.
+    sequences are chosen. forms, template, skipped: as `Texts`. bos: whether each sequence begins with the
+    beginning-of-sequence token that `sample` was given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,11 +48,14 @@ class TextUse(BaseModel):
     template: str | None = None
     packing: bool | None = None
     max_tokens_per_document: int | None = None
+    bos: bool = False
 
     @classmethod
-    def of_ids(cls, text: str, part: str, ids: Int[Tensor, "sequences length"]) -> TextUse:
+    def of_ids(cls, text: str, part: str, ids: Int[Tensor, "sequences length"], bos: bool = False) -> TextUse:
         """The use of stored or sampled ids."""
-        return cls(text=text, part=part, sequences=ids.shape[0], length=ids.shape[1], sha256=corpus_sha256(ids))
+        return cls(
+            text=text, part=part, sequences=ids.shape[0], length=ids.shape[1], sha256=corpus_sha256(ids), bos=bos
+        )
 
 
 Sample = tuple[Int[Tensor, "sequences length"], TextUse]
@@ -76,15 +81,16 @@ def sample(
     sequences: int | None,
     length: int | None,
     seed: int,
+    prefix: Sequence[int] = (),
 ) -> Sample:
     """Return int64 ids, `sequences` of `length` tokens that do not overlap, and the use of the text.
 
     Text is tokenized without special tokens, joined (`token_stream`) and cut from its start (`windows`); without
-    packing, each sequence is the start of one document. The calibration part takes sequences at random without
-    replacement, the same ones for the same `seed`. The test part takes the first ones in order, and all of a text that
-    has fewer. `sequences=None` takes every sequence in order; text always needs a `length`. A .npy file holds ids
-    ([n, m], integers): its first `sequences` rows and first `length` columns are taken, or all of them for None;
-    `part`, `tokenizer` and `seed` are ignored.
+    packing, each sequence is the start of one document. prefix: tokens that every sequence begins with; they count in
+    `length`. The calibration part takes sequences at random without replacement, the same ones for the same `seed`. The
+    test part takes the first ones in order, and all of a text that has fewer. `sequences=None` takes every sequence in
+    order; text always needs a `length`. A .npy file holds ids ([n, m], integers): its first `sequences` rows and first
+    `length` columns are taken, or all of them for None; `part`, `tokenizer`, `seed` and `prefix` are ignored.
 
     Raises `CalibrationError` when the source cannot provide the sequences.
     """
@@ -102,7 +108,7 @@ def sample(
             f"{part}: {source.label} text needs a tokenizer, and the model has none; use ids in a .npy file"
         )
     found = read_texts(source, part, tokenizer)
-    cut, tokens = _sequences(found.documents, tokenizer, source, length)
+    cut, tokens = _sequences(found.documents, tokenizer, source, length, prefix)
     chosen = _chosen(cut, source, part, tokens, len(found.documents), sequences, length, seed)
     use = TextUse(
         text=source.label,
@@ -117,23 +123,22 @@ def sample(
         template=found.template,
         packing=source.packing,
         max_tokens_per_document=source.max_tokens_per_document,
+        bos=len(prefix) > 0,
     )
     return chosen, use
 
 
 def _sequences(
-    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: TextSource, length: int
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, source: TextSource, length: int, prefix: Sequence[int]
 ) -> tuple[Int[Tensor, "sequences length"], int]:
     """All sequences of the documents, and the number of their tokens."""
     limit = source.max_tokens_per_document
-    if source.packing and limit is None:
-        stream = token_stream(documents, tokenizer)
-        return windows(stream, length), len(stream)
-    encoded = [ids[:limit] for ids in encode(documents, tokenizer)]
     if source.packing:
-        stream = join(encoded, tokenizer)
-        return windows(stream, length), len(stream)
-    rows = [ids[:length] for ids in encoded if len(ids) >= length]
+        stream = token_stream(documents, tokenizer, limit)
+        return windows(stream, length, prefix), len(stream)
+    encoded = [ids[:limit] for ids in encode(documents, tokenizer)]
+    begun = [ids if ids[: len(prefix)] == list(prefix) else [*prefix, *ids] for ids in encoded]
+    rows = [ids[:length] for ids in begun if len(ids) >= length]
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, length), sum(map(len, encoded))
 
 
@@ -173,9 +178,11 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def token_stream(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Int[Tensor, " tokens"]:
-    """Tokenize each document and join them with the end-of-text token, or directly if there is none."""
-    return join(encode(documents, tokenizer), tokenizer)
+def token_stream(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> Int[Tensor, " tokens"]:
+    """Tokenize each document, keep `limit` tokens, and join them with the end-of-text token, or directly if none."""
+    return join([ids[:limit] for ids in encode(documents, tokenizer)], tokenizer)
 
 
 def encode(documents: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -196,10 +203,23 @@ def join(encoded: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -
     return torch.tensor(joined, dtype=torch.int64)
 
 
-def windows(stream: Int[Tensor, " tokens"], length: int) -> Int[Tensor, "windows length"]:
-    """Cut consecutive windows that do not overlap; the incomplete window at the end is dropped."""
-    count = len(stream) // length
-    return stream[: count * length].reshape(count, length)
+def windows(stream: Int[Tensor, " tokens"], length: int, prefix: Sequence[int] = ()) -> Int[Tensor, "windows length"]:
+    """Cut consecutive windows that do not overlap; the incomplete window at the end is dropped.
+
+    Each begins with the prefix; one whose text begins with it (a chat template writes it) does not get it twice.
+    """
+    if not prefix:
+        count = len(stream) // length
+        return stream[: count * length].reshape(count, length)
+    begin, rows, at = torch.tensor(prefix, dtype=stream.dtype), [stream[:0].reshape(0, length)], 0
+    while at < len(stream):
+        added = begin[:0] if stream[at : at + len(begin)].equal(begin) else begin
+        row = torch.cat([added, stream[at : at + length - len(added)]])
+        if len(row) < length:
+            break
+        rows.append(row[None])
+        at += length - len(added)
+    return torch.cat(rows)
 
 
 def corpus_sha256(ids: Int[Tensor, "sequences length"]) -> str:
@@ -277,8 +297,9 @@ def model_sample(
     """Return the token ids of a text for a model, and its use; count and length None: all that a .npy file holds.
 
     For an encoder or a classifier, each window is placed between the special tokens that its tokenizer adds to a text;
-    they count in `length`. For an encoder with a decoder, so is each half of a window (`model.inputs`). Every sequence
-    is full, so that none needs padding. The ids of a .npy file are not changed.
+    they count in `length`. For an encoder with a decoder, so is each half of a window (`model.inputs`). For other
+    models, each sequence begins with the tokens that the tokenizer adds before a text (`opening_tokens`). Every
+    sequence is full, so that none needs padding. The ids of a .npy file are not changed.
 
     Raises CalibrationError: no such text, too little text, ids outside the vocabulary, sequences longer than the
     model's positions, or a model without a tokenizer.
@@ -293,14 +314,22 @@ def model_sample(
         left, right = (torch.tensor(side, dtype=ids.dtype).expand(len(ids), -1) for side in (before, after))
         ids = torch.cat([each for text in ids.split(lengths, dim=1) for each in (left, text, right)], dim=1)
     else:
-        ids, use = sample(source, part, needed, count, length, seed)
+        prefix = () if needed is None else opening_tokens(source, needed, part)
+        ids, use = sample(source, part, needed, count, length, seed, prefix)
+    check_vocabulary(ids, model, source, part)
+    return ids, use
+
+
+def check_vocabulary(
+    ids: Int[Tensor, "sequences length"], model: PreTrainedModel, source: TextSource, part: Part
+) -> None:
+    """Raises CalibrationError when the model does not know an id."""
     size = vocabulary_size(model)
     if int(ids.max()) >= size:
         raise CalibrationError(
             f"{part}: {source.label} holds the token id {int(ids.max())}, but the model's vocabulary has {size}; "
             "use ids that were made with the model's own tokenizer"
         )
-    return ids, use
 
 
 def check_text(
@@ -320,14 +349,16 @@ def check_text(
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if source.stored:
         _check_shape(Path(str(source.source)), count, length)
-    between, texts = needed is not None and not source.sampled and reads_whole_texts(model), texts_in_row(model)
-    around = special_tokens_around(needed) if needed is not None and between and length is not None else ()
-    if length is not None and around and text_lengths(texts, length)[-1] <= sum(map(len, around)):
-        raise CalibrationError(
-            f"{part}: length {length} leaves no room between the special tokens; use a larger length"
-        )
+    whole, texts, around = reads_whole_texts(model), texts_in_row(model), [0]
+    if source.bos is not None and whole:
+        raise CalibrationError(f"{part}: bos has no effect: {described(model)}; leave it out")
+    if needed is not None and not (whole and source.sampled):
+        added = special_tokens_around(needed) if whole else [opening_tokens(source, needed, part)]
+        around = [len(each) for each in added]
+    if length is not None and text_lengths(texts, length)[-1] <= sum(around):
+        raise CalibrationError(f"{part}: length {length} leaves no room beside the special tokens; use a larger length")
     limit, found = source.max_tokens_per_document, extent(source, count, length)[1]
-    if not source.packing and limit is not None and limit < found:
+    if not source.packing and limit is not None and limit + sum(around) < found:
         raise CalibrationError(
             f"{part}: no document of {source.label} fills a sequence of {found} tokens, because "
             f"max_tokens_per_document is {limit}; use a shorter length, or packing: true"
@@ -341,17 +372,3 @@ def check_text(
         raise CalibrationError(
             f"{part}: {source.label} has one token per sequence, but a loss needs 2; use length >= 2"
         )
-
-
-def special_tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that a tokenizer adds before and after a text."""
-    bare, whole = (tokenizer("a", add_special_tokens=some).input_ids for some in (False, True))
-    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-    return whole[:start], whole[start + len(bare) :]
-
-
-def needs_tokenizer(tokenizer: PreTrainedTokenizerBase | None, part: Part) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, or raise CalibrationError when there is none."""
-    if tokenizer is None:
-        raise CalibrationError(f"{part}: the model has no tokenizer; use token ids in a .npy file")
-    return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ def self_sampled(
     length: int,
     seed: int,
     batch: int = 8,
+    prefix: Sequence[int] = (),
 ) -> Int[Tensor, "sequences length"]:
     """Sample calibration text from the model itself (LLM-QAT, https://arxiv.org/abs/2305.17888, sec. 3.1).
 
     Each sequence starts with one token drawn uniformly from the vocabulary without its special tokens. The next 3 to 5
     tokens (one number per batch) are the most likely ones; all later tokens are sampled from the full softmax. The
     model's end tokens are suppressed, so every sequence has `length` tokens. The result (int64, on the CPU) depends on
-    `seed` and `batch`. The global random state is not changed.
+    `seed` and `batch`. The global random state is not changed. prefix: tokens that every sequence begins with.
 
     Raises `CalibrationError` for a count below 1, and for a model that cannot generate text.
     """
@@ -49,9 +51,11 @@ def self_sampled(
         torch.manual_seed(seed)
         for first in range(0, sequences, batch):
             size = min(batch, sequences - first)
-            ids = starts[torch.randint(len(starts), (size, 1))].to(model.device)
+            ids = starts[torch.randint(len(starts), (size, 1))]
+            begin = torch.tensor(prefix, dtype=ids.dtype).expand(size, -1)
+            ids = torch.cat([begin, ids], dim=1)[:, :length].to(model.device)
             low, high = GREEDY_TOKENS
-            greedy = min(int(torch.randint(low, high + 1, ())), length - 1)
+            greedy = min(int(torch.randint(low, high + 1, ())), length - ids.shape[1])
             ids = _continue(model, tokenizer, ids, greedy, sample=False)
             rows.append(_continue(model, tokenizer, ids, length - ids.shape[1], sample=True).cpu())
     return torch.cat(rows)

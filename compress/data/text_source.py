@@ -55,6 +55,11 @@ class TextSource(BaseModel):
         description="true: documents are joined and cut into sequences; false: one document per sequence, cut to its "
         "length, and shorter documents are skipped",
     )
+    bos: bool | None = Field(
+        default=None,
+        description="whether each sequence begins with the beginning-of-sequence token, which counts in its length; "
+        "null: if the tokenizer adds one to a text",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -86,6 +91,8 @@ class TextSource(BaseModel):
             found |= {"column": f"the columns of {self.source} are known"}
         if self.stored or self.sampled:
             found |= dict.fromkeys(("max_tokens_per_document", "packing"), f"{self.source} has no documents")
+        if self.stored:
+            found |= {"bos": f"the ids of {self.source} are not changed"}
         return found
 
     @property

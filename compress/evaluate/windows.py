@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.data.ids import Sample, check_text, model_sample
+from compress.data.ids import Sample, check_text, check_vocabulary, model_sample, sample
+from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import Kept
@@ -150,15 +151,20 @@ def evaluation_ids(
     where = f"test: stride {stride}"
     if source.stored or not source.packing or reads_whole_texts(model):
         raise CalibrationError(f"{where} needs one stream of text and a model of next tokens; write stride: null")
-    if length is None or stride > length:
-        raise CalibrationError(f"{where} is longer than a window; use stride <= length")
+    given = needs_tokenizer(tokenizer, "test")
+    prefix = opening_tokens(source, given, "test")
+    own = (length or 0) - len(prefix)  # tokens of the text in a window
+    if length is None or stride > own:
+        raise CalibrationError(f"{where} is longer than the text of a window; use stride <= {own}")
     check_text(*known, source, "test", count, length)
-    piece = gcd(length, stride)
-    pieces = None if count is None else (length + (count - 1) * stride) // piece
-    ids, use = model_sample(*known, source, "test", pieces, piece, seed)
-    if ids.numel() < length:
+    piece = gcd(own, stride)
+    pieces = None if count is None else (own + (count - 1) * stride) // piece
+    ids, use = sample(source, "test", given, pieces, piece, seed)
+    check_vocabulary(ids, model, source, "test")
+    if ids.numel() < own:
         raise CalibrationError(
             f"test: {source.label} has fewer tokens than one window of {length}; use a shorter length"
         )
-    rows = ids.flatten().unfold(0, length, stride).clone()
-    return rows, use.model_copy(update={"sequences": len(rows), "length": length})
+    rows = ids.flatten().unfold(0, own, stride)
+    rows = torch.cat([torch.tensor(prefix, dtype=ids.dtype).expand(len(rows), -1), rows], dim=1)
+    return rows, use.model_copy(update={"sequences": len(rows), "length": length, "bos": len(prefix) > 0})

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.data.ids import Sample, TextUse, check_text, model_sample, needs_tokenizer
+from compress.data.ids import Sample, TextUse, check_text, model_sample
+from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
 from compress.evaluate.windows import evaluation_ids
@@ -56,8 +57,9 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
     check_text(opened.model, opened.tokenizer, text, "calibration", count, length)
     with opened.streaming() as model:
         tokenizer = needs_tokenizer(opened.tokenizer, "calibration")
-        ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed)
-    return ids, TextUse.of_ids(text.label, "calibration", ids)
+        prefix = opening_tokens(text, tokenizer, "calibration")
+        ids = self_sampled(model, tokenizer, count or 64, length or 512, recipe.seed, prefix=prefix)
+    return ids, TextUse.of_ids(text.label, "calibration", ids, bos=len(prefix) > 0)
 
 
 def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:

@@ -1,11 +1,12 @@
 """Rows against each other on the same windows: loss, KL and seconds, paired standard errors, and the spread over orders.
 
     python tests/benchmarks/paired.py ROW|RECIPE.yaml... --model PATH --test TEXT --calibration TEXT \
-        [--windows 8] [--sequences 16] [--length 512] [--orders 5] [--threads 1]
+        [--windows 8] [--sequences 16] [--length 512] [--bos calibration test] [--orders 5] [--threads 1]
 
 ROW: a row of rows.py. TEXT: token ids (.npy), or a source with --length: embedded, the path of a text file, ... The
 first row is the base of the paired differences (row minus base, mean over windows, and its standard error) in loss and
-in KL. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
+in KL. --bos: texts whose sequences begin with the tokens that the tokenizer adds before a text, as those of recipes do;
+none by default. KL: of the uncompressed next-token distribution to the model's, nats per token. --orders N runs each row
 N times: the calibration sequences as given, then permuted, in other batches, and with another number of threads; spread
 is the largest perplexity over the smallest, minus 1. Models are compressed in memory, for format native. One JSON line
 per row and order; seconds are those of the process for compression.
@@ -27,7 +28,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import compress
-from compress.data.ids import token_ids
+from compress.data.ids import sample
+from compress.data.opening import special_tokens_around
+from compress.data.text_source import Part
 from compress.numerics.statistics import mean
 
 BATCH = 4
@@ -60,11 +63,17 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="of the test; all if not given")
     parser.add_argument("--sequences", type=int, help="of the calibration; all if not given")
     parser.add_argument("--length", type=int, help="of both; that of the stored ids if not given")
+    parser.add_argument("--bos", nargs="*", default=[], choices=("calibration", "test"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    windows = token_ids(arguments.test, "test", tokenizer, arguments.windows, arguments.length, 0)
-    calibration = token_ids(arguments.calibration, "calibration", tokenizer, arguments.sequences, arguments.length, 0)
+    prefix = {part: special_tokens_around(tokenizer)[0] for part in arguments.bos}
+
+    def ids_of(source: str, part: Part, count: int | None) -> Tensor:
+        return sample(source, part, tokenizer, count, arguments.length, 0, prefix.get(part, ()))[0]
+
+    windows = ids_of(arguments.test, "test", arguments.windows)
+    calibration = ids_of(arguments.calibration, "calibration", arguments.sequences)
     model = opened(arguments.model)
     reference = [log_probabilities(model, window).half() for window in windows]
     first: tuple[list[float], list[float]] | None = None

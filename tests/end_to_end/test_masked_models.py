@@ -14,7 +14,8 @@ import compress
 from compress import RTN, Distill, DropBlocks, Finetune
 from compress.api.journal import Journal
 from compress.cli import main
-from compress.data.ids import model_sample, special_tokens_around
+from compress.data.ids import model_sample
+from compress.data.opening import special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.model.forward import mean_loss, skipping
 from compress.model.objective import objective_of
@@ -74,11 +75,11 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
     found, _ = model_sample(tiny("bert"), tokenizer(), words, "test", 3, 10)
     assert found.tolist() == [[2, *text[8 * i : 8 * i + 8], 3] for i in range(3)]
     plain, _ = model_sample(tiny("llama"), tokenizer(), words, "test", 3, 10)
-    assert plain.tolist() == [text[10 * i : 10 * i + 10] for i in range(3)]
+    assert plain.tolist() == [[2, *text[9 * i : 9 * i + 9]] for i in range(3)]
     stored, _ = model_sample(tiny("bert"), tokenizer(), texts["tiny"], "test", None, None)
     assert torch.equal(stored, model_sample(tiny("llama"), None, texts["tiny"], "test", None, None)[0])
     assert special_tokens_around(tokenizer()) == ([2], [3])
-    with pytest.raises(CalibrationError, match="test: length 2 leaves no room between the special tokens"):
+    with pytest.raises(CalibrationError, match="test: length 2 leaves no room beside the special tokens"):
         model_sample(tiny("bert"), tokenizer(), words, "test", 3, 2)
 
 

@@ -35,7 +35,7 @@ def test_overlapping_windows_score_every_token_once(pico_model, pico):
 @pytest.mark.parametrize(
     ("text", "length", "stride", "message"),
     [
-        ("embedded", 32, 40, "stride 40 is longer than a window; use stride <= length"),
+        ("embedded", 32, 40, "stride 40 is longer than the text of a window; use stride <= 32"),
         (TextSource(source="embedded", packing=False), 32, 8, "needs one stream of text"),
         ("embedded", 4096, 8, "exceeds the model's 512 positions"),
     ],

@@ -68,6 +68,8 @@ def test_another_source_replaces_every_kind_of_text():
         ("{split: train}", "split has no effect: it is an option of data sets, and the source is embedded; remove it"),
         ("{source: a.txt, chat_template: x.jinja}", "chat_template has no effect: a.txt has no rows with columns"),
         ("{source: ultrachat, column: prompt}", "column has no effect: the columns of ultrachat are known"),
+        ("{source: a.npy, bos: true}", "bos has no effect: the ids of a.npy are not changed; remove it"),
+        ("{mixture: [embedded, a.txt], bos: true}", "bos has no effect: a mixture has this option in each"),
         ("{source: a.npy, packing: false}", "packing has no effect: a.npy has no documents"),
         ("{source: self, max_tokens_per_document: 5}", "max_tokens_per_document has no effect: self has no documents"),
         ("{mixture: [embedded, a.txt], packing: false}", "packing has no effect: a mixture has this option in each"),

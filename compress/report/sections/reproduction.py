@@ -45,6 +45,8 @@ def described(text: TextUse) -> str:
         facts.append(f"{text.tokens} tokens" + ("" if text.packing else ", one document per sequence"))
     if text.max_tokens_per_document is not None:
         facts.append(f"at most {text.max_tokens_per_document} tokens per document")
+    if text.bos:
+        facts.append("each sequence begins with the beginning-of-sequence token")
     if text.template is not None:
         facts.append(f"chat template: {text.template}")
     return ", ".join([*facts, f"{text.sequences} sequences of {text.length} tokens", f"sha256 {text.sha256}"])

@@ -1,11 +1,14 @@
 """Quality, time and memory of recipes on a fixed protocol: windows and calibration sequences given as token ids.
 
-    python tests/benchmarks/quality.py RECIPE.yaml... --model PATH --test IDS.npy --calibration IDS.npy
+    python tests/benchmarks/quality.py RECIPE.yaml... --model PATH --test IDS.npy --calibration IDS.npy [--also embedded]
 
 Each recipe is run with its model and calibration replaced by the given ones, in a process of its own; the reloaded
 checkpoint is evaluated on the windows. One JSON line per recipe:
 
     recipe, perplexity, loss, base_loss, seconds, peak_rss_mb, checkpoint_bytes, bits_per_weight, verify_seconds
+
+--also: a second text, of another kind than the calibration's, in windows of the same number and length; the line ends
+with its perplexity, base_perplexity, and difference of the loss from the base's with the standard error over windows.
 
 seconds: from opening the model to the complete checkpoint on disk; peak_rss_mb: of the process until then. Reading the
 checkpoint back and comparing it (verify_seconds) and the evaluation come after. The calibration's batch stays the
@@ -22,6 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 KEYS = (
     "recipe",
@@ -59,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="hub id, local folder or .gguf file")
     parser.add_argument("--test", required=True, help="token ids of the windows, .npy [windows, length]")
     parser.add_argument("--calibration", required=True, help="token ids, .npy [sequences, length]")
+    parser.add_argument("--also", metavar="TEXT", help="a second text: embedded, a file, ...")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, help="threads of torch; all cores if not given")
     parser.add_argument("--out", help="keep the checkpoints in this folder")
@@ -67,12 +72,13 @@ def parse() -> argparse.Namespace:
 
 
 def forwarded(arguments: argparse.Namespace) -> list[str]:
-    names = ("model", "test", "calibration", "dtype", "threads", "out")
+    names = ("model", "test", "calibration", "also", "dtype", "threads", "out")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     return [part for name, value in given.items() for part in (f"--{name}", str(value))]
 
 
 def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
+    import numpy
     import torch
 
     import compress
@@ -84,12 +90,14 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         torch.set_num_threads(arguments.threads)
     recipe = compress.Recipe.from_yaml(path)
     ids = {"source": arguments.calibration, "sequences": None, "length": None}
+    windows, length = numpy.load(arguments.test, mmap_mode="r").shape
+    texts = (arguments.test,) if arguments.also is None else (arguments.test, arguments.also)
     recipe = recipe.model_copy(
         update={
             "model": arguments.model,
             "dtype": arguments.dtype,
             "calibration": recipe.calibration.model_copy(update=ids),
-            "eval": compress.Evaluate(perplexity=(arguments.test,), windows=None, length=None),
+            "eval": compress.Evaluate(perplexity=texts, windows=windows, length=length),
         }
     )
     with tempfile.TemporaryDirectory() as temporary:
@@ -112,7 +120,15 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
         round(size["bits_per_weight"], 4),
         round(report["costs"]["verify"]["seconds"], 1),
     )
-    return dict(zip(KEYS, values, strict=True))
+    line: dict[str, object] = dict(zip(KEYS, values, strict=True))
+    return line if arguments.also is None else line | {"also": second(report["perplexity"][1])}
+
+
+def second(row: dict[str, Any]) -> dict[str, float]:
+    """What a line says of the second text, from the row of the report."""
+    found = {"perplexity": row["compressed"]["perplexity"], "base_perplexity": row["base"]["perplexity"]}
+    paired = row["difference"]
+    return found | {"difference": paired["loss"], "difference_stderr": paired["stderr"]}
 
 
 if __name__ == "__main__":

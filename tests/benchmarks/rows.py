@@ -1,6 +1,6 @@
 """The rows of the tables in README and eval/LOG.md: many passes and grids, each as a recipe for quality.py.
 
-    python tests/benchmarks/rows.py [ROW...] --model PATH --test IDS.npy --calibration IDS.npy [--threads 1]
+    python tests/benchmarks/rows.py [ROW...] --model PATH --test IDS.npy --calibration IDS.npy [--also TEXT] [--threads 1]
 
 Without names all rows are run, one after the other; --list prints them. One JSON line per row, as quality.py prints it.
 """
@@ -448,6 +448,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     for name in ("model", "test", "calibration"):
         parser.add_argument(f"--{name}", required="--list" not in sys.argv)
+    parser.add_argument("--also", metavar="TEXT", help="a second text: embedded, a file, ...")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", help="keep the checkpoints, with reports and curves of training, in this folder")

@@ -21,9 +21,9 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results
-from compress.model.forward import ROWS
 from compress.model.kinds import reads_whole_texts
 from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
+from compress.numerics.metrics import rows_of_chunk
 
 Window = dict[str, Any]
 """The result of one window, as JSON: loss (sum in nats), tokens, bytes, seconds; kl, same and positions by target."""
@@ -86,9 +86,10 @@ def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, ta
     if task.stride is not None and index > 0:
         scored = positions >= len(ids) - task.stride
         logits, targets, positions = logits[scored], targets[scored], positions[scored]
+    rows = rows_of_chunk(logits.shape[-1])
     found = sum(
         float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum"))
-        for part, wanted in zip(logits.split(ROWS), targets.split(ROWS), strict=True)
+        for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True)
     )
     if math.isnan(found):
         raise NumericError(
@@ -104,18 +105,18 @@ def measure_window(model: nn.Module, ids: Int[Tensor, " length"], index: int, ta
 
 def _compared(logits: Tensor, positions: Tensor, index: int, top_k: int, task: WindowTask) -> dict[str, Any]:
     """Keep the base model's tokens, or compare a variant with them, some rows at a time."""
-    path = task.path(index)
+    path, size = task.path(index), rows_of_chunk(logits.shape[-1])
     if task.which == "base":
-        kept = [Kept.of(part, top_k, seed=i) for i, part in enumerate(logits.split(ROWS))]
+        kept = [Kept.of(part, top_k, seed=i) for i, part in enumerate(logits.split(size))]
         path.parent.mkdir(parents=True, exist_ok=True)
         Kept(*(torch.cat(parts) for parts in zip(*kept, strict=True))).save(path)
         return {}
     known = Kept.load(path)
     kl: list[float] = []
     same: list[int] = []
-    for start in range(0, len(logits), ROWS):
-        rows = Kept(*(tensor[start : start + ROWS] for tensor in known))
-        divergence, agreement = rows.divergence(logits[start : start + ROWS])
+    for start in range(0, len(logits), size):
+        rows = Kept(*(tensor[start : start + size] for tensor in known))
+        divergence, agreement = rows.divergence(logits[start : start + size])
         kl += divergence.tolist()
         same += agreement.int().tolist()
     return {"kl": kl, "same": same, "positions": positions.tolist()}

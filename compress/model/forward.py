@@ -15,8 +15,7 @@ from compress.model.kinds import answer_of
 from compress.model.objective import LMObjective, run_on
 from compress.model.open.opening import is_finite
 from compress.model.structure.blocks import Block, hidden_argument, hidden_of
-
-ROWS = 128  # positions per chunk of the loss: the log-softmax of a whole window would double the peak memory
+from compress.numerics.metrics import rows_of_chunk
 
 
 @contextmanager
@@ -70,7 +69,8 @@ def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMOb
     """
     shown = ids[None].to(next(model.parameters()).device)
     logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
-    pairs = zip(logits.split(ROWS), targets.split(ROWS), strict=True)
+    rows = rows_of_chunk(logits.shape[-1])
+    pairs = zip(logits.split(rows), targets.split(rows), strict=True)
     found = sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
     return found, len(targets)
 

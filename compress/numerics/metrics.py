@@ -18,7 +18,16 @@ from torch import Tensor
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "js", "tv"]
 
-CHUNK = 128  # tokens per chunk of a loss; the temporaries of a chunk are a few times [chunk, vocabulary]
+CHUNK = 2**22
+"""Logits in a chunk of a loss, whose temporaries have a few times this size: 16 MB in float32.
+
+glibc maps blocks of more than 32 MB anew in every call, and the kernel zeroes their pages each time.
+"""
+
+
+def rows_of_chunk(vocabulary: int) -> int:
+    """The number of tokens in a chunk."""
+    return max(1, CHUNK // vocabulary)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +69,9 @@ def soft_targets(logits: Float[Tensor, "tokens vocabulary"], temperature: float,
 
 def _cells(scaled: Float[Tensor, "tokens vocabulary"], index: Int[Tensor, "tokens k"]) -> Float[Tensor, "tokens cells"]:
     """Log probabilities of the tokens in `index`, then of all other tokens together."""
-    whole = scaled.logsumexp(-1, keepdim=True)
-    rest = scaled.scatter(-1, index.long(), -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([scaled.gather(-1, index.long()), rest], dim=1) - whole
+    index = index.long()
+    rest = scaled.scatter(-1, index, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([scaled.gather(-1, index), rest], dim=1).log_softmax(-1)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -144,9 +153,11 @@ def distillation_loss(
     targets: SoftTargets,
     temperature: float = 1.0,
     weights: Float[Tensor, " tokens"] | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Float[Tensor, ""]:
     """temperature^2 times the weighted mean of the divergence over tokens; `weights` sum to 1 (None: uniform).
+
+    chunk: tokens that are computed at a time; None: `rows_of_chunk`.
 
     The factor temperature^2 keeps the magnitude of the gradient about the same at every temperature (Hinton 2015,
     section 2).
@@ -158,7 +169,7 @@ def distillation_loss(
         weighted = values / count if weights is None else values * weights[at]
         return temperature**2 * weighted.sum()
 
-    return _Mean.apply(logits, loss, chunk)  # type: ignore[return-value,arg-type]
+    return _Mean.apply(logits, loss, chunk or rows_of_chunk(logits.shape[-1]))  # type: ignore[return-value,arg-type]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -19,7 +19,7 @@ from compress.api.processes import Processes
 from compress.errors import NumericError
 from compress.formats.containers.files import atomic
 from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective, Outputs
-from compress.numerics.metrics import CHUNK, SoftTargets, soft_targets
+from compress.numerics.metrics import SoftTargets, rows_of_chunk, soft_targets
 from compress.train.checkpoint import digest
 
 PARTS = ("log_probs", "index", "log_rest", "text")
@@ -73,14 +73,15 @@ def reduced(
     wanted: `LMObjective.targets` of the text; None: the objective has none.
     """
     flat = logits.flatten(0, 1)
-    parts = [soft_targets(part, temperature, top_k) for part in flat.split(CHUNK)]
+    rows = rows_of_chunk(flat.shape[-1])
+    parts = [soft_targets(part, temperature, top_k) for part in flat.split(rows)]
     cells = {name: [getattr(p, name) for p in parts] for name in PARTS if getattr(parts[0], name) is not None}
     found = {name: torch.cat(pieces) for name, pieces in cells.items()}
     if not bool(found["log_probs"].isfinite().all()):
         raise NumericError(f"{where}: the teacher's logits are not finite")
     if wanted is None:
         return SoftTargets(**found)
-    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(CHUNK), wanted.flatten().split(CHUNK), strict=True)])
+    text = torch.cat([_log_p(*pair) for pair in zip(flat.split(rows), wanted.flatten().split(rows), strict=True)])
     return SoftTargets(**found, text=text)
 
 

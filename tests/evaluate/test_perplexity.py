@@ -10,8 +10,11 @@ from torch import nn
 
 from compress.errors import ModelError, NumericError
 from compress.evaluate.perplexity import exponential, perplexity
-from compress.model.forward import ROWS, mean_loss
+from compress.model.forward import mean_loss
 from compress.model.objective import objective_of
+from compress.numerics import metrics
+
+ROWS = 16  # tokens in a chunk
 
 
 class Bigrams(nn.Module):
@@ -61,7 +64,8 @@ def test_a_uniform_model_has_the_perplexity_of_its_vocabulary():
 
 
 @pytest.mark.parametrize("length", [2, ROWS, ROWS + 1, ROWS + 2, 3 * ROWS])
-def test_it_is_the_mean_over_windows_of_the_mean_loss_of_a_window(length, tiny):
+def test_it_is_the_mean_over_windows_of_the_mean_loss_of_a_window(length, tiny, monkeypatch):
+    monkeypatch.setattr(metrics, "CHUNK", ROWS * 64)
     model = tiny("llama", max_position_embeddings=3 * ROWS)
     ids = torch.randint(64, (3, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

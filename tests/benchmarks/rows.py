@@ -34,6 +34,12 @@ CLIPPED = {"epochs": 5, "learning_rate": 0.02}
 """Of omniquant: a quarter of the paper's epochs at four times its rate."""
 INPUTS4 = {"activations": "int4", "activation_clip": 0.9}
 
+CHOICES = [
+    {"weights": "int3"}, {"weights": "int4"}, {"weights": "int4", "group_size": 32}, {"weights": "int5"},
+    {"weights": "int6"}, {"weights": "int8"},
+]  # fmt: skip
+"""Of layers that share 4.5 bits per weight."""
+
 LEARNED = {"distill": {"train": ["scales", "norms"], "epochs": 4, "learning_rate": 0.003}}
 
 ROWS: dict[str, list[dict]] = {
@@ -89,6 +95,8 @@ ROWS: dict[str, list[dict]] = {
     "gptq-positive": [{"gptq": {"weights": "int4", **PLAIN, "signed_scales": False}}],
     "gptq-mse": [{"gptq": {"weights": "int4", **PLAIN}}],
     "gptq-importance": [{"gptq": {"weights": "int4", **PLAIN, "scale": "importance"}}],
+    "gptq-g32": [{"gptq": {"weights": "int4", "group_size": 32}}],
+    "gptq-int4-allocated": [{"gptq": {"group_size": 64, "allocate": {"bits": 4.5, "choices": CHOICES}}}],
     "gptq-g128": [{"gptq": {"weights": "int4", "group_size": 128}}],
     "gptq-mse-normalized": [{"gptq": {"weights": "int4", **PLAIN, "normalize_tokens": True}}],
     "gptaq-mse": [{"gptq": {"weights": "int4", **PLAIN, "error": "asymmetric"}}],

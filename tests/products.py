@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import library
+from compress.native.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codes import CodesPart

@@ -25,6 +25,7 @@ FILES = {
 FOLDERS = {
     "errors": "the small tree of errors that a user can meet",
     "version": "one number",
+    "native": "the shared library of C++ code: where it is, its C interface",
     "numerics": "`quant/` (grids, codes, scales, rounding), `sparse/` (masks, scores, schedules), linear algebra: pure functions",
     "kernels": "the forward pass of packed weights, and its reference in plain torch",
     "weights": "the parts and transforms of a layer, one file per kind",
@@ -80,7 +81,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 
 ENVIRONMENT = {
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
-    "compress.kernels.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
+    "compress.native.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
 }
 BROAD = {
     "compress.api.processes:together": "tells the other processes of any error, and raises it on",

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import instruction_set
 from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
+from compress.native.library import instruction_set
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server
 PROMPT, TOKENS, PREFILL = 16, 24, 512  # tokens of a prompt, decoded after it, and of the prompt whose time is measured

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.choice import chosen
 from compress.kernels.contract import Part, RoundingLike
+from compress.native.choice import chosen
 
 TYPES = (torch.float16, torch.bfloat16)
 LEAST = 16  # rows and columns are multiples of it: `_DTYPE_SHAPE_CONSTRAINTS` of torch's class for cuSPARSELt

@@ -28,8 +28,8 @@ import peer_kernels
 import torch
 
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import instruction_set, library
 from compress.kernels.cpu.packed import PackedCodes
+from compress.native.library import instruction_set, library
 from compress.numerics.hadamard import largest_block
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.gaussian_codes import first_table

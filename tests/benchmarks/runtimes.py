@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from compress.evaluate.speed import PREFILL, read_bandwidth
-from compress.kernels.cpu.library import instruction_set
+from compress.native.library import instruction_set
 
 HERE = Path(__file__).parent
 FIGURES = "decode", "prefill"

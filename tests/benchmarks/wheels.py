@@ -193,7 +193,7 @@ def demo(one: Environment, work: Path) -> str:
 
 def native(one: Environment) -> bool:
     """Whether the compiled kernels are in use."""
-    code = "from compress.kernels.cpu.library import available; print(available())"
+    code = "from compress.native.library import available; print(available())"
     return must(one.run("-c", code, where=one.folder), "loading the kernels").strip() == "True"
 
 

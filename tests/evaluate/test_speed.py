@@ -12,7 +12,7 @@ from compress.errors import ModelError
 from compress.evaluate import speed
 from compress.evaluate.perplexity import Score
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import instruction_set
+from compress.native.library import instruction_set
 
 
 @pytest.fixture(autouse=True)

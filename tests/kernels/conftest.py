@@ -4,7 +4,7 @@ import pytest
 import torch
 from products import SETS
 
-from compress.kernels.cpu.library import library
+from compress.native.library import library
 
 
 @pytest.fixture(params=SETS)

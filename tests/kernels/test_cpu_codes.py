@@ -11,9 +11,9 @@ from products import INT8, SETS, exact, near, part_of, random
 from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
-from compress.kernels.cpu.library import instruction_set, library
 from compress.kernels.cpu_sparse import KERNEL as SPARSE
 from compress.model.linear import CompressedLinear
+from compress.native.library import instruction_set, library
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS

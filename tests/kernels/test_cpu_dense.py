@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from products import SETS, random
 
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import library
 from compress.kernels.cpu_dense import KERNEL
 from compress.model.linear import CompressedLinear
+from compress.native.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codes import CodesPart

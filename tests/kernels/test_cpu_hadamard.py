@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from products import SETS, random
 
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import library
 from compress.kernels.cpu.rotations import rotate, steps
+from compress.native.library import library
 from compress.numerics.hadamard import exists, hadamard, signs_of
 from compress.weights.transforms.hadamard import Hadamard
 

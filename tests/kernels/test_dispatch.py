@@ -160,7 +160,7 @@ def test_every_module_may_be_imported_first():
     modules = [name for name in found if not name.endswith("._native")]
     if importlib.util.find_spec("triton") is None:
         modules.remove("compress.kernels.triton.programs")
-    assert {"compress.kernels.cpu.library", "compress.kernels.triton.codes"} <= set(modules)
+    assert {"compress.kernels.cpu.packed", "compress.kernels.triton.codes"} <= set(modules)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", FIRST, *modules], env=os.environ | {"PYTHONPATH": path},
                           capture_output=True, text=True, check=True)  # fmt: skip

@@ -11,8 +11,8 @@ import pytest
 from products import SETS
 
 from compress.errors import RecipeError
-from compress.kernels.cpu import library as module
-from compress.kernels.cpu.library import built, instruction_set, library
+from compress.native import library as module
+from compress.native.library import built, instruction_set, library
 
 ROOT = Path(__file__).parents[2]
 CPUINFO = Path("/proc/cpuinfo")

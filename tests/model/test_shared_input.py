@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import library
 from compress.model.linear import CompressedLinear
 from compress.model.open.inference import share_inputs
+from compress.native.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.transforms.rounding import InputRounding

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.library import Weight, library
+from compress.native.library import Weight, library
 
 LANES, UNIT = 16, 32  # rows of a tile, and columns of a unit
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.library import library
+from compress.native.library import library
 
 CHUNK, PAGE, LINE = 32 << 20, 2 << 20, 64  # bytes
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.kernels.choice import chosen
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.triton.launch import PackedCodes, Rounding, multiply
+from compress.native.choice import chosen
 from compress.numerics.quant.grids import GRIDS, Float4Grid, Float8Grid, Grid
 from compress.numerics.quant.scales import E8M0, Float8Scale
 

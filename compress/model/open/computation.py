@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError, did_you_mean
-from compress.kernels.cpu.library import available
+from compress.native.library import available
 from compress.numerics.dtypes import DTYPES, dtype_name, fast_dtype
 
 

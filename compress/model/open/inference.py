@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from compress.errors import ModelError
 from compress.kernels.cpu.codes import input_group, takes_integers
-from compress.kernels.cpu.library import available, library
 from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.linear import LINEARS, CompressedLinear, linears, replace_linear
 from compress.model.shared_input import SharedInput
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.ends import find_ends, replace_end
+from compress.native.library import available, library
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.transforms.rounding import InputRounding
 

@@ -8,11 +8,11 @@ from compress import RTN
 from compress.api.context import Run
 from compress.evaluate import EVALUATORS, measure_one
 from compress.evaluate.base import EvaluationContext
-from compress.kernels.cpu.library import available
 from compress.kernels.dispatch import KERNELS
 from compress.model.linear import linears
 from compress.model.open.inference import copies_within, packed_bytes
 from compress.model.structure.blocks import find_blocks
+from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernels are not built")
 

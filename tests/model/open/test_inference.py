@@ -8,9 +8,9 @@ import torch
 import compress
 from compress import RTN
 from compress.kernels import dispatch
-from compress.kernels.cpu.library import library
 from compress.model.embedding import CompressedEmbedding
 from compress.model.linear import CompressedLinear
+from compress.native.library import library
 from compress.weights.dense import DensePart
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels were not built")

@@ -1,4 +1,4 @@
-"""The shared library of the CPU kernels: where it is, its C interface, and the choice of the instruction set."""
+"""The shared library of C++ code: where it is, its C interface, and the choice of the instruction set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from compress.errors import RecipeError
-from compress.kernels.choice import VARIABLE, chosen
+from compress.native.choice import VARIABLE, chosen
 
 NATIVE = "compress.kernels.cpu._native"
 

@@ -1,0 +1,1 @@
+"""The library of C++ code for this machine's processor."""

@@ -36,6 +36,27 @@ class HadamardMatrix(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Columns(ctypes.Structure):
+    """`compress_columns` of compress_cpu.h."""
+
+    _fields_ = [
+        ("state", c_void_p), ("matrix", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("keep", c_void_p),
+        ("old", c_void_p), ("pivots", c_void_p), ("codes", c_void_p), ("values", c_void_p), ("moves", c_void_p),
+        ("wanted", c_void_p), ("rows", c_int64), ("columns", c_int64), ("scale_stride", c_int64),
+        ("matrix_stride", c_int64), ("lowest", c_float), ("highest", c_float), ("threads", c_int32),
+    ]  # fmt: skip
+
+
+class Groups(ctypes.Structure):
+    """`compress_groups` of compress_cpu.h."""
+
+    _fields_ = [
+        ("weights", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("importance", c_void_p), ("error", c_void_p),
+        ("squares", c_void_p), ("products", c_void_p), ("rows", c_int64), ("groups", c_int64), ("size", c_int64),
+        ("lowest", c_float), ("highest", c_float), ("threads", c_int32),
+    ]  # fmt: skip
+
+
 PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3 + [c_float, c_int32]
 
 
@@ -53,6 +74,7 @@ def library() -> ctypes.CDLL | None:
     found.compress_product.argtypes = PRODUCT
     found.compress_products.argtypes = [c_int64, *PRODUCT]
     found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
+    found.compress_round_columns.argtypes = found.compress_sum_groups.argtypes = [c_void_p]
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
@@ -74,6 +96,11 @@ def built() -> str | None:
     """The path of the shared library, or None if it was not built."""
     spec = importlib.util.find_spec(NATIVE)
     return None if spec is None else spec.origin
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of a tensor's data, for ctypes."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def instruction_set() -> str:

@@ -11,7 +11,7 @@ is done for leaves of a few columns, so that the inner loop touches little memor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -39,6 +39,20 @@ class ColumnRule(Protocol):
         ...
 
 
+@runtime_checkable
+class PartRule(ColumnRule, Protocol):
+    """A rule that may compress several columns in one call."""
+
+    def compress_part(
+        self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(compressed values, errors) of the columns from `column` on, [part, out] each; None: one after the other.
+
+        The error of column i times ratios[i, j] is to be subtracted from the columns j behind it. values: unchanged.
+        """
+        ...
+
+
 Lookahead = Callable[[int, Float[Tensor, "span out"]], None]
 """lookahead(column, near): `near` holds the columns from `column` on that are decided together, compensated for all
 earlier ones."""
@@ -57,31 +71,43 @@ def sweep(
     (fewer at the end), in addition to the methods of the rule. The rule may open groups only at multiples of `span`.
     """
     work = weight.T.clone(memory_format=torch.contiguous_format)  # [in, out]: a column is contiguous
-    columns, width = work.unbind(0), work.shape[0]
+    width = work.shape[0]
     # e_i / U_ii * U_ij = e_i * (U_ij / U_ii); the second factor is the same for all rows
     ratios = factor / factor.diagonal()[:, None]
     opens = set(rule.starts(width))
     new: list[Tensor] = []
-    leaf = max(LEAF // span, 1) * span
     for start, stop in _parts(sorted(opens), width, span):
         if start in opens:
             rule.open(start, work[start:])
-        errors = torch.empty(stop - start, work.shape[1], dtype=work.dtype, device=work.device)
-        for low in range(start, stop, leaf):
-            high = min(low + leaf, stop)
-            for i in range(low, high):
-                if lookahead is not None and i % span == 0:
-                    lookahead(i, work[i : min(i + span, high)])
-                new.append(rule.compress(i, columns[i]))
-                error = torch.sub(columns[i], new[i], out=errors[i - start])
-                if i + 1 < high:
-                    # W[:, j] -= e_i * U_ij / U_ii for the columns of this leaf
-                    work[i + 1 : high].addr_(ratios[i, i + 1 : high], error, alpha=-1)
-            if high < stop:
-                work[high:stop].addmm_(ratios[low:high, high:stop].T, errors[low - start : high - start], alpha=-1)
+        part, between = work[start:stop], ratios[start:stop, start:stop]
+        at_once = rule.compress_part(start, part, between) if lookahead is None and isinstance(rule, PartRule) else None
+        values, errors = at_once or _one_by_one(start, part, between, rule, lookahead, span)
+        new.append(values)
         if stop < width:
             work[stop:].addmm_(ratios[start:stop, stop:].T, errors, alpha=-1)
-    return torch.stack(new, dim=1)
+    return torch.cat(new).T.contiguous()
+
+
+def _one_by_one(
+    start: int, part: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"], rule: ColumnRule,
+    lookahead: Lookahead | None, span: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(compressed values, errors) of the columns from `start` on; `part` is overwritten."""
+    columns, count, leaf = part.unbind(0), len(part), max(LEAF // span, 1) * span
+    errors, new = torch.empty_like(part), []
+    for low in range(0, count, leaf):
+        high = min(low + leaf, count)
+        for i in range(low, high):
+            if lookahead is not None and (start + i) % span == 0:
+                lookahead(start + i, part[i : min(i + span, high)])
+            new.append(rule.compress(start + i, columns[i]))
+            error = torch.sub(columns[i], new[i], out=errors[i])
+            if i + 1 < high:
+                # W[:, j] -= e_i * U_ij / U_ii for the columns of this leaf
+                part[i + 1 : high].addr_(ratios[i, i + 1 : high], error, alpha=-1)
+        if high < count:
+            part[high:].addmm_(ratios[low:high, high:].T, errors[low:high], alpha=-1)
+    return torch.stack(new), errors
 
 
 def sweep_bytes(rows: int, width: int) -> int:

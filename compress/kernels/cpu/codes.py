@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes, pointer
+from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
 from compress.kernels.cpu.pages import PAGES
-from compress.native.library import available, library
+from compress.native.library import available, library, pointer
 
 HALF = 16  # columns of which groups are whole multiples
 TYPES = {torch.float32: 0, torch.bfloat16: 1}

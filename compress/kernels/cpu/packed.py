@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.native.library import Weight, library
+from compress.native.library import Weight, library, pointer
 
 LANES, UNIT = 16, 32  # rows of a tile, and columns of a unit
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
@@ -124,8 +124,3 @@ def of_bytes(
         scales[:rows, : scale.shape[1]] = scale.float()
     tiled = scales.view(count, LANES, groups).mT.contiguous()
     return PackedCodes(words, tiled, None, table, None, None, None, 0.0, codec, rows, width, group, narrow, tiles)
-
-
-def pointer(tensor: Tensor | None) -> int | None:
-    """The address of the numbers of a tensor."""
-    return None if tensor is None else tensor.data_ptr()

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.codes import OUT_OF_MEMORY, TYPES
-from compress.kernels.cpu.packed import LANES, pointer
-from compress.native.library import HadamardMatrix, library
+from compress.kernels.cpu.packed import LANES
+from compress.native.library import HadamardMatrix, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
 LARGEST = 512  # rows of a matrix that is multiplied as it is; torch's products of matrices are for larger ones

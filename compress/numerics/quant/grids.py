@@ -102,6 +102,11 @@ class Grid(ABC):
         """The zero points or minima of their stored form."""
         return stored
 
+    @property
+    def integers(self) -> tuple[int, int] | None:
+        """The lowest and highest code if code = clamp(round(w / scale + zero)), of value (code - zero) * scale."""
+        return None
+
     def computes_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of computation for weights of `dtype`: `dtype` with plain float scales, otherwise float32."""
         return dtype if self.scaling.stored is None else torch.float32
@@ -151,6 +156,10 @@ class IntGrid(Grid):
     def highest(self) -> int:
         """The largest code, 2^(bits-1) - 1."""
         return 2 ** (self.bits - 1) - 1
+
+    @property
+    def integers(self) -> tuple[int, int] | None:
+        return self.lowest, self.highest
 
     @property
     def span(self) -> float:

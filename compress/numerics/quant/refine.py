@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from compress.native import columns as native
+from compress.native.columns import Integers, Rounded
 from compress.numerics.column_sweep import PART
-from compress.numerics.quant.codes import Codes, groups_in, spread, store
+from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
 
@@ -39,7 +41,7 @@ def refined(
     weight = weight.float()
     for _ in range(rounds):
         if refits(codes):
-            codes = _better(weight, hessian, codes, _refitted(weight, codes, hessian, dtype, signed))
+            codes = _refitted(weight @ hessian, codes, hessian, dtype, signed)
         codes = replace(codes, codes=_descended(weight, codes, hessian, mask, order))
     return codes
 
@@ -73,51 +75,50 @@ def refits(codes: Codes) -> bool:
     return codes.grid.free_scales and codes.group_size != "tensor" and codes.rows == 1
 
 
-def row_errors(weight: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"], codes: Codes) -> Float[Tensor, " out"]:
-    """d H d^T of each row, with d the difference of the weight and its dequantized codes."""
-    difference = weight - codes.dense()
-    return (difference @ hessian).mul_(difference).sum(1)
-
-
 def refine_bytes(rows: int, width: int) -> int:
     """Peak memory of `refined`: the Hessian and a copy, and six matrices of the size of the weight."""
     return 4 * (2 * width * width + 6 * rows * width)
 
 
-def _better(weight: Tensor, hessian: Tensor, before: Codes, after: Codes) -> Codes:
-    """For each row the scales with the smaller error."""
-    falls = row_errors(weight, hessian, after) < row_errors(weight, hessian, before)
-    return replace(before, scale=torch.where(falls[:, None], after.scale, before.scale))
-
-
 def _refitted(
-    weight: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"], dtype: torch.dtype, signed: bool
+    wanted: Float[Tensor, "out in"], codes: Codes, hessian: Float[Tensor, "in in"], dtype: torch.dtype, signed: bool
 ) -> Codes:
-    """The codes with the scales of the least error, in their stored form.
+    """The codes with the scales of the least error, in their stored form; rows whose error would not fall stay.
 
-    With L_g the levels of group g and zeros elsewhere, sum_h (L_g H L_h^T) s_h = L_g H w^T for all g.
+    wanted: W H. With L_g the levels of group g and zeros elsewhere, sum_h (L_g H L_h^T) s_h = L_g H w^T for all g.
     """
-    width, grid = weight.shape[1], codes.grid
-    groups = groups_in(width, codes.group_size)
+    width, grid = wanted.shape[1], codes.grid
     zero = None if codes.zero is None else spread(codes.zero, width, codes.group_size, codes.group_index)
     levels = grid.decode(codes.codes, torch.ones_like(codes.scale[:1, :1]), zero).float()
-    index = codes.group_index
-    index = spread(torch.arange(groups)[None], width, codes.group_size).expand(1, width)[0] if index is None else index
-    index = index.long().to(weight.device)
-    scale = codes.scale.clone()
-    for rows in torch.arange(len(weight), device=weight.device).split(max(1, CHUNK // groups**2)):
-        level = levels[rows]
-        matrix = level.new_empty(len(rows), groups, groups)
-        for group in range(groups):
-            own = index == group
-            reach = (level[:, own] @ hessian[own]).mul_(level)
-            matrix[:, group] = level.new_zeros(len(rows), groups).index_add_(1, index, reach)
-        wanted = level.new_zeros(len(rows), groups).index_add_(1, index, (weight[rows] @ hessian).mul_(level))
-        scale[rows] = _solved(matrix, wanted, scale[rows])
-    span = grid.span
-    size = grid.scaling.round(scale.abs() * span, span, dtype, codes.shared)
-    fits = scale.isfinite() & (scale != 0) & (True if signed else scale > 0)
-    return replace(codes, scale=torch.where(fits, size * scale.sign(), codes.scale))
+    if codes.group_index is not None:  # the columns of a group side by side
+        order = codes.group_index.argsort(stable=True).to(wanted.device)
+        levels, wanted, hessian = levels[:, order], wanted[:, order], hessian[order][:, order]
+    scale, span = codes.scale.clone(), grid.span
+    for rows in torch.arange(len(levels), device=levels.device).split(max(1, CHUNK // scale.shape[1] ** 2)):
+        before, matrix = scale[rows], _products(levels[rows], hessian, codes.group_size)
+        aim = grouped(wanted[rows] * levels[rows], codes.group_size).sum(-1)
+        found = _solved(matrix, aim, before)
+        size = grid.scaling.round(found.abs() * span, span, dtype, codes.shared)
+        fits = found.isfinite() & (found != 0) & (True if signed else found > 0)
+        after = torch.where(fits, size * found.sign(), before)
+        # the error of scales s is s M s^T - 2 s L H w^T + w H w^T
+        rise = ((after - before) * ((matrix @ (after + before)[..., None])[..., 0] - 2 * aim)).sum(1)
+        scale[rows] = torch.where((rise < 0)[:, None], after, before)
+    return replace(codes, scale=scale)
+
+
+def _products(
+    levels: Float[Tensor, "out in"], hessian: Float[Tensor, "in in"], group_size: GroupSize
+) -> Float[Tensor, "out groups groups"]:
+    """M[r, g, h] = L_g H L_h^T of each row."""
+    count = groups_in(levels.shape[1], group_size)
+    found = levels.new_empty(len(levels), count, count)
+    for group in range(count):
+        start = 0 if count == 1 else group * int(group_size)
+        own = slice(start, None if count == 1 else start + int(group_size))
+        reach = (levels[:, own] @ hessian[own, start:]).mul_(levels[:, start:])
+        found[:, group, group:] = found[:, group:, group] = grouped(reach, group_size).sum(-1)
+    return found
 
 
 def _solved(matrix: Tensor, wanted: Tensor, start: Tensor) -> Tensor:
@@ -154,7 +155,15 @@ def _descended(
         found[place] = grid.encode(wanted, scale[place], shift)
         return grid.decode(found[place], scale[place], shift)
 
-    descend(weight, codes.dense(), hessian, order, rounded)
+    def at_once(at: slice, slope: Tensor, old: Tensor, matrix: Tensor, pivots: Tensor) -> Rounded | None:
+        if grid.integers is None or not native.usable(weight):
+            return None
+        integers = Integers(*grid.integers, scale[at], None if zero is None else zero[at])
+        done = native.descend(slope, old, matrix, pivots, integers, None if keep is None else keep[at])
+        found[at] = done.codes
+        return done
+
+    descend(weight, codes.dense(), hessian, order, rounded, at_once)
     return store(found.T[:, order.argsort()], grid)
 
 
@@ -164,13 +173,15 @@ def descend(
     hessian: Float[Tensor, "in in"],
     order: Int[Tensor, " in"],
     rule: Callable[[int, Float[Tensor, " out"]], Float[Tensor, " out"]],
+    at_once: Callable[[slice, Tensor, Tensor, Tensor, Tensor], Rounded | None] | None = None,
 ) -> Float[Tensor, "out in"]:
     """Coordinate descent on the error (w - q) H (w - q)^T of each row: every column once, in `order`.
 
     start: the first q. rule(place, wanted): the new values of the column at this place of the order, from those that
-    would have the least error, given all other columns as they are.
+    would have the least error, given all other columns as they are. at_once(places, slope, old, matrix, pivots): the
+    same for some columns, as `native.descend`; None: one after the other.
     """
-    width = weight.shape[1]
+    width = start.shape[1]
     # [in, out]: the gradient of half of the error by each value; a column is contiguous
     slope = ((weight - start) @ hessian)[:, order].T.contiguous()
     old = start[:, order].T.contiguous()
@@ -179,13 +190,18 @@ def descend(
     pivots = hessian.diagonal()
     for begin in range(0, width, PART):
         stop = min(begin + PART, width)
-        steps = torch.empty_like(slope[begin:stop])
-        for i in range(begin, stop):
-            # q_i + (w - q) H_i / H_ii: the value of the least error, given all others
-            new[i] = rule(i, torch.addcdiv(old[i], slope[i], pivots[i]))
-            torch.sub(new[i], old[i], out=steps[i - begin])
-            if i + 1 < stop:
-                slope[i + 1 : stop].addr_(hessian[i, i + 1 : stop], steps[i - begin], alpha=-1)
+        at = slice(begin, stop)
+        done = at_once and at_once(at, slope[at], old[at], hessian[at, at], pivots[at])
+        if done:
+            new[at], steps = done.values, done.moves
+        else:
+            steps = torch.empty_like(slope[at])
+            for i in range(begin, stop):
+                # q_i + (w - q) H_i / H_ii: the value of the least error, given all others
+                new[i] = rule(i, torch.addcdiv(old[i], slope[i], pivots[i]))
+                torch.sub(new[i], old[i], out=steps[i - begin])
+                if i + 1 < stop:
+                    slope[i + 1 : stop].addr_(hessian[i, i + 1 : stop], steps[i - begin], alpha=-1)
         if stop < width:
             slope[stop:].addmm_(hessian[begin:stop, stop:].T, steps, alpha=-1)
     return new.T[:, order.argsort()]

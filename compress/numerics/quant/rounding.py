@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from compress.native import columns as native
+from compress.native.columns import Integers
 from compress.numerics.column_sweep import sweep, sweep_bytes
 from compress.numerics.linalg import factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, ScaleSearch, fit, fit_shared, groups_in, spread, store
@@ -152,12 +154,31 @@ class Rounding:
             scale, zero = self._fixed
             self._now = scale[:, 0], None if zero is None else zero[:, 0]
 
-    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+    def _scales_of(self, at: int | slice) -> tuple[Tensor, Tensor | None]:
+        """The scales and zeros of a column or of some columns, [part, out]; [out] if they are the same for all."""
         if self._per_column is None:
-            scale, zero = self._now
-        else:
-            scales, zeros = self._per_column
-            scale, zero = scales[column], None if zeros is None else zeros[column]
+            return self._now
+        scales, zeros = self._per_column
+        return scales[at], None if zeros is None else zeros[at]
+
+    def compress_part(
+        self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        limits, at = self.grid.integers, slice(column, column + len(values))
+        if limits is None or len(values) > native.MOST or not native.usable(values):
+            return None
+        scale, zero = self._scales_of(at)
+        shape = values.shape[-scale.dim() :]
+        grid = Integers(*limits, scale.expand(shape), None if zero is None else zero.expand(shape))
+        keep = None if self.keep is None else self.keep[at]
+        found = native.sweep(values, ratios, grid, keep, self._wanted is not None)
+        if self._wanted is not None and found.wanted is not None:
+            self._wanted += found.wanted.unbind(0)
+        self._codes += found.codes.unbind(0)
+        return found.values, found.moves
+
+    def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
+        scale, zero = self._scales_of(column)
         if self.keep is not None:
             values = values * self.keep[column]
         if self._wanted is not None:

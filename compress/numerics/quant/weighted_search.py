@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.native import columns as native
+from compress.native.columns import Integers
 from compress.numerics.quant.grids import Grid
 
 CUTS = tuple(-1 + 0.2 * step for step in range(20))
@@ -76,19 +78,26 @@ class WeightedSearch:
 
     def _try(self, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
         """Keep the scale and zero where the error is less; returns the sums for the regression, or none of them."""
-        chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
-        count = max(1, chunk // self.parts[0].numel())
-        found = [
-            self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], summed)
-            for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))
-        ]
-        error, *added = (torch.cat(each) for each in zip(*found, strict=True))
+        error, *added = self._summed(scale, zero, summed)
         better = error < self._error
         self._error = torch.where(better, error, self._error)
         self._scale = torch.where(better, scale, self._scale)
         if zero is not None and self._zero is not None:
             self._zero = torch.where(better, zero, self._zero)
         return added
+
+    def _summed(self, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
+        """For each group the error, then the sums."""
+        limits = self.grid.integers
+        if limits is not None and native.usable(self.parts):
+            return native.group_sums(self.parts, self.importance, Integers(*limits, scale, zero), summed)
+        chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
+        count = max(1, chunk // self.parts[0].numel())
+        found = [
+            self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], summed)
+            for top, part in ((top, self.parts[top : top + count]) for top in range(0, len(self.parts), count))
+        ]
+        return [torch.cat(each) for each in zip(*found, strict=True)]
 
     def _tried(self, part: Tensor, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
         """For some rows: the error, then the sums."""

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "columns.hpp"
 #include "rotations.hpp"
 
 namespace {
@@ -266,6 +267,7 @@ int main(int count, char **arguments) {
     check_other_weights(library, random, 20);
     check_many(library, random);
     check_rotations(library, random);
+    check_rounding(library, random);
     std::printf("%lld outputs compared, %d failures\n", static_cast<long long>(library.numbers), library.failures.count);
     return library.failures.count ? 1 : 0;
 }

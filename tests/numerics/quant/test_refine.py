@@ -10,10 +10,16 @@ from draws import correlated, random, seen_of
 from compress.numerics.linalg import damped
 from compress.numerics.quant.codes import Codes, quantize, spread
 from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.refine import refined, refined_sum, refits, row_errors
+from compress.numerics.quant.refine import refined, refined_sum, refits
 
 WIDTH = 40
 WHOLE = torch.float32
+
+
+def row_errors(weight, hessian, codes):
+    """d H d^T of each row, with d the difference of the weight and its dequantized codes."""
+    difference = weight - codes.dense()
+    return (difference @ hessian).mul_(difference).sum(1)
 
 
 def hessian_of(rows):

@@ -21,35 +21,39 @@ struct Set {
     const char *name;
     int (*products)(const compress_call *, int64_t);
     int (*rotate)(const compress_rotation *);
+    int (*round_columns)(const compress_columns *);
+    int (*sum_groups)(const compress_groups *);
     bool available;
 };
+
+#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of
 
 const Set *sets() {
     using namespace compress_cpu;
     static const Set found[] = {
 #if defined(__x86_64__)
 #if defined(COMPRESS_AVX512_BF16)
-        {"avx512_bf16", avx512_bf16::products, avx512_bf16::rotate, has_avx512_bf16()},
+        {"avx512_bf16", COMPRESS_FUNCTIONS(avx512_bf16), has_avx512_bf16()},
 #endif
 #if defined(COMPRESS_AVX512)
-        {"avx512", avx512::products, avx512::rotate, has_avx512()},
+        {"avx512", COMPRESS_FUNCTIONS(avx512), has_avx512()},
 #endif
 #if defined(COMPRESS_AVX2)
-        {"avx2", avx2::products, avx2::rotate, has_avx2()},
+        {"avx2", COMPRESS_FUNCTIONS(avx2), has_avx2()},
 #endif
 #elif defined(__aarch64__)
 #if defined(COMPRESS_NEON_BF16)
-        {"neon_bf16", neon_bf16::products, neon_bf16::rotate, has_dotprod() && has_bf16()},
+        {"neon_bf16", COMPRESS_FUNCTIONS(neon_bf16), has_dotprod() && has_bf16()},
 #endif
 #if defined(COMPRESS_NEON_DOTPROD)
-        {"neon_dotprod", neon_dotprod::products, neon_dotprod::rotate, has_dotprod()},
+        {"neon_dotprod", COMPRESS_FUNCTIONS(neon_dotprod), has_dotprod()},
 #endif
 #if defined(COMPRESS_NEON)
-        {"neon", neon::products, neon::rotate, true},
+        {"neon", COMPRESS_FUNCTIONS(neon), true},
 #endif
 #endif
-        {"generic", generic::products, generic::rotate, true},
-        {nullptr, nullptr, nullptr, false},
+        {"generic", COMPRESS_FUNCTIONS(generic), true},
+        {nullptr, nullptr, nullptr, nullptr, nullptr, false},
     };
     return found;
 }
@@ -217,6 +221,19 @@ int compress_rotate(const compress_hadamard *matrix, const void *x, void *y, con
     if (!consistent(*matrix) || m < 0 || threads < 1 || width < 0 || width % matrix->order || (m > 1 && ldx < width)) return -1;
     const compress_rotation rotation = {matrix, x, y, signs, bias, m, width, ldx, x_type, y_type, outputs, threads};
     return m == 0 || width == 0 ? 0 : best().rotate(&rotation);
+}
+
+int compress_round_columns(const compress_columns *columns) {
+    const compress_columns &c = *columns;
+    if (c.rows < 0 || c.columns < 0 || c.columns > COMPRESS_MOST_COLUMNS || c.threads < 1) return -1;
+    if ((c.scale_stride && c.scale_stride < c.rows) || c.matrix_stride < c.columns || !c.old != !c.pivots) return -1;
+    return c.rows && c.columns ? best().round_columns(columns) : 0;
+}
+
+int compress_sum_groups(const compress_groups *groups) {
+    const compress_groups &g = *groups;
+    if (g.rows < 0 || g.groups < 0 || g.size < 0 || g.threads < 1 || !g.squares != !g.products) return -1;
+    return g.rows && g.groups ? best().sum_groups(groups) : 0;
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {

@@ -127,6 +127,47 @@ COMPRESS_API int compress_rotate(const struct compress_hadamard *matrix, const v
                                  const float *bias, int64_t m, int64_t width, int64_t ldx, int32_t x_type, int32_t y_type,
                                  int32_t outputs, int32_t threads);
 
+// Columns of a weight that are rounded to integers one after the other; each moves the later ones. All arrays of rows are
+// [columns][rows]. The code of w is clamp(round(w / scale + zero), lowest, highest), and its value (code - zero) * scale.
+// A sweep (`old` is NULL): w is the state, and state[j] -= matrix[i][j] * (state[i] - value) for the columns j behind i.
+// A descent: w is old + state / pivots, and state[j] -= matrix[i][j] * (value - old).
+struct compress_columns {
+    const float *state;
+    const float *matrix;     // [columns][columns] with row stride matrix_stride
+    const float *scale;      // with column stride scale_stride; 0: one for all columns
+    const float *zero;       // like scale, or NULL
+    const uint8_t *keep;     // 0: w is taken as zero; NULL: every weight is kept
+    const float *old, *pivots;  // [columns][rows], [columns], or NULL
+    float *codes, *values;
+    float *moves;            // state - value, or value - old
+    float *wanted;           // w, or NULL
+    int64_t rows, columns, scale_stride, matrix_stride;
+    float lowest, highest;
+    int32_t threads;
+};
+
+// The most columns of one call.
+#define COMPRESS_MOST_COLUMNS 256
+
+// 0, or -1 for sizes that do not fit together.
+COMPRESS_API int compress_round_columns(const struct compress_columns *columns);
+
+// Sums over groups of weights that are rounded to integers as above, each column weighted by its importance h: of
+// h (value - w)^2, and, if these are not NULL, of h L^2 and h L w with L = code - zero.
+struct compress_groups {
+    const float *weights;     // [rows][groups][size]
+    const float *scale;       // [rows][groups]
+    const float *zero;        // like scale, or NULL
+    const float *importance;  // [groups][size]
+    float *error, *squares, *products;  // [rows][groups]
+    int64_t rows, groups, size;
+    float lowest, highest;
+    int32_t threads;
+};
+
+// 0, or -1 for sizes that do not fit together.
+COMPRESS_API int compress_sum_groups(const struct compress_groups *groups);
+
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);
 

@@ -12,6 +12,8 @@ static inline bool in_halves(const compress_weight &w) { return w.entries == 16 
     namespace name {                                            \
     int products(const compress_call *calls, int64_t count);    \
     int rotate(const compress_rotation *rotation);              \
+    int round_columns(const compress_columns *columns);         \
+    int sum_groups_of(const compress_groups *groups);           \
     }
 COMPRESS_SET(generic)
 COMPRESS_SET(avx2)

@@ -1,0 +1,245 @@
+"""Loops over columns in C++, against the same loops in plain torch."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from products import SETS, random
+
+from compress.native import columns as native
+from compress.native.columns import Integers
+from compress.native.library import Columns, Groups, library, pointer
+from compress.numerics.linalg import inverse_factor
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.refine import refined
+from compress.numerics.quant.rounding import GridOptions, round_columns
+from compress.numerics.quant.weighted_search import WeightedSearch
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
+
+COUNTS = st.sampled_from([1, 2, 15, 16, 17, 33, 64])
+
+
+@pytest.fixture(params=SETS)
+def chosen(request):
+    """One instruction set after the other."""
+    assert library().compress_use(request.param.encode()) == 0
+    yield request.param
+    library().compress_use(SETS[0].encode())
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """plain(compute): its result without the library."""
+
+    def computed(compute):
+        with monkeypatch.context() as without:
+            without.setattr(native, "usable", lambda tensor: False)
+            return compute()
+
+    return computed
+
+
+def hessian_of(width, seed=0):
+    rows = random(2 * width + 8, width, seed=seed)
+    return rows.T @ rows / len(rows) + 0.05 * torch.eye(width)
+
+
+def problem(rows, columns, shared, zeros, masked, seed):
+    """The arguments of a sweep; scales of both signs."""
+    shape = (rows,) if shared else (columns, rows)
+    scale = (0.1 + random(*shape, seed=seed).abs()) * random(*shape, seed=seed + 1).sign()
+    grid = Integers(-8, 7, scale, random(*shape, seed=seed + 2).mul(2).round() if zeros else None)
+    keep = random(columns, rows, seed=seed + 3) > -0.5 if masked else None
+    return random(columns, rows, seed=seed + 4), 0.2 * random(columns, columns, seed=seed + 5), grid, keep
+
+
+def expected(state, matrix, grid, keep, old=None, pivots=None):
+    """(codes, values, moves, wanted) column by column in plain torch."""
+    state, found = state.clone(), []
+    for i in range(len(state)):
+        scale, zero = grid.scale, 0 if grid.zero is None else grid.zero
+        if scale.dim() == 2:
+            scale, zero = scale[i], zero if grid.zero is None else zero[i]
+        wanted = state[i] if old is None else old[i] + state[i] / pivots[i]
+        wanted = wanted if keep is None else wanted * keep[i]
+        codes = (wanted / scale + zero).round().clamp(grid.lowest, grid.highest)
+        value = (codes - zero) * scale
+        move = state[i] - value if old is None else value - old[i]
+        state[i + 1 :] -= matrix[i, i + 1 :, None] * move
+        found.append((codes, value, move, wanted))
+    return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+def same(found, wanted):
+    """All rows but those in which the last bit of a sum decided a code."""
+    agree = (found.codes == wanted[0]).all(0)
+    assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
+    for mine, other in zip((found.values, found.moves, found.wanted), wanted[1:], strict=True):
+        assert mine is None or torch.allclose(mine[:, agree], other[:, agree], rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=60)
+@given(COUNTS, COUNTS, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_a_sweep_is_that_of_plain_torch(rows, columns, shared, zeros, masked, seed):
+    state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed)
+    before = state.clone()
+    same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
+    assert torch.equal(state, before)
+
+
+@settings(max_examples=60)
+@given(COUNTS, COUNTS, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_a_descent_is_that_of_plain_torch(rows, columns, shared, zeros, masked, seed):
+    state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed)
+    old, pivots = random(columns, rows, seed=seed + 6), 1 + random(columns, seed=seed + 7).abs()
+    found = native.descend(state, old, matrix, pivots, grid, keep)
+    same(found, expected(state, matrix, grid, keep, old, pivots))
+    assert found.wanted is None
+
+
+@settings(max_examples=60)
+@given(COUNTS, st.integers(1, 4), COUNTS, st.booleans(), st.booleans(), st.integers(0, 99))
+def test_sums_of_groups(rows, groups, size, zeros, summed, seed):
+    weight, importance = random(rows, groups, size, seed=seed), random(groups, size, seed=seed + 1).abs()
+    scale = (0.1 + random(rows, groups, seed=seed + 2).abs()) * (1 if seed % 2 else -1)
+    zero = random(rows, groups, seed=seed + 3).mul(2).round() if zeros else None
+    level = (weight / scale[..., None] + (0 if zero is None else zero[..., None])).round().clamp(-8, 7)
+    level = level - (0 if zero is None else zero[..., None])
+    wanted = [(level * scale[..., None] - weight).square(), level.square(), level * weight][: 3 if summed else 1]
+    found = native.group_sums(weight, importance, Integers(-8, 7, scale, zero), summed)
+    assert len(found) == len(wanted)
+    for mine, other in zip(found, wanted, strict=True):
+        assert torch.allclose(mine, (importance * other).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_every_instruction_set(chosen):
+    for rows, columns in ((5, 3), (16, 128), (40, 256)):
+        state, matrix, grid, keep = problem(rows, columns, False, True, True, rows)
+        matrix /= columns**0.5
+        same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
+    weight, scale = random(7, 3, 40), 0.2 + random(7, 3).abs()
+    [error] = native.group_sums(weight, torch.ones(3, 40), Integers(-4, 3, scale), False)
+    codes = (weight / scale[..., None]).round().clamp(-4, 3)
+    assert torch.allclose(error, (codes * scale[..., None] - weight).square().sum(-1), rtol=1e-5)
+
+
+def test_ties_go_to_the_even_code(chosen):
+    state = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, 7.5, 100.0, -100.0]])
+    found = native.sweep(state, torch.zeros(1, 1), Integers(-8, 7, torch.ones(8)))
+    assert found.codes.tolist() == [[0, 2, 2, 0, -2, 7, 7, -8]]
+
+
+def test_nan_stays_in_its_row(chosen):
+    state, matrix, grid, keep = problem(20, 6, True, False, False, 1)
+    state[2, 4] = torch.nan
+    found = native.sweep(state, matrix, grid, keep)
+    assert found.codes[2:, 4].isnan().all() and found.values[2:, 4].isnan().all()
+    others = [row for row in range(20) if row != 4]
+    assert not found.values[:, others].isnan().any() and not found.values[:2].isnan().any()
+
+
+def test_tensors_that_are_not_contiguous_and_none_at_all():
+    state, matrix, grid, keep = problem(20, 6, False, True, True, 2)
+    wanted = native.sweep(state, matrix, grid, keep)
+    turned = replace(grid, scale=grid.scale.T.contiguous().T, zero=grid.zero.T.contiguous().T)
+    wide = torch.cat([matrix, matrix], dim=1)
+    for given_matrix in (matrix.T.contiguous().T, wide[:, :6]):
+        found = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
+        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.moves, wanted.moves)
+    assert native.sweep(state[:, :0], matrix, Integers(-8, 7, torch.ones(0))).codes.shape == (6, 0)
+    assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, torch.ones(20))).codes.shape == (0, 20)
+
+
+def test_more_threads_than_rows():
+    state, matrix, grid, keep = problem(33, 200, False, False, False, 3)
+    wanted, before = native.sweep(state, matrix / 20, grid, keep), torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        assert torch.equal(native.sweep(state, matrix / 20, grid, keep).codes, wanted.codes)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("group", "order", "regroup"), [(16, True, False), (24, True, True), (16, False, False), ("channel", True, False)])  # fmt: skip
+@pytest.mark.parametrize("masked", [False, True])
+def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, group, order, regroup, masked):
+    weight, hessian = random(21, 136, seed=1), hessian_of(136)
+    columns = hessian.diagonal().argsort(descending=True) if order else None
+    ordered = hessian if columns is None else hessian[columns][:, columns]
+    factor, _ = inverse_factor(ordered, 0.01)
+    mask = random(21, 136, seed=2) > -0.7 if masked else None
+    options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
+
+    def compute():
+        rule = round_columns(weight, factor, options, mask, columns, regroup, keep_wanted=True)
+        kept = weight if mask is None else weight * mask
+        return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
+
+    (mine, better), (other, wanted) = compute(), plain(compute)
+    rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
+    assert rows.float().mean() > 0.8
+    assert torch.allclose(mine.wanted[rows], other.wanted[rows], rtol=1e-3, atol=1e-3)
+    assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
+    parts, importance = random(40, 3, 24), random(3, 24, seed=1).abs()
+
+    def search():
+        return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
+
+    (scale, zero), (wanted, wanted_zero) = search(), plain(search)
+    agree = torch.isclose(scale, wanted, rtol=1e-5)
+    assert agree.float().mean() > 0.95 and (zero is None) == symmetric
+    assert zero is None or torch.equal(zero[agree], wanted_zero[agree])
+
+
+def test_what_the_library_takes():
+    assert native.usable(torch.zeros(1)) and not native.usable(torch.zeros(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("rows", -1), ("columns", native.MOST + 1), ("columns", -1), ("matrix_stride", 3), ("scale_stride", 2), ("threads", 0),
+    ("pivots", None), ("old", None),
+])  # fmt: skip
+def test_the_library_checks_the_sizes_of_columns(name, value):
+    x = torch.ones(4, 3)
+    fields = dict.fromkeys(("state", "scale", "old", "codes", "values", "moves"), pointer(x))
+    good = {
+        **fields, "matrix": pointer(m := torch.zeros(4, 4)), "pivots": pointer(x), "rows": 3, "columns": 4, "scale_stride": 3,
+        "matrix_stride": len(m), "lowest": -8, "highest": 7, "threads": 1,
+    }  # fmt: skip
+    call = library().compress_round_columns
+    assert call(ctypes.addressof(first := Columns(**good))) == 0 and first
+    assert call(ctypes.addressof(wrong := Columns(**good | {name: value}))) == -1 and wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rows", -1), ("groups", -1), ("size", -1), ("threads", 0), ("products", None)]
+)
+def test_the_library_checks_the_sizes_of_groups(name, value):
+    x = torch.ones(2, 3, 4)
+    fields = dict.fromkeys(("weights", "scale", "importance", "error", "squares", "products"), pointer(x))
+    good = {**fields, "rows": 2, "groups": 3, "size": 4, "lowest": -8, "highest": 7, "threads": 1}
+    call = library().compress_sum_groups
+    assert call(ctypes.addressof(first := Groups(**good))) == 0 and first
+    assert call(ctypes.addressof(wrong := Groups(**good | {name: value}))) == -1 and wrong
+
+
+def test_sizes_that_do_not_fit_together():
+    state, matrix, grid, keep = problem(5, 4, False, True, True, 0)
+    for arguments in (
+        (state[:3], matrix, grid, keep),
+        (state, matrix[:3, :3], grid, keep),
+        (state, matrix, grid, keep[:3]),
+    ):
+        with pytest.raises(AssertionError):
+            native.sweep(*arguments)
+    with pytest.raises(AssertionError):
+        native.group_sums(random(2, 3, 4), random(2, 4), Integers(-8, 7, random(2, 3)), True)

@@ -57,6 +57,16 @@ class Groups(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Search(ctypes.Structure):
+    """`compress_search` of compress_cpu.h."""
+
+    _fields_ = [
+        ("sequences", c_void_p), ("values", c_void_p), ("overlap", c_void_p), ("found", c_void_p),
+        ("count", c_int64), ("steps", c_int64), ("length", c_int64), ("states", c_int64), ("step_bits", c_int64),
+        ("threads", c_int32),
+    ]  # fmt: skip
+
+
 PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3 + [c_float, c_int32]
 
 
@@ -75,6 +85,7 @@ def library() -> ctypes.CDLL | None:
     found.compress_products.argtypes = [c_int64, *PRODUCT]
     found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
     found.compress_round_columns.argtypes = found.compress_sum_groups.argtypes = [c_void_p]
+    found.compress_search_walks.argtypes = [c_void_p]
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]

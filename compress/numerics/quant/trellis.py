@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.native import walks as native
+
 REACH = 8  # states after which the choice of a first state has no effect; constraint lengths, as in Viterbi decoders
 HELD = 1 << 26  # costs of sequences that are searched at once: 256 MiB in float32
 
@@ -75,7 +77,7 @@ class Viterbi:
     """
 
     def __init__(self, values: Float[Tensor, "states length"], trellis: Trellis) -> None:
-        self.trellis = trellis
+        self.trellis, self._values = trellis, values
         # |v - s|^2 = |v|^2 - 2 v s + |s|^2, and |s|^2 is equal for all states
         self._weights = torch.cat([values.square().sum(1, keepdim=True), values], dim=1)
         # held as [last k V bits, first L - k V bits], so that what a step adds is one batched product, and the states
@@ -89,8 +91,10 @@ class Viterbi:
     ) -> Int[Tensor, "n steps"]:
         """The states of the best walks. overlap: the first L - k V bits of the first state and the last ones of the
         last state, which are then equal; None: any."""
-        steps = sequences.shape[1] // self.trellis.length
-        at_once = _at_once(self.trellis, steps)
+        trellis, steps = self.trellis, sequences.shape[1] // self.trellis.length
+        if native.searches(sequences, trellis.states, trellis.step_bits, trellis.length):
+            return native.walks(sequences, self._values, trellis.step_bits, overlap)
+        at_once = _at_once(trellis, steps)
         parts = sequences.split(at_once)
         ends = [None] * len(parts) if overlap is None else overlap.split(at_once)
         return torch.cat([self._walks(part, end) for part, end in zip(parts, ends, strict=True)])

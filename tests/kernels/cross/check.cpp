@@ -8,6 +8,7 @@
 
 #include "columns.hpp"
 #include "rotations.hpp"
+#include "searches.hpp"
 
 namespace {
 
@@ -268,6 +269,7 @@ int main(int count, char **arguments) {
     check_many(library, random);
     check_rotations(library, random);
     check_rounding(library, random);
+    check_searches(library, random);
     std::printf("%lld outputs compared, %d failures\n", static_cast<long long>(library.numbers), library.failures.count);
     return library.failures.count ? 1 : 0;
 }

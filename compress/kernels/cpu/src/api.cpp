@@ -23,10 +23,11 @@ struct Set {
     int (*rotate)(const compress_rotation *);
     int (*round_columns)(const compress_columns *);
     int (*sum_groups)(const compress_groups *);
+    int (*search_walks)(const compress_search *);
     bool available;
 };
 
-#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of
+#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of, set::search_walks
 
 const Set *sets() {
     using namespace compress_cpu;
@@ -53,7 +54,7 @@ const Set *sets() {
 #endif
 #endif
         {"generic", COMPRESS_FUNCTIONS(generic), true},
-        {nullptr, nullptr, nullptr, nullptr, nullptr, false},
+        {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, false},
     };
     return found;
 }
@@ -234,6 +235,17 @@ int compress_sum_groups(const compress_groups *groups) {
     const compress_groups &g = *groups;
     if (g.rows < 0 || g.groups < 0 || g.size < 0 || g.threads < 1 || !g.squares != !g.products) return -1;
     return g.rows && g.groups ? best().sum_groups(groups) : 0;
+}
+
+int compress_search_walks(const compress_search *search) {
+    const compress_search &s = *search;
+    if (s.count < 0 || s.steps < 0 || s.threads < 1 || s.length < 1 || s.length > 2) return -1;
+    // a vector is 16 states with the same first bits
+    if (s.step_bits < 1 || s.states > 16 || s.states - s.step_bits < 4) return -1;
+    if (s.overlap)
+        for (int64_t i = 0; i < s.count; ++i)
+            if (s.overlap[i] < 0 || s.overlap[i] >> (s.states - s.step_bits)) return -1;
+    return s.count && s.steps ? best().search_walks(search) : 0;
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {

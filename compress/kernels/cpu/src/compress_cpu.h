@@ -168,6 +168,21 @@ struct compress_groups {
 // 0, or -1 for sizes that do not fit together.
 COMPRESS_API int compress_sum_groups(const struct compress_groups *groups);
 
+// Walks through a trellis of the least squared error. A state has `states` bits; the next state is what remains of it when
+// its first `step_bits` bits are shifted out, and others behind it. A state stands for `length` weights, 1 or 2.
+struct compress_search {
+    const float *sequences;  // [count][steps * length]
+    const float *values;     // [length][2^states]
+    const int32_t *overlap;  // [count] the first states - step_bits bits of the first state and the last ones of the last
+                             // state; NULL: any
+    int32_t *found;          // [count][steps] states
+    int64_t count, steps, length, states, step_bits;
+    int32_t threads;
+};
+
+// 0, or -1 for sizes that do not fit together, -2 when out of memory.
+COMPRESS_API int compress_search_walks(const struct compress_search *search);
+
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);
 

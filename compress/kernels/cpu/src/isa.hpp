@@ -14,6 +14,7 @@ static inline bool in_halves(const compress_weight &w) { return w.entries == 16 
     int rotate(const compress_rotation *rotation);              \
     int round_columns(const compress_columns *columns);         \
     int sum_groups_of(const compress_groups *groups);           \
+    int search_walks(const compress_search *search);            \
     }
 COMPRESS_SET(generic)
 COMPRESS_SET(avx2)

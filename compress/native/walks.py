@@ -1,0 +1,54 @@
+"""The search of walks through a trellis in C++.
+
+Plain torch writes the costs of all states of all sequences to memory in every step; here a sequence's costs stay in the
+cache of the processor that searches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compress.native.library import Search, library, pointer
+
+LANES = 16  # states that are computed at once; they have the same first bits
+OUT_OF_MEMORY = -2
+
+
+def searches(tensor: Tensor, states: int, step_bits: int, length: int) -> bool:
+    """Whether the library searches walks of tensors like this one. Arguments as in `walks`."""
+    fits = length <= 2 and 1 << (states - step_bits) >= LANES
+    return fits and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+
+
+def walks(
+    sequences: Float[Tensor, "n weights"],
+    values: Float[Tensor, "states length"],
+    step_bits: int,
+    overlap: Int[Tensor, " n"] | None = None,
+) -> Int[Tensor, "n steps"]:
+    """The states of the walks of the least squared error (int64).
+
+    values: of the 2^L states; a step shifts step_bits bits in. overlap: the first L - step_bits bits of the first state
+    and the last ones of the last state, which are then equal; None: any.
+    """
+    native = library()
+    assert native is not None
+    count, length = len(sequences), values.shape[1]
+    sequences, by_weight = sequences.contiguous(), values.T.contiguous()
+    steps, ends = sequences.shape[1] // length, None if overlap is None else overlap.to(torch.int32).contiguous()
+    assert sequences.shape[1] == steps * length and (ends is None or ends.shape == (count,))
+    found = torch.empty(count, steps, dtype=torch.int32)
+    search = Search(
+        sequences=pointer(sequences), values=pointer(by_weight), overlap=pointer(ends),
+        found=pointer(found), count=count, steps=steps, length=length, states=len(values).bit_length() - 1,
+        step_bits=step_bits, threads=torch.get_num_threads(),
+    )  # fmt: skip
+    failed = native.compress_search_walks(ctypes.addressof(search))
+    if failed == OUT_OF_MEMORY:
+        raise MemoryError("the costs of a search do not fit into memory")
+    assert not failed, "sizes do not fit together"
+    return found.long()

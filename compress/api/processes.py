@@ -62,6 +62,7 @@ class Processes:
         """The values of all processes, in the order of ranks, in every process."""
         if self.link is None:
             return [value]
+        self.link.meet()
         return [self.link.broadcast(value if source == self.rank else None, source) for source in range(self.size)]
 
     def wait(self) -> None:
@@ -163,17 +164,16 @@ class Link:
         dist.destroy_process_group()
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value of the process `source`, with its tensors on this process's device."""
+        """The value of the process `source`, with its tensors on this process's device; after `meet`."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         own = source == self._rank
         held = [value if device is None or not own else moved(value, torch.device("cpu"))]
-        self.meet()
         with _connected():
             dist.broadcast_object_list(held, source, self._group, torch.device("cpu"))
         return value if own else held[0] if device is None else moved(held[0], device)
 
     def send(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a tensor on the CPU with that of the process `source`."""
+        """Overwrite a tensor on the CPU with that of the process `source`; after `meet`."""
         with _connected():
             dist.broadcast(tensor, source, self._group)
 

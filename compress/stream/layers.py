@@ -69,7 +69,8 @@ class LayerWork:
             forwards = [self.reference.paired(i, forward) for i, forward in enumerate(forwards)]
         if self.step.true_sequential:
             solve = lambda stage: self._solve_stages([stage])  # noqa: E731
-            outputs = lockstep(module, self.stages, forwards, self._arrive, solve, self._first_stage)
+            agreed = self._first_stage if self.experts else lambda stage: stage
+            outputs = lockstep(module, self.stages, forwards, self._arrive, solve, agreed)
             if keep_outputs:
                 for i, output in enumerate(outputs):
                     hidden[i] = self.context.checked(output)

@@ -8,7 +8,10 @@ int4, symmetric, groups of 64 (rtn, gptq), or half of the weights pruned (wanda)
 import argparse
 import json
 import resource
+import sys
 import time
+
+sys.path.pop(0)  # the folder of this file, whose kernels.py hides a package of that name
 
 import numpy as np
 import torch

@@ -1,11 +1,11 @@
-"""Recipes of ours and the same method of llm-compressor, in turns on the same token ids in one run.
+"""Recipes of ours and a method of llm-compressor or AutoRound, in turns on the same token ids in one run.
 
     python tests/benchmarks/versus_llmcompressor.py RECIPE.yaml --method gptq --peer-python ENV/bin/python \
         --model FOLDER --test IDS.npy --calibration IDS.npy [--threads 1] [--rounds 1]
 
-llm-compressor lives in an environment of its own (pip install torch==2.13.0 llmcompressor); FOLDER is a local model
-in float32. Its seconds are those of `oneshot` on the loaded model, without writing anything; ours are from opening the
-model to the complete checkpoint on disk. Prints one JSON line per run and one with the ratios (ours / theirs).
+Both live in an environment of their own (pip install torch==2.13.0 llmcompressor, which brings auto-round); FOLDER is a
+local model in float32. Their seconds are those of the method on the loaded model, without writing anything; ours are
+from opening the model to the complete checkpoint on disk. Prints one JSON line per run and one with the ratios (ours / theirs).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-METHODS = ("rtn", "gptq", "gptq_noact", "wanda")
+PEERS = dict.fromkeys(("rtn", "gptq", "gptq_noact", "wanda"), "llmcompressor") | {"autoround": "autoround"}
+"""The methods, and the tool of each: peer_TOOL.py."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipe")
-    parser.add_argument("--method", choices=METHODS, required=True, help="gptq: its default order, static")
+    parser.add_argument("--method", choices=PEERS, required=True, help="gptq: in the default order, static")
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--test", required=True)
@@ -49,8 +50,9 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
-    script = [arguments.peer_python, str(HERE / "peer_llmcompressor.py"), arguments.method]
-    return record("llm-compressor", [*script, *protocol(arguments)], arguments.threads)
+    tool = PEERS[arguments.method]
+    script = [arguments.peer_python, str(HERE / f"peer_{tool}.py"), arguments.method]
+    return record(tool, [*script, *protocol(arguments)], arguments.threads)
 
 
 def protocol(arguments: argparse.Namespace) -> list[str]:

@@ -86,6 +86,7 @@ def library() -> ctypes.CDLL | None:
     found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
     found.compress_round_columns.argtypes = found.compress_sum_groups.argtypes = [c_void_p]
     found.compress_search_walks.argtypes = [c_void_p]
+    found.compress_decode_walks.argtypes = [c_void_p] * 3 + [c_int64] * 5 + [c_int32]
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]

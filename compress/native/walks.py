@@ -1,4 +1,4 @@
-"""The search of walks through a trellis in C++.
+"""Walks through a trellis in C++: their search, and their values.
 
 Plain torch writes the costs of all states of all sequences to memory in every step; here a sequence's costs stay in the
 cache of the processor that searches it.
@@ -52,3 +52,25 @@ def walks(
         raise MemoryError("the costs of a search do not fit into memory")
     assert not failed, "sizes do not fit together"
     return found.long()
+
+
+def decodes(codes: Tensor, values: Tensor) -> bool:
+    """Whether the library decodes walks like these. Arguments as in `decode`."""
+    fits = codes.device.type == "cpu" and values.dtype == torch.float32 and values.shape[1] <= 2
+    return fits and library() is not None
+
+
+def decode(
+    codes: Int[Tensor, "n bytes"], values: Float[Tensor, "states length"], step_bits: int
+) -> Float[Tensor, "n weights"]:
+    """The values of the states of tail-biting walks, which `trellis.pack` wrote."""
+    native, states = library(), len(values).bit_length() - 1
+    assert native is not None and codes.dtype == torch.uint8
+    codes, values, (count, size) = codes.contiguous(), values.contiguous(), codes.shape
+    found = torch.empty(count, size * 8 // step_bits * values.shape[1])
+    failed = native.compress_decode_walks(
+        pointer(codes), pointer(values), pointer(found), count, size, states, step_bits, values.shape[1],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    assert not failed, "sizes do not fit together"
+    return found

@@ -13,7 +13,7 @@ from compress.api.memory import ProblemSize
 from compress.families.rotated import GaussianCode, RotatedPass
 from compress.numerics.block_sweep import BlockSweep
 from compress.numerics.quant.gaussian_codes import Code, best_scale, first_table, values_of
-from compress.numerics.quant.trellis import Viterbi, pack, search_bytes, unpack
+from compress.numerics.quant.trellis import Viterbi, decode, pack, search_bytes
 from compress.weights.trellis import TrellisScheme
 
 
@@ -100,4 +100,4 @@ class _Tiles:
         return pack(self._search.tail_biting(values.reshape(-1, self.rows * self.columns)), self._trellis)
 
     def decode(self, codes: Int[Tensor, "tiles bytes"]) -> Float[Tensor, "out columns"]:
-        return self._values[unpack(codes, self._trellis)].reshape(-1, self.columns)
+        return decode(codes, self._values, self._trellis).view(-1, self.columns)

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compress.numerics.quant.gaussian_codes import TABLE_BITS, Code, length_of, values_of
-from compress.numerics.quant.trellis import Trellis, count_bytes, unpack
+from compress.numerics.quant.trellis import Trellis, count_bytes, decode
 from compress.weights.base import TensorSpec, stored_name
 from compress.weights.scaled_rows import ScaledRowsPart, ScaledRowsScheme
 
@@ -106,7 +106,7 @@ class TrellisPart(ScaledRowsPart):
         """The rows of weights of some rows of tiles."""
         scheme = self.scheme
         values = values_of(scheme.code, scheme.states, self.table, codes.device)
-        found = values[unpack(codes.reshape(-1, scheme.tile_bytes), scheme.trellis)]
+        found = decode(codes.reshape(-1, scheme.tile_bytes), values, scheme.trellis)
         tiles = found.view(len(codes), -1, scheme.tile_rows, scheme.tile_columns)
         return tiles.transpose(1, 2).reshape(len(codes), scheme.tile_rows, self.shape[1])
 

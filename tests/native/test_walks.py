@@ -11,7 +11,7 @@ from products import SETS, random
 
 from compress.native import walks as native
 from compress.native.library import Search, library, pointer
-from compress.numerics.quant.trellis import Trellis, Viterbi
+from compress.numerics.quant.trellis import Trellis, Viterbi, decode, pack, unpack
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -131,3 +131,26 @@ def test_an_overlap_that_no_state_has():
     for overlap in ([0, 16], [-1, 0]):
         with pytest.raises(AssertionError, match="do not fit"):
             native.walks(torch.zeros(2, 4), torch.zeros(64, 1), 2, torch.tensor(overlap))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 16), st.integers(1, 8), st.integers(1, 2), st.integers(1, 9), st.integers(0, 70), st.integers(0, 99)
+)
+def test_the_values_of_walks(states, step_bits, length, units, count, seed):
+    step_bits = min(step_bits, states)
+    size, made = units * step_bits, torch.Generator().manual_seed(seed)
+    codes = torch.randint(256, (count, size), dtype=torch.uint8, generator=made)
+    values, trellis = random(1 << states, length, seed=seed), Trellis(states, step_bits / length, length)
+    assert torch.equal(decode(codes, values, trellis), values[unpack(codes, trellis)].flatten(1))
+    assert not count or torch.equal(pack(unpack(codes, trellis), trellis), codes)
+
+
+@pytest.mark.parametrize("place", range(3, 9))
+def test_the_library_checks_the_sizes_of_walks(place):
+    codes, values, found = torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(64, 1), torch.zeros(2, 16)
+    good = [pointer(codes), pointer(values), pointer(found), 2, 4, 6, 2, 1, 1]
+    call = library().compress_decode_walks
+    for wrong in (-1, 17) if place == 5 else (-1,):
+        assert call(*(wrong if i == place else value for i, value in enumerate(good))) == -1
+    assert call(*good) == 0

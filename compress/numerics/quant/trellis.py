@@ -176,3 +176,12 @@ def unpack(codes: Int[Tensor, "n bytes"], trellis: Trellis) -> Int[Tensor, "n st
     for place, shift in enumerate((16, 8, 0)):
         window |= codes[:, (first + place) % size].to(torch.int32) << shift
     return window >> (24 - trellis.states - offset).to(torch.int32) & (2**trellis.states - 1)
+
+
+def decode(
+    codes: Int[Tensor, "n bytes"], values: Float[Tensor, "states length"], trellis: Trellis
+) -> Float[Tensor, "n weights"]:
+    """The values of the states of packed walks. values: of all states."""
+    if native.decodes(codes, values):
+        return native.decode(codes, values, trellis.step_bits)
+    return values[unpack(codes, trellis)].flatten(1)

@@ -60,6 +60,27 @@ inline void check_search(Library &library, Random &random, int64_t states, int64
         }
 }
 
+// Circles of bits, read bit by bit.
+inline void check_values(Library &library, Random &random, int64_t states, int64_t step_bits, int64_t length, int64_t count, int64_t size) {
+    const int64_t steps = size * 8 / step_bits;
+    Guarded<uint8_t> codes(count * size);
+    Guarded<float> values((int64_t{1} << states) * length), found(count * steps * length);
+    for (int64_t i = 0; i < codes.size(); ++i) codes[i] = static_cast<uint8_t>(random.below(256));
+    for (int64_t i = 0; i < values.size(); ++i) values[i] = random.number(2.0f);
+    if (library.decode_walks(codes.data(), values.data(), found.data(), count, size, states, step_bits, length, random.of<int>({1, 3, 40})))
+        return library.failures.add("values of walks: refused");
+    library.numbers += found.size();
+    for (int64_t i = 0; i < found.size(); ++i) {
+        const int64_t first = i / length % steps * step_bits;
+        int64_t state = 0;
+        for (int64_t bit = 0; bit < states; ++bit) {
+            const int64_t at = (first + bit) % (size * 8);
+            state = 2 * state + (codes[i / (steps * length) * size + at / 8] >> (7 - at % 8) & 1);
+        }
+        if (found[i] != values[state * length + i % length]) return library.failures.add("values of walks: number %lld is another", (long long)i);
+    }
+}
+
 inline void check_searches(Library &library, Random &random) {
     for (const int64_t length : {1, 2})
         for (const int64_t step_bits : {1, 2, 3, 4, 5, 8})
@@ -68,6 +89,10 @@ inline void check_searches(Library &library, Random &random) {
                 if (states > 13) continue;
                 check_search(library, random, states, step_bits, length, random.between(1, 9), random.between(1, 20));
             }
+    for (const int64_t states : {1, 4, 12, 16})
+        for (int64_t step_bits = 1; step_bits <= 8 && step_bits <= states; ++step_bits)
+            check_values(library, random, states, step_bits, random.between(1, 2), random.between(0, 200), step_bits * random.between(1, 9));
+    if (library.decode_walks(nullptr, nullptr, nullptr, 1, 1, 17, 1, 1, 1) != -1) library.failures.add("values of walks: 17 bits were taken");
     check_search(library, random, 12, 2, 1, 30, 40);
     check_search(library, random, 6, 2, 1, 0, 5);
     check_search(library, random, 6, 2, 1, 5, 0);

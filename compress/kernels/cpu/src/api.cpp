@@ -194,6 +194,38 @@ void codes_of_tile(void *data, int64_t tile) {
         }
 }
 
+struct Walks {
+    const uint8_t *codes;
+    const float *values;
+    float *found;
+    int64_t count, size, states, step_bits, length;
+};
+
+constexpr int64_t WALKS_OF_A_TASK = 64;
+
+template <int LENGTH>
+void decode_circle(const Walks &w, const uint8_t *codes, float *found) {
+    const int64_t steps = w.size * 8 / w.step_bits;
+    const uint32_t mask = (1u << w.states) - 1;
+    const int down = 32 - static_cast<int>(w.states);
+    for (int64_t step = 0; step < steps; ++step) {  // a window of at most 16 bits begins in the first of four bytes
+        const int64_t bit = step * w.step_bits, at = bit / 8;
+        uint32_t four = 0;
+        if (at + 4 <= w.size) four = static_cast<uint32_t>(codes[at]) << 24 | codes[at + 1] << 16 | codes[at + 2] << 8 | codes[at + 3];
+        else for (int64_t i = 0; i < 4; ++i) four = four << 8 | codes[(at + i) % w.size];
+        const float *value = w.values + (four >> (down - bit % 8) & mask) * LENGTH;
+        for (int v = 0; v < LENGTH; ++v) found[step * LENGTH + v] = value[v];
+    }
+}
+
+void decode_some(void *data, int64_t index) {
+    const Walks &w = *static_cast<Walks *>(data);
+    const int64_t first = index * WALKS_OF_A_TASK, stop = first + WALKS_OF_A_TASK < w.count ? first + WALKS_OF_A_TASK : w.count;
+    const int64_t numbers = w.size * 8 / w.step_bits * w.length;
+    for (int64_t row = first; row < stop; ++row)
+        (w.length == 1 ? decode_circle<1> : decode_circle<2>)(w, w.codes + row * w.size, w.found + row * numbers);
+}
+
 }  // namespace
 
 extern "C" {
@@ -264,6 +296,15 @@ int compress_codes(const compress_weight *weight, const int32_t *columns, int64_
         if (columns[i] < 0 || columns[i] >= weight->units * 32) return -1;
     Packing packing{weight, codes, nullptr, columns, count};
     compress_cpu::parallel(codes_of_tile, &packing, (weight->rows + 15) / 16, threads);
+    return 0;
+}
+
+int compress_decode_walks(const uint8_t *codes, const float *values, float *found, int64_t count, int64_t size, int64_t states,
+                          int64_t step_bits, int64_t length, int32_t threads) {
+    if (count < 0 || size < 0 || threads < 1 || length < 1 || length > 2) return -1;
+    if (states < 1 || states > 16 || step_bits < 1 || step_bits > states) return -1;
+    Walks walks{codes, values, found, count, size, states, step_bits, length};
+    compress_cpu::parallel(decode_some, &walks, (count + WALKS_OF_A_TASK - 1) / WALKS_OF_A_TASK, threads);
     return 0;
 }
 

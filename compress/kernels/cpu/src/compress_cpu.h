@@ -183,6 +183,11 @@ struct compress_search {
 // 0, or -1 for sizes that do not fit together, -2 when out of memory.
 COMPRESS_API int compress_search_walks(const struct compress_search *search);
 
+// The values of walks: each of `count` circles of `size` bytes holds steps = 8 size / step_bits states, the first bit of each
+// `step_bits` further than that of the one before. values: [2^states][length]; found: [count][steps][length].
+COMPRESS_API int compress_decode_walks(const uint8_t *codes, const float *values, float *found, int64_t count, int64_t size,
+                                       int64_t states, int64_t step_bits, int64_t length, int32_t threads);
+
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);
 

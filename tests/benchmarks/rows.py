@@ -132,6 +132,12 @@ ROWS: dict[str, list[dict]] = {
     "quip_sharp-learned": [{"quip_sharp": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip": [{"qtip": {}}],
     "qtip-learned": [{"qtip": {}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip-2.5-learned": [{"qtip": {"bits": 2.5, "code": "hyb"}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
+    "qtip-3": [{"qtip": {"bits": 3}}],
+    "qtip-3-learned": [{"qtip": {"bits": 3}}, {"distill": {**LEARN, "epochs": 2, "learning_rate": 0.002}}],
+    "qtip-4": [{"qtip": {"bits": 4}}],
+    "qtip-4-refined": [{"qtip": {"bits": 4, "refine": 1}}],
+    "qtip-4-learned": [{"qtip": {"bits": 4}}, {"distill": {**LEARN, "epochs": 2}}],
     "qtip-1-learned": [{"qtip": {"bits": 1}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip-1.5-learned": [{"qtip": {"bits": 1.5, "code": "hyb"}}, {"distill": {**LEARNED["distill"], "epochs": 3}}],
     "qtip-mixed-learned": [

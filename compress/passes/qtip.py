@@ -33,8 +33,8 @@ class QTIP(RotatedPass):
     """
 
     use_for: ClassVar[str] = (
-        "1 to 4 bits (and 0.03 for scales), with less error than integers, a lattice or codebooks; below 4 bits follow "
-        "it by distill."
+        "1 to 4 bits (and 0.03 for scales), with less error than integers, a lattice or codebooks; follow it by "
+        "distill."
     )
     not_for: ClassVar[str] = "Speed: inputs are rotated when a layer runs, and values of states are computed."
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11235"

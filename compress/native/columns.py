@@ -47,7 +47,8 @@ class Rounded:
 
 def usable(tensor: Tensor) -> bool:
     """Whether the library takes tensors like this one: float32 on the CPU, without a gradient."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
+    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and not tensor.requires_grad
+    return plain and library() is not None
 
 
 def sweep(

@@ -202,6 +202,7 @@ def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
 
 def test_what_the_library_takes():
     assert native.usable(torch.zeros(1)) and not native.usable(torch.zeros(1, dtype=torch.float64))
+    assert not native.usable(torch.zeros(1, requires_grad=True)) and not native.usable(torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize(("name", "value"), [

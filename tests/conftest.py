@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from model_families import VOCAB, tiny_model
+from products import SETS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
@@ -28,6 +29,7 @@ from compress.data import ids as ids_of
 from compress.data.ids import token_ids
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.structure.blocks import find_blocks
+from compress.native.library import library
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -42,6 +44,14 @@ PICO = Path(__file__).parent / "pico" / "model"
 def threads():
     """One, or COMPRESS_TEST_THREADS: tiny matrices gain nothing from more, but all must hold with more, too."""
     torch.set_num_threads(int(os.environ.get("COMPRESS_TEST_THREADS", "1")))
+
+
+@pytest.fixture(params=SETS)
+def chosen(request):
+    """One instruction set of the kernels after the other."""
+    assert library().compress_use(request.param.encode()) == 0
+    yield request.param
+    library().compress_use(SETS[0].encode())
 
 
 @pytest.hookimpl(tryfirst=True)

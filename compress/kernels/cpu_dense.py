@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import TYPES, PackedKernel, linear
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
-from compress.native.library import available
+from compress.kernels.cpu.packed import UNIT, PackedCodes
+from compress.native.library import LANES, available
 
 FEW = {torch.float32: 8, torch.bfloat16: 2}
 """Rows of inputs up to which this kernel is faster than torch where weights have the dtype of the inputs, too."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import PackedKernel, reads
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
+from compress.kernels.cpu.packed import UNIT, PackedCodes
+from compress.native.library import LANES
 
 POSITIONS = {torch.float32: 22, torch.bfloat16: 23}  # compress_codec of compress_cpu.h
 

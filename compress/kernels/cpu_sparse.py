@@ -12,8 +12,8 @@ from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import PackedKernel, reads
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
-from compress.native.library import library
+from compress.kernels.cpu.packed import UNIT, PackedCodes
+from compress.native.library import LANES, library
 
 KEPT_F32, KEPT_BF16 = 11, 12  # compress_codec of compress_cpu.h
 TILES = 64  # that are packed at a time, to limit memory

@@ -13,6 +13,8 @@ from compress.errors import RecipeError
 from compress.native.choice import VARIABLE, chosen
 
 NATIVE = "compress.kernels.cpu._native"
+LANES = 16  # of a vector: rows or states that are computed side by side
+OUT_OF_MEMORY = -2  # what a function returns
 
 
 class Weight(ctypes.Structure):

@@ -12,15 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compress.native.library import Search, library, pointer
-
-LANES = 16  # states that are computed at once; they have the same first bits
-OUT_OF_MEMORY = -2
+from compress.native.library import LANES, OUT_OF_MEMORY, Search, library, pointer
 
 
 def searches(tensor: Tensor, states: int, step_bits: int, length: int) -> bool:
     """Whether the library searches walks of tensors like this one. Arguments as in `walks`."""
-    fits = length <= 2 and 1 << (states - step_bits) >= LANES
+    fits = length <= 2 and 1 << (states - step_bits) >= LANES  # the states of a vector have the same first bits
     return fits and tensor.device.type == "cpu" and tensor.dtype == torch.float32 and library() is not None
 
 

@@ -39,9 +39,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    print(
-        f"{instruction_set()}, threads {given.threads}\n\n| loop | shape | plain torch, ms | C++, ms | ratio |\n|---|---|---|---|---|"
-    )
+    print(f"{instruction_set()}, threads {given.threads}\n")
+    print("| loop | shape | plain torch, ms | C++, ms | ratio |\n|---|---|---|---|---|")
     for rows, width in SHAPES:
         for name, compute in of_columns(rows, width).items():
             show(name, f"{rows} x {width}", compute, given.rounds)

@@ -1,8 +1,9 @@
-"""One run of llm-compressor for versus_llmcompressor.py, by the Python of its own environment; prints one JSON line.
+"""One run of llm-compressor or AutoRound for versus_llmcompressor.py, by the Python of their environment; one JSON line.
 
     python peer_llmcompressor.py gptq --model FOLDER --test IDS.npy --calibration IDS.npy
 
-int4, symmetric, groups of 64 (rtn, gptq), or half of the weights pruned (wanda); head and embedding are left alone.
+int4, symmetric, in groups of 64 (rtn, gptq) or of 32 with 50 iterations (autoround), or half of the weights pruned
+(wanda); head and embedding are left alone.
 """
 
 import argparse
@@ -37,6 +38,29 @@ def modifier(method):
     return WandaPruningModifier(sparsity=0.5, mask_structure="0:0", targets=["Linear"], ignore=["re:.*lm_head"])
 
 
+def calibration(method, ids):
+    if method == "rtn":
+        return {}
+    rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()})
+    return {
+        "dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": int(ids.shape[1]),
+        "shuffle_calibration_samples": False,
+    }  # fmt: skip
+
+
+def rounded(model, tokenizer, ids):
+    from auto_round import AutoRound  # it changes transformers when it is imported
+
+    rows = [
+        {"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in torch.from_numpy(ids).long()
+    ]
+    rounding = AutoRound(
+        model, tokenizer, bits=4, group_size=32, sym=True, iters=50, dataset=rows, nsamples=len(rows),
+        seqlen=ids.shape[1], batch_size=min(8, len(rows)), device_map="cpu", amp=False,
+    )  # fmt: skip
+    return rounding.quantize()[0]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("method")
@@ -46,15 +70,15 @@ def main():
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     ids = np.load(arguments.calibration)
-    rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()})
-    data = {} if arguments.method == "rtn" else {
-        "dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": int(ids.shape[1]),
-        "shuffle_calibration_samples": False,
-    }  # fmt: skip
     begin = time.perf_counter()
-    oneshot(model=model, recipe=modifier(arguments.method), tokenizer=tokenizer, **data)
+    if arguments.method == "autoround":
+        model = rounded(model, tokenizer, ids)
+    else:
+        oneshot(
+            model=model, recipe=modifier(arguments.method), tokenizer=tokenizer, **calibration(arguments.method, ids)
+        )
     seconds = time.perf_counter() - begin
-    shared_absmax = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     losses = []
     with torch.no_grad():
         for window in torch.from_numpy(np.load(arguments.test)).long():
@@ -62,7 +86,7 @@ def main():
             losses.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
     loss = float(np.mean(losses))
     row = {"method": arguments.method, "perplexity": float(np.exp(loss)), "loss": loss}
-    print(json.dumps(row | {"seconds": round(seconds, 1), "peak_rss_mb": round(shared_absmax)}))
+    print(json.dumps(row | {"seconds": round(seconds, 1), "peak_rss_mb": round(peak)}))
 
 
 if __name__ == "__main__":

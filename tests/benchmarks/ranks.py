@@ -4,8 +4,8 @@
 
 NAME: of CHAINS, or evaluation; by default all. Every run is a process of its own, or several that find each other as
 under torchrun, from its start to the complete checkpoint and report, with the evaluation that recipes have by default;
-`passes`: the phases of the report that belong to passes. evaluation: `compress eval` of MODEL on the windows. All runs take turns in one
-call, so that they meet the same machine. One JSON line per NAME:
+`passes`: the phases of the report that belong to passes. evaluation: `compress eval` of MODEL on the windows. All runs
+take turns in one call, so that they meet the same machine. One JSON line per NAME:
 
     name, processes, seconds [one, several], ratio, cpu [one, several], cpu_ratio, passes [one, several], passes_ratio,
     peak_mb [one, several], agreement

@@ -5,7 +5,8 @@
 
 Both live in an environment of their own (pip install torch==2.13.0 llmcompressor, which brings auto-round); FOLDER is a
 local model in float32. Their seconds are those of the method on the loaded model, without writing anything; ours are
-from opening the model to the complete checkpoint on disk. Prints one JSON line per run and one with the ratios (ours / theirs).
+from opening the model to the complete checkpoint on disk. Prints one JSON line per run and one with the ratios (ours /
+theirs).
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
-PEERS = dict.fromkeys(("rtn", "gptq", "gptq_noact", "wanda"), "llmcompressor") | {"autoround": "autoround"}
-"""The methods, and the tool of each: peer_TOOL.py."""
+METHODS = ("rtn", "gptq", "gptq_noact", "wanda", "autoround")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("recipe")
-    parser.add_argument("--method", choices=PEERS, required=True, help="gptq: in the default order, static")
+    parser.add_argument("--method", choices=METHODS, required=True, help="gptq: in the default order, static")
     parser.add_argument("--peer-python", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--test", required=True)
@@ -50,8 +50,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def theirs(arguments: argparse.Namespace) -> dict[str, Any]:
-    tool = PEERS[arguments.method]
-    script = [arguments.peer_python, str(HERE / f"peer_{tool}.py"), arguments.method]
+    script = [arguments.peer_python, str(HERE / "peer_llmcompressor.py"), arguments.method]
+    tool = "AutoRound" if arguments.method == "autoround" else "llm-compressor"
     return record(tool, [*script, *protocol(arguments)], arguments.threads)
 
 

@@ -2,17 +2,6 @@
 
 import pytest
 import torch
-from products import SETS
-
-from compress.native.library import library
-
-
-@pytest.fixture(params=SETS)
-def chosen(request):
-    """One instruction set after the other."""
-    assert library().compress_use(request.param.encode()) == 0
-    yield request.param
-    library().compress_use(SETS[0].encode())
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,6 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 COUNTS = st.sampled_from([1, 2, 15, 16, 17, 33, 64])
 
 
-@pytest.fixture(params=SETS)
-def chosen(request):
-    """One instruction set after the other."""
-    assert library().compress_use(request.param.encode()) == 0
-    yield request.param
-    library().compress_use(SETS[0].encode())
-
-
 @pytest.fixture
 def plain(monkeypatch):
     """plain(compute): its result without the library."""

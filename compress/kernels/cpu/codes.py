@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.packed import LANES, UNIT, PackedCodes
+from compress.kernels.cpu.packed import UNIT, PackedCodes
 from compress.kernels.cpu.pages import PAGES
-from compress.native.library import available, library, pointer
+from compress.native.library import LANES, OUT_OF_MEMORY, available, library, pointer
 
 HALF = 16  # columns of which groups are whole multiples
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -28,7 +28,6 @@ Mode = tuple[int, int, float]
 """What inputs are rounded to: a compress_rounding, the bits of integers, and the share of a range that they cover."""
 
 UNROUNDED: Mode = (AS_THEY_ARE, 8, 1.0)
-OUT_OF_MEMORY = -2
 
 
 def reads(x: Tensor, rounding: RoundingLike | None = None) -> bool:

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from compress.native.library import Weight, library, pointer
+from compress.native.library import LANES, Weight, library, pointer
 
-LANES, UNIT = 16, 32  # rows of a tile, and columns of a unit
+UNIT = 32  # columns of a unit; a tile has LANES rows
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
 TILES = "step_bits", "states", "tile_rows", "tile_columns"  # the same, of walks
 

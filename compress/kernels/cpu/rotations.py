@@ -9,9 +9,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from compress.kernels.cpu.codes import OUT_OF_MEMORY, TYPES
-from compress.kernels.cpu.packed import LANES
-from compress.native.library import HadamardMatrix, library, pointer
+from compress.kernels.cpu.codes import TYPES
+from compress.native.library import LANES, OUT_OF_MEMORY, HadamardMatrix, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
 LARGEST = 512  # rows of a matrix that is multiplied as it is; torch's products of matrices are for larger ones

@@ -77,7 +77,7 @@ class Viterbi:
     """
 
     def __init__(self, values: Float[Tensor, "states length"], trellis: Trellis) -> None:
-        self.trellis, self._values = trellis, values
+        self.trellis = trellis
         # |v - s|^2 = |v|^2 - 2 v s + |s|^2, and |s|^2 is equal for all states
         self._weights = torch.cat([values.square().sum(1, keepdim=True), values], dim=1)
         # held as [last k V bits, first L - k V bits], so that what a step adds is one batched product, and the states
@@ -93,7 +93,7 @@ class Viterbi:
         last state, which are then equal; None: any."""
         trellis, steps = self.trellis, sequences.shape[1] // self.trellis.length
         if native.searches(sequences, trellis.states, trellis.step_bits, trellis.length):
-            return native.walks(sequences, self._values, trellis.step_bits, overlap)
+            return native.walks(sequences, self._weights[:, 1:], trellis.step_bits, overlap)
         at_once = _at_once(trellis, steps)
         parts = sequences.split(at_once)
         ends = [None] * len(parts) if overlap is None else overlap.split(at_once)

@@ -14,6 +14,7 @@ from torch import Tensor
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import TYPES, PackedKernel, linear
 from compress.kernels.cpu.packed import UNIT, PackedCodes
+from compress.kernels.recording import as_operators
 from compress.native.library import LANES, available
 
 FEW = {torch.float32: 8, torch.bfloat16: 2}
@@ -42,9 +43,7 @@ class DenseKernel(PackedKernel):
     def product(
         self, x: Tensor, part: Any, prepared: PackedCodes, rounding: RoundingLike | None, bias: Tensor | None
     ) -> Tensor:
-        if (
-            not torch.compiler.is_compiling() and prepared.words.data_ptr() != part.weight.data_ptr()
-        ):  # `.data` was replaced
+        if not as_operators() and prepared.words.data_ptr() != part.weight.data_ptr():  # `.data` was replaced
             part.forget_prepared()
             prepared = part.prepared(self)
         return linear(x, prepared, bias)
@@ -52,11 +51,16 @@ class DenseKernel(PackedKernel):
 
 def wrapped(part: Any) -> PackedCodes:
     """Describe the weight of a part to the kernels; it is shared, not copied."""
-    rows, width = part.shape
-    words, scale = part.weight.detach(), torch.ones(-(-rows // LANES), 1, LANES)
+    return packed_rows(part.weight.detach(), part.narrow_inputs)
+
+
+def packed_rows(weight: Tensor, narrow: bool = False) -> PackedCodes:
+    """Describe a contiguous float32 or bfloat16 weight [out, in] to the kernels. narrow: as of `PackedCodes`."""
+    (rows, width), scale = weight.shape, torch.ones(-(-weight.shape[0] // LANES), 1, LANES)
     columns = -(-width // UNIT) * UNIT
-    sizes = ROWS[words.dtype], rows, width, columns
-    return PackedCodes(words, scale, None, None, None, None, None, 0.0, *sizes, part.narrow_inputs)
+    return PackedCodes(
+        weight, scale, None, None, None, None, None, 0.0, ROWS[weight.dtype], rows, width, columns, narrow
+    )
 
 
 KERNEL = DenseKernel()

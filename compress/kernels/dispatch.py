@@ -19,8 +19,8 @@ from torch import Tensor
 from compress import kernels
 from compress.kernels.contract import Kernel, Part, RoundingLike, Transform, TransformKernel
 
-SHARED = ("choice", "contract", "dispatch", "reference")
-"""Files of this folder that are no kernels. Kernels import none of them but `choice` and `contract`."""
+SHARED = ("contract", "dispatch", "recording", "reference")
+"""Files of this folder that are no kernels. Kernels import none of them but `contract` and `recording`."""
 
 
 def find_kernels() -> tuple[list[Kernel], list[TransformKernel]]:

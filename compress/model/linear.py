@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from compress.errors import NumericError
 from compress.kernels import dispatch
+from compress.kernels.recording import as_operators
 from compress.model.dense_linear import LINEARS as LINEARS
 from compress.model.dense_linear import is_linear
 from compress.model.shared_input import SharedInput
@@ -299,7 +300,7 @@ class CompressedLinear(nn.Module):
         return part, rounding, self.bias
 
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
-        if torch.compiler.is_compiling():
+        if as_operators():
             if self.traced is not None:
                 return dispatch.traced_linear(x, self.bias, *self.traced)
         elif self.shared_input is not None and (y := self.shared_input.output(self, x)) is not None:

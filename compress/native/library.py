@@ -25,7 +25,8 @@ class Weight(ctypes.Structure):
         ("masks", c_void_p), ("offsets", c_void_p), ("zero_point", c_float), ("codec", c_int32), ("rows", c_int64),
         ("width", c_int64), ("units", c_int64), ("group", c_int64), ("groups", c_int64), ("tables", c_int64),
         ("books", c_int64), ("entries", c_int64), ("length", c_int64), ("stride", c_int64), ("step_bits", c_int64),
-        ("states", c_int64), ("tile_rows", c_int64), ("tile_columns", c_int64),
+        ("states", c_int64), ("tile_rows", c_int64), ("tile_columns", c_int64), ("scale_type", c_int64),
+        ("zero_type", c_int64),
     ]  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def library() -> ctypes.CDLL | None:
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]
     found.compress_advise.argtypes = found.compress_release.argtypes = [c_void_p, c_int64]
+    found.compress_run.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32]
+    found.compress_run.restype = c_int64
     found.compress_instruction_sets.restype = c_char_p
     found.compress_use.argtypes = [c_char_p]
     if wanted and found.compress_use(wanted.encode()) != 0:

@@ -4,20 +4,20 @@
 
 Prints "> ready" when the model is loaded, and then, for each line "decode" or "prefill" of the standard input, "> " and
 tokens per second. `dense` and `compiled`: by transformers alone, DTYPE is that of
-the weights; `torchao`: DTYPE is int8
-or int4, bfloat16 otherwise; `load`: by compress.load.
+the weights; `torchao`: DTYPE is int8 or int4, bfloat16 otherwise; `load`: by compress.load.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from statistics import median
 from time import perf_counter
 
 sys.path.pop(0)  # transformers would take kernels.py in this folder for a package
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 PROMPT, TOKENS, PREFILL, WARM_UP = 16, 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
 
@@ -63,9 +63,9 @@ def loaded(kind: str, source: str, dtype: str) -> PreTrainedModel:
         # the only 4-bit tensors of torchao 0.18 that run on a CPU
         quantize_(model, Int8WeightOnlyConfig() if dtype == "int8" else PrototypeInt4WeightOnlyConfig(group_size=32))
     if kind == "compiled":
-        from compress.model.open.compiled import compile_generation
-
-        compile_generation(model)
+        config = CompileConfig(mode=None, options={"cpp.min_chunk_size": 16384})  # less work is not worth a thread
+        vars(config)["_compile_all_devices"] = True  # otherwise transformers compiles on accelerators alone
+        vars(model)["generate"] = partial(model.generate, cache_implementation="static", compile_config=config)
     return model
 
 

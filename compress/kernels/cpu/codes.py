@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
-from compress.kernels.cpu.packed import UNIT, PackedCodes
+from compress.kernels.cpu.packed import UNIT, PackedCodes, narrowed
 from compress.kernels.cpu.pages import PAGES
+from compress.kernels.recording import as_operators
 from compress.native.library import LANES, OUT_OF_MEMORY, available, library, pointer
 
 HALF = 16  # columns of which groups are whole multiples
@@ -220,11 +221,12 @@ def _columns(width: int, size: Any, index: Tensor | None, count: int) -> tuple[i
 
 
 def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
-    """Values per scale [out or 1, stored groups] as float32 [tiles, groups, 16]; zeros where there is no row."""
+    """Values per scale [out or 1, stored groups] as [tiles, groups, 16], `narrowed`; zeros where there is no row."""
     found = torch.zeros(-(-rows // LANES) * LANES, groups)
     source = torch.arange(groups).clamp(max=values.shape[1] - 1)
     found[:rows] = values.float().expand(rows, -1)[:, source]
-    return PAGES.empty(len(found) // LANES, groups, LANES, dtype=torch.float32).copy_(found.view(-1, LANES, groups).mT)
+    kept = narrowed(found)
+    return PAGES.empty(len(found) // LANES, groups, LANES, dtype=kept.dtype).copy_(kept.view(-1, LANES, groups).mT)
 
 
 def product(
@@ -332,6 +334,11 @@ def handle_of(packed: PackedCodes) -> int:
     return handle
 
 
+def packed_of(handle: int) -> PackedCodes:
+    """The packed weight that a number stands for."""
+    return _PACKED[handle]
+
+
 def _packed_linear(
     x: Tensor, bias: Tensor | None, handle: int, rows: int, rounded: int, bits: int, clip: float
 ) -> Tensor:
@@ -352,6 +359,6 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """`product`, as the operator where torch traces."""
     inputs = scale, threshold, columns
-    if torch.compiler.is_compiling():
+    if as_operators():
         return torch.ops.compress.codes_linear(x, bias, *mode, *inputs, *packed.tensors, *packed.numbers)
     return product(x, packed, bias, mode, *inputs)

@@ -14,6 +14,7 @@ from compress.native.library import LANES, Weight, library, pointer
 
 UNIT = 32  # columns of a unit; a tile has LANES rows
 BOOKS = "tables", "books", "entries", "length"  # fields of compress_weight
+SCALES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # compress_scale of compress_cpu.h
 TILES = "step_bits", "states", "tile_rows", "tile_columns"  # the same, of walks
 
 
@@ -21,7 +22,8 @@ TILES = "step_bits", "states", "tile_rows", "tile_columns"  # the same, of walks
 class PackedCodes:
     """The weights of a part in the layout of compress_cpu.h.
 
-    words: int32 [tiles, units, bits, 16]. scale, zero: float32 [tiles, groups, 16]; zero None: `zero_point` everywhere.
+    words: int32 [tiles, units, bits, 16]. scale, zero: [tiles, groups, 16], float32 or `narrowed`; zero None:
+    `zero_point` everywhere.
     table: float32 [2^codec], or None. order: int32 [32 units], or None. Kept floats alone are words [kept + 16],
     with masks: int16 [tiles, 32 units], and offsets: int64 [tiles]; None for codes. All weights in floats are words
     [out, in]. Weights that are looked up are words uint8 [out, bytes], and their table is float32 [tables, books,
@@ -57,7 +59,8 @@ class PackedCodes:
             words=self.words.data_ptr(), scale=self.scale.data_ptr(), zero=pointer(self.zero),
             table=pointer(self.table), order=pointer(self.order), masks=pointer(self.masks),
             offsets=pointer(self.offsets), zero_point=self.zero_point, codec=self.codec, rows=self.rows,
-            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1], **sizes,
+            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1],
+            scale_type=SCALES[self.scale.dtype], zero_type=0 if self.zero is None else SCALES[self.zero.dtype], **sizes,
         )  # fmt: skip
 
     @cached_property
@@ -101,7 +104,16 @@ class PackedCodes:
 
     def _spread(self, values: Tensor, chosen: Tensor) -> Tensor:
         """The value of each row and packed column, of those per group."""
-        return values[:, chosen // self.group].mT.flatten(0, 1)[: self.rows]
+        return values.float()[:, chosen // self.group].mT.flatten(0, 1)[: self.rows]
+
+
+def narrowed(values: Tensor) -> Tensor:
+    """float32 values as bfloat16 or float16 numbers, if all are exact; otherwise as they are."""
+    if torch.equal(values.bfloat16().float(), values):
+        return values.bfloat16()
+    half, sizes = values.half(), values.abs()
+    normal = (sizes == 0) | ((sizes >= torch.finfo(torch.float16).tiny) & sizes.isfinite())
+    return half if bool(normal.all()) and torch.equal(half.float(), values) else values
 
 
 def of_bytes(

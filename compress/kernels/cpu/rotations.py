@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compress.kernels.cpu.codes import TYPES
+from compress.kernels.recording import as_operators
 from compress.native.library import LANES, OUT_OF_MEMORY, HadamardMatrix, library, pointer
 from compress.numerics.hadamard import factors, hadamard
 
@@ -116,7 +117,7 @@ def rotated(
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """`rotate`, as the operator where torch traces."""
-    if torch.compiler.is_compiling():
+    if as_operators():
         return torch.ops.compress.rotate(x, signs, order, outputs, bias, dtype)
     return rotate(x, signs, order, outputs, bias, dtype)
 

@@ -1,4 +1,4 @@
-"""Generation with torch.compile and a static cache."""
+"""Fast generation with a static cache: recorded steps on the CPU, torch.compile elsewhere."""
 
 from __future__ import annotations
 
@@ -12,43 +12,75 @@ from compress.errors import ModelError
 from compress.kernels import dispatch
 from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
+from compress.model.recorded.decoding import LENGTHS, RecordedDecoding
+from compress.native.library import available
 
 SERIAL = 16384
 """Numbers that one thread computes in a compiled function before torch wakes another: one token has fewer than that."""
 
 
 def compile_generation(model: PreTrainedModel) -> None:
-    """Let `model.generate` decode with torch.compile and a static cache. The first call compiles, which takes minutes.
+    """Let `model.generate` decode with a static cache, by recorded steps (`RecordedDecoding`) or by torch.compile.
 
-    Raises ModelError for a model that generates no text, and on a CPU without a C++ compiler.
+    On a CPU with the C++ kernels, the first step of `generate` is recorded, which takes seconds, and later ones run
+    without Python. A step that cannot be recorded is compiled by torch.compile, if there is a C++ compiler, as it is on
+    other devices and without the kernels; the first call then takes minutes. Call this again after weights were
+    changed.
+
+    Raises ModelError for a model that generates no text, and on a CPU with neither the kernels nor a C++ compiler.
     """
     if not model.can_generate():
         raise ModelError(f"compile=True: {described(model)} and generates no text; load it without")
+    vars(model).pop("get_compiled_call", None)  # of an earlier call
     device = next(model.parameters()).device
-    if device.type == "cpu":
+    on_cpu = device.type == "cpu"
+    recorded = on_cpu and available()
+    if on_cpu and not recorded:
         check_compiler()
     prepare(model)
-    options = {"cpp.min_chunk_size": SERIAL} if device.type == "cpu" else None
+    options = {"cpp.min_chunk_size": SERIAL} if on_cpu else None
     mode: Any = None if options else "default"  # torch takes one of them
     config: Any = CompileConfig(mode=mode, options=options)
     config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
-    run: Any = model.generate  # not in its generation config, whose copies lose the flag
-    vars(model)["generate"] = partial(run, cache_implementation="static", compile_config=config)
+    if recorded:
+        otherwise = model.get_compiled_call(config) if has_compiler() else partial(type(model).__call__, model)
+        decoding = RecordedDecoding(model, otherwise)
+        vars(model)["get_compiled_call"] = lambda _: decoding
+        lengthen_caches(model)
+    kind: Any = type(model)  # the flag is not in its generation config, whose copies lose it
+    vars(model)["generate"] = partial(kind.generate, model, cache_implementation="static", compile_config=config)
+
+
+def lengthen_caches(model: Any) -> None:
+    """Let the lengths of static caches be multiples of `LENGTHS`, so that few kinds of steps are recorded."""
+    prepare_cache = type(model)._prepare_static_cache
+
+    def prepare_longer(*args: Any, max_cache_len: int, **kwargs: Any) -> Any:
+        return prepare_cache(model, *args, max_cache_len=-(-max_cache_len // LENGTHS) * LENGTHS, **kwargs)
+
+    vars(model)["_prepare_static_cache"] = prepare_longer
+
+
+def has_compiler() -> bool:
+    """Whether torch finds a C++ compiler."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return False
+    return True
 
 
 def check_compiler() -> None:
     """Raise ModelError if torch finds no C++ compiler."""
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
+    if not has_compiler():
         raise ModelError(
             "compile=True: torch.compile needs a C++ compiler, and found none; install g++ or clang, set CXX to its "
             "path, or load the model without compile=True"
-        ) from error
+        )
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Convert weights to the layouts of their kernels now; the compiler does not trace the conversion."""
+    """Convert weights to the layouts of their kernels now; neither a recorder nor the compiler sees the conversion."""
     like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     for layer in model.modules():
         if isinstance(layer, CompressedLinear):

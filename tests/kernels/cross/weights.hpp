@@ -10,6 +10,7 @@ struct Weight {
     compress_weight w{};
     Guarded<uint32_t> words;
     Guarded<float> scale, zero, table;
+    Guarded<uint16_t> narrow_scale, narrow_zero;
     Guarded<int32_t> order;
     Guarded<uint16_t> masks;
     Guarded<int64_t> offsets;
@@ -78,6 +79,23 @@ inline double float8(int codec, uint32_t code) {
     return code & 128 ? -size : size;
 }
 
+// Stores numbers in a type that some of them are made exact for; bfloat16 or float16, or as they are.
+inline const void *stored(Random &random, Guarded<float> &values, Guarded<uint16_t> &narrow, int64_t &type) {
+    type = random.below(3);
+    if (type == COMPRESS_SCALE_F32) return values.data();
+    narrow = Guarded<uint16_t>(values.size());
+    for (int64_t i = 0; i < values.size(); ++i) {
+        narrow[i] = to_bf16(values[i]);
+        if (type == COMPRESS_SCALE_F16) {  // the numbers that both types have: seven bits of mantissa, and a smaller exponent
+            const int exponent = ((narrow[i] >> 7) & 255) - 112;
+            const bool small = exponent < 1 || exponent > 30;
+            values[i] = small ? 0.0f : from_bf16(narrow[i]);
+            narrow[i] = small ? 0 : static_cast<uint16_t>((narrow[i] & 0x8000) | exponent << 10 | (narrow[i] & 127) << 3);
+        } else values[i] = from_bf16(narrow[i]);
+    }
+    return narrow.data();
+}
+
 enum Offsets { POINT, ZEROS, TABLE };  // one zero point; one of each group; a table instead
 
 // Codes of 1, 2, 3, 4 or 8 bits, or of 8-bit floats. groups: of columns here and there; 0: runs of `group`.
@@ -101,6 +119,8 @@ inline Weight codes_of(Random &random, int codec, int64_t rows, int64_t width, i
     } else if (!floats) {
         w.zero_point = random.chance(0.8) ? values / 2 : random.below(2) * (values - 1);
     }
+    w.scale = stored(random, found.scale, found.narrow_scale, w.scale_type);
+    if (w.zero) w.zero = stored(random, found.zero, found.narrow_zero, w.zero_type);
     found.codes = Guarded<uint8_t>(rows * width);
     const bool extreme = random.chance(0.15);  // the lowest and the highest code alone
     for (int64_t row = 0; row < rows; ++row)

@@ -24,10 +24,11 @@ struct Set {
     int (*round_columns)(const compress_columns *);
     int (*sum_groups)(const compress_groups *);
     int (*search_walks)(const compress_search *);
+    int64_t (*run)(const compress_cpu::compress_step *);
     bool available;
 };
 
-#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of, set::search_walks
+#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of, set::search_walks, set::run
 
 const Set *sets() {
     using namespace compress_cpu;
@@ -54,7 +55,7 @@ const Set *sets() {
 #endif
 #endif
         {"generic", COMPRESS_FUNCTIONS(generic), true},
-        {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, false},
+        {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, false},
     };
     return found;
 }
@@ -118,6 +119,8 @@ bool consistent(const compress_weight &w) {
     if (walks(w)) { if (!in_walks(w)) return false; }
     else if (w.codec == COMPRESS_LOOKED_UP ? !looked_up(w) : points(w) ? !in_points(w) : w.table && w.codec > 4) return false;
     if (in_floats(w) && (w.zero || w.zero_point != 0.0f || !w.order == positions(w))) return false;
+    if (w.scale_type < 0 || w.scale_type > COMPRESS_SCALE_F16 || w.zero_type < 0 || w.zero_type > COMPRESS_SCALE_F16) return false;
+    if (in_floats(w) && w.scale_type != COMPRESS_SCALE_F32) return false;
     if (positions(w) && !w.offsets) return false;
     if (kept_alone(w) && (!w.masks || !w.offsets)) return false;
     if (w.rows < 0 || w.width < 0 || w.units < 0 || w.group < 16 || w.group % 16) return false;
@@ -278,6 +281,12 @@ int compress_search_walks(const compress_search *search) {
         for (int64_t i = 0; i < s.count; ++i)
             if (s.overlap[i] < 0 || s.overlap[i] >> (s.states - s.step_bits)) return -1;
     return s.count && s.steps ? best().search_walks(search) : 0;
+}
+
+int64_t compress_run(const compress_instruction *code, int64_t first, int64_t count, void *const *slots, int32_t threads) {
+    if (first < 0 || first > count || threads < 1) return -1;
+    const compress_cpu::compress_step step = {code, first, count, slots, threads};
+    return best().run(&step);
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {

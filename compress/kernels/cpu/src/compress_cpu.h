@@ -44,11 +44,14 @@ enum compress_codec {
     COMPRESS_WALKS_1MAD = 19, COMPRESS_WALKS_3INST = 20, COMPRESS_WALKS_HYB = 21, COMPRESS_POSITIONS_F32 = 22, COMPRESS_POSITIONS_BF16 = 23
 };
 
+// Types of scales and zero points. The narrow ones hold them where they are exact, so that less memory is read.
+enum compress_scale { COMPRESS_SCALE_F32 = 0, COMPRESS_SCALE_BF16 = 1, COMPRESS_SCALE_F16 = 2 };
+
 // A packed weight. W[r, k] = (code - zero) * scale of the group of k; table[code] * scale with a table.
 struct compress_weight {
     const uint32_t *words;  // [tiles][units][bits][16]
-    const float *scale;     // [tiles][groups][16]
-    const float *zero;      // like scale, or NULL: zero_point for all
+    const void *scale;      // [tiles][groups][16], in scale_type
+    const void *zero;       // the same in zero_type, or NULL: zero_point for all
     const float *table;     // [2^codec], or NULL; of weights that are looked up: [tables][books][entries][length];
                             // of points: for the first byte, the second, and what is added [2 or 3][256][8]; of HYB: [1][1][1024][2]
     const int32_t *order;   // [32 * units] column of x for each packed column, -1: none; NULL: k. Of single
@@ -61,6 +64,7 @@ struct compress_weight {
     int64_t rows, width, units, group, groups;
     int64_t tables, books, entries, length, stride;  // of weights that are looked up, otherwise 0; tables: 1, or one a row
     int64_t step_bits, states, tile_rows, tile_columns;  // of walks, otherwise 0; states: bits of a state
+    int64_t scale_type, zero_type;  // a compress_scale: F32 for all but codes
 };
 
 // One product y = x W^T + bias. x: [m, width] with row stride ldx; y: [m, rows], contiguous; bias: [rows] in `type`, or NULL.
@@ -187,6 +191,76 @@ COMPRESS_API int compress_search_walks(const struct compress_search *search);
 // `step_bits` further than that of the one before. values: [2^states][length]; found: [count][steps][length].
 COMPRESS_API int compress_decode_walks(const uint8_t *codes, const float *values, float *found, int64_t count, int64_t size,
                                        int64_t states, int64_t step_bits, int64_t length, int32_t threads);
+
+// A step of a model as a list of instructions on numbers in memory. Every address is a slot, one of the bases given to
+// compress_run, and an offset, so that the same list runs on another cache.
+
+#define COMPRESS_MOST_DIMENSIONS 6
+#define COMPRESS_MOST_INPUTS 4
+
+// Types of numbers in memory; the first two are those of compress_type. Booleans are bytes.
+enum compress_number {
+    COMPRESS_NUMBER_F32 = 0, COMPRESS_NUMBER_BF16 = 1, COMPRESS_NUMBER_I64 = 2, COMPRESS_NUMBER_BOOL = 3, COMPRESS_NUMBER_U8 = 4,
+    COMPRESS_NUMBER_I32 = 5
+};
+
+enum compress_operation {
+    // Of one number. COPY also converts. SQUARE: x x. GELU by the error function, GELU_TANH by its approximation.
+    COMPRESS_COPY = 0, COMPRESS_NEGATIVE, COMPRESS_ABSOLUTE, COMPRESS_SQUARE, COMPRESS_ROOT, COMPRESS_INVERSE_ROOT, COMPRESS_INVERSE,
+    COMPRESS_EXP, COMPRESS_LOG, COMPRESS_SIN, COMPRESS_COS, COMPRESS_TANH, COMPRESS_SIGMOID, COMPRESS_SILU, COMPRESS_GELU,
+    COMPRESS_GELU_TANH, COMPRESS_RELU, COMPRESS_NOT,
+    // Of two numbers. Comparisons and logic give 0 or 1.
+    COMPRESS_ADD = 32, COMPRESS_SUBTRACT, COMPRESS_MULTIPLY, COMPRESS_DIVIDE, COMPRESS_POWER, COMPRESS_LESSER, COMPRESS_GREATER,
+    COMPRESS_BELOW, COMPRESS_AT_MOST, COMPRESS_ABOVE, COMPRESS_AT_LEAST, COMPRESS_EQUAL, COMPRESS_UNEQUAL, COMPRESS_AND, COMPRESS_OR,
+    // Of three: the second where the first is not 0, else the third.
+    COMPRESS_CHOOSE = 64,
+    // Over the last dimension, which `out` does not have (its stride is 0): sum, mean, largest.
+    COMPRESS_SUM = 80, COMPRESS_MEAN, COMPRESS_LARGEST,
+    // Along the last dimension: softmax, with `whole` zeros where all numbers are -infinity; (x - mean) / sqrt(variance + numbers[0]) * in[1] + in[2], either of which may be missing.
+    COMPRESS_SOFTMAX = 88, COMPRESS_NORMALIZE,
+    // Copies along dimension `along`: from place in[0] of in[1], or of in[1] to place in[0] of out. `limit`: places there are.
+    COMPRESS_TAKE = 96, COMPRESS_PUT,
+    // softmax(q k^T numbers[0] + mask) v of one query: sizes are sequences, heads of k, heads of q for each, keys, width of k, of v.
+    COMPRESS_ATTEND = 112,
+    // The products of `products`, or the rotation `rotation`, of in[0].
+    COMPRESS_MULTIPLY_WEIGHTS = 120, COMPRESS_ROTATE,
+    // Something that the caller computes.
+    COMPRESS_CALLER = 127
+};
+
+// Numbers in memory. strides: in numbers, one for each of `sizes` of the instruction. slot: -1 for none.
+struct compress_operand {
+    int64_t slot, offset;  // offset: in bytes
+    int64_t strides[COMPRESS_MOST_DIMENSIONS];
+    int64_t type;  // a compress_number
+};
+
+// The fields of a compress_call that stay the same, for some weights; a result each, one after the other, in y.
+struct compress_joint {
+    const struct compress_weight *weights[COMPRESS_MOST_PRODUCTS];
+    const void *bias[COMPRESS_MOST_PRODUCTS];
+    struct compress_operand y[COMPRESS_MOST_PRODUCTS];
+    const float *static_scale;
+    int64_t count, m, ldx;
+    int32_t type, rounded, bits;
+    float clip;
+};
+
+struct compress_instruction {
+    int64_t operation;  // a compress_operation
+    int64_t whole;      // 1: numbers are computed as int64, otherwise as float
+    int64_t sizes[COMPRESS_MOST_DIMENSIONS];
+    struct compress_operand out, in[COMPRESS_MOST_INPUTS];
+    int64_t along, limit;
+    float numbers[2];
+    const struct compress_joint *products;
+    const struct compress_rotation *rotation;  // x and y are those of the instruction
+};
+
+// Computes instructions from `first` on, until one that the caller computes. Returns its index, or `count` at the end; -1 for
+// sizes that do not fit together or a place that there is not, -2 when out of memory. Addresses and strides are not checked.
+COMPRESS_API int64_t compress_run(const struct compress_instruction *code, int64_t first, int64_t count, void *const *slots,
+                                  int32_t threads);
 
 // Asks the system for huge pages for a buffer, before it is first written.
 COMPRESS_API void compress_advise(void *data, int64_t bytes);

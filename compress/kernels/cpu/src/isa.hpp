@@ -8,6 +8,14 @@ namespace compress_cpu {
 // Whether indexes of books take half a byte each. Static: each set has its own.
 static inline bool in_halves(const compress_weight &w) { return w.entries == 16 && w.length == 1 && w.books == 1; }
 
+// What compress_run is given.
+struct compress_step {
+    const compress_instruction *code;
+    int64_t first, count;
+    void *const *slots;
+    int32_t threads;
+};
+
 #define COMPRESS_SET(name)                                      \
     namespace name {                                            \
     int products(const compress_call *calls, int64_t count);    \
@@ -15,6 +23,7 @@ static inline bool in_halves(const compress_weight &w) { return w.entries == 16 
     int round_columns(const compress_columns *columns);         \
     int sum_groups_of(const compress_groups *groups);           \
     int search_walks(const compress_search *search);            \
+    int64_t run(const compress_step *step);                     \
     }
 COMPRESS_SET(generic)
 COMPRESS_SET(avx2)

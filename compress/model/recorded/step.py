@@ -1,0 +1,52 @@
+"""A function on tensors that is recorded once and then run by the C++ library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.model.recorded.lower import Lowering
+from compress.model.recorded.operations import handlers
+from compress.model.recorded.plan import steps_of
+from compress.model.recorded.trace import trace
+
+
+class RecordedStep:
+    """The instructions of a function for tensors of fixed shapes.
+
+    first: the outputs of the call that was recorded. called: the operations that torch computes, by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Tensor], state: Sequence[Tensor] = ()) -> None:
+        """Call a function that returns a list of tensors, and record it.
+
+        state: tensors that are no inputs, but may change: by the function or between its calls. All others from outside
+        are constants. Raises NotRecordedError.
+        """
+        graph, self.first = trace(function, inputs)
+        self.inputs = [tensor.clone() for tensor in inputs]
+        lowering = Lowering(graph, self.inputs, state)
+        outputs = lowering.lower(handlers())
+        self.steps, memory, tensor = steps_of(lowering.planned, outputs, lowering.called, lowering.keep)
+        self.called = lowering.names
+        self._outputs: list[Callable[[], Tensor]] = [lambda value=value: tensor(value) for value in outputs]
+        self._state = [
+            [memory.slots[key] for key, buffer in memory.given.items() if buffer.tensor.data_ptr() == one.data_ptr()]  # type: ignore[union-attr]
+            for one in state
+        ]
+
+    def bind(self, state: Sequence[Tensor]) -> None:
+        """Let the step change other tensors of the same layout."""
+        for slots, tensor in zip(self._state, state, strict=True):
+            for slot in slots:
+                self.steps.bind(slot, tensor)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The outputs for other inputs of the same shapes. Raises IndexError and MemoryError."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        self.steps.run(torch.get_num_threads())
+        return [output().clone() for output in self._outputs]

@@ -1,0 +1,108 @@
+"""A step of a model as a list of instructions that the C++ library runs: their C structures, and a runner."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.native.library import OUT_OF_MEMORY, Weight, library
+
+DIMENSIONS, INPUTS, TOGETHER = 6, 4, 8  # COMPRESS_MOST_DIMENSIONS, _INPUTS, _PRODUCTS of compress_cpu.h
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 4, torch.int32: 5}
+"""compress_number by dtype."""
+_OF_ONE = (
+    "copy", "negative", "absolute", "square", "root", "inverse_root", "inverse", "exp", "log", "sin", "cos", "tanh",
+    "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "not",
+)  # fmt: skip
+_OF_TWO = (
+    "add", "subtract", "multiply", "divide", "power", "lesser", "greater", "below", "at_most", "above", "at_least",
+    "equal", "unequal", "and", "or",
+)  # fmt: skip
+OPERATIONS = {
+    **{name: i for i, name in enumerate(_OF_ONE)}, **{name: 32 + i for i, name in enumerate(_OF_TWO)},
+    "choose": 64, "sum": 80, "mean": 81, "largest": 82, "softmax": 88, "normalize": 89, "take": 96, "put": 97,
+    "attend": 112, "multiply_weights": 120, "rotate": 121, "caller": 127,
+}  # fmt: skip
+"""compress_operation by name."""
+
+
+class Operand(ctypes.Structure):
+    """`compress_operand` of compress_cpu.h."""
+
+    _fields_ = [("slot", c_int64), ("offset", c_int64), ("strides", c_int64 * DIMENSIONS), ("type", c_int64)]
+
+
+class Joint(ctypes.Structure):
+    """`compress_joint` of compress_cpu.h."""
+
+    _fields_ = [
+        ("weights", ctypes.POINTER(Weight) * TOGETHER), ("bias", c_void_p * TOGETHER), ("y", Operand * TOGETHER),
+        ("static_scale", c_void_p), ("count", c_int64), ("m", c_int64), ("ldx", c_int64), ("type", c_int32),
+        ("rounded", c_int32), ("bits", c_int32), ("clip", c_float),
+    ]  # fmt: skip
+
+
+class Rotation(ctypes.Structure):
+    """`compress_rotation` of compress_cpu.h."""
+
+    _fields_ = [
+        ("matrix", c_void_p), ("x", c_void_p), ("y", c_void_p), ("signs", c_void_p), ("bias", c_void_p),
+        ("m", c_int64), ("width", c_int64), ("ldx", c_int64), ("x_type", c_int32), ("y_type", c_int32),
+        ("outputs", c_int32), ("threads", c_int32),
+    ]  # fmt: skip
+
+
+class Instruction(ctypes.Structure):
+    """`compress_instruction` of compress_cpu.h."""
+
+    _fields_ = [
+        ("operation", c_int64), ("whole", c_int64), ("sizes", c_int64 * DIMENSIONS), ("out", Operand),
+        ("inputs", Operand * INPUTS), ("along", c_int64), ("limit", c_int64), ("numbers", c_float * 2),
+        ("products", ctypes.POINTER(Joint)), ("rotation", ctypes.POINTER(Rotation)),
+    ]  # fmt: skip
+
+
+class Steps:
+    """Instructions with the memory that they use."""
+
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        slots: Sequence[Tensor],
+        calls: Mapping[int, Callable[[Sequence[Tensor]], None]],
+        keep: Any = None,
+    ) -> None:
+        """slots: the tensor of each slot. calls: what the caller computes by instruction. keep: what addresses need."""
+        self.slots, self.calls, self._keep = list(slots), calls, (keep, instructions)
+        self._code = (Instruction * len(instructions))(*instructions)
+        self._bases = (c_void_p * len(slots))(*[tensor.data_ptr() for tensor in slots])
+
+    @property
+    def count(self) -> int:
+        """The number of instructions."""
+        return len(self._code)
+
+    def bind(self, slot: int, tensor: Tensor) -> None:
+        """Let a slot be another tensor of the same layout."""
+        self.slots[slot] = tensor
+        self._bases[slot] = tensor.data_ptr()
+
+    def run(self, threads: int) -> None:
+        """Compute all instructions. Raises IndexError for a place that a tensor does not have, and MemoryError."""
+        native, at, count = library(), 0, len(self._code)
+        assert native is not None
+        while True:
+            at = native.compress_run(self._code, at, count, self._bases, threads)
+            if at == count:
+                return
+            if at == OUT_OF_MEMORY:
+                raise MemoryError("the buffers of a step do not fit into memory")
+            if at < 0:
+                raise IndexError("an index of a recorded step is out of range")
+            self.calls[at](self.slots)
+            at += 1

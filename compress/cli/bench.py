@@ -11,7 +11,12 @@ from compress.cli.show import print_json, print_table
 @click.argument("model")
 @click.option("--against", metavar="BASE", help="Another model, measured in turns with MODEL.")
 @click.option("--dtype", default="auto", help="Dtype of computation.")
-@click.option("--compile", "compiled", is_flag=True, help="Decode with torch.compile; needs a C++ compiler.")
+@click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Decode with torch.compile where steps are not recorded; needs a C++ compiler.",
+)
 @click.option("--activations", type=click.Choice(["int8"]), help="Round the inputs of layers of integer codes: faster.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(model: str, against: str | None, dtype: str, compiled: bool, activations: str | None, as_json: bool) -> None:

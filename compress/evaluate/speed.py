@@ -194,7 +194,7 @@ def bench(
     for name in dict.fromkeys(filter(None, (against, source))):
         begin, before = perf_counter(), psutil.Process().memory_info().rss
         models[name], _ = load(
-            checkpoint_of(name), dtype, compile=compiled, activations=activations if name == source else None
+            checkpoint_of(name), dtype, compile=compiled or None, activations=activations if name == source else None
         )
         seconds = perf_counter() - begin
         check_generates(models[name])

@@ -84,6 +84,11 @@ def plain_torch() -> Iterator[None]:
         _plain.pop()
 
 
+def in_plain_torch() -> bool:
+    """Whether such a context is open."""
+    return bool(_plain)
+
+
 def linear(x: Tensor, parts: Iterable[Part], rounding: RoundingLike | None, bias: Tensor | None) -> Tensor:
     """Compute sum over parts of part.product(rounding(x)) + bias, each part by the first kernel that supports it."""
     total: Tensor | None = None

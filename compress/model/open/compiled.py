@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,53 +13,62 @@ from compress.errors import ModelError
 from compress.kernels import dispatch
 from compress.model.kinds import described
 from compress.model.linear import CompressedLinear
-from compress.model.recorded.decoding import LENGTHS, RecordedDecoding
+from compress.model.recorded.generation import HOOKS, RecordedGeneration
 from compress.native.library import available
 
 SERIAL = 16384
 """Numbers that one thread computes in a compiled function before torch wakes another: one token has fewer than that."""
 
 
-def compile_generation(model: PreTrainedModel) -> None:
-    """Let `model.generate` decode with a static cache, by recorded steps (`RecordedDecoding`) or by torch.compile.
+@dataclass(frozen=True)
+class Compiled:
+    """A model's forward pass by torch.compile, which compiles when it is first called."""
 
-    On a CPU with the C++ kernels, the first step of `generate` is recorded, which takes seconds, and later ones run
-    without Python. A step that cannot be recorded is compiled by torch.compile, if there is a C++ compiler, as it is on
-    other devices and without the kernels; the first call then takes minutes. Call this again after weights were
-    changed.
+    model: PreTrainedModel
+    config: CompileConfig
+
+    def __call__(self, **inputs: Any) -> Any:
+        return type(self.model).get_compiled_call(self.model, self.config)(**inputs)
+
+
+def record_generation(model: PreTrainedModel) -> None:
+    """Let `model.generate` decode by recorded steps where this is possible; otherwise nothing changes.
+
+    Call this again after weights were changed.
+    """
+    supported = getattr(model, "_can_compile_fullgraph", False) and model.can_generate()
+    if supported and available() and next(model.parameters()).device.type == "cpu":
+        prepare(model)
+        RecordedGeneration(model).install()
+
+
+def compile_generation(model: PreTrainedModel) -> None:
+    """Let `model.generate` decode by recorded steps, or by torch.compile with a static cache.
+
+    On a CPU with the C++ kernels, the first step of `generate` is recorded, and later ones run without Python. A step
+    that cannot be recorded is compiled by torch.compile if there is a C++ compiler. On other devices and without the
+    kernels all steps are; the first call then takes minutes. Call this again after weights were changed.
 
     Raises ModelError for a model that generates no text, and on a CPU with neither the kernels nor a C++ compiler.
     """
     if not model.can_generate():
         raise ModelError(f"compile=True: {described(model)} and generates no text; load it without")
-    vars(model).pop("get_compiled_call", None)  # of an earlier call
-    device = next(model.parameters()).device
-    on_cpu = device.type == "cpu"
-    recorded = on_cpu and available()
-    if on_cpu and not recorded:
+    for name in (*HOOKS, "generate"):
+        vars(model).pop(name, None)  # of an earlier call
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and not available():
         check_compiler()
     prepare(model)
     options = {"cpp.min_chunk_size": SERIAL} if on_cpu else None
     mode: Any = None if options else "default"  # torch takes one of them
     config: Any = CompileConfig(mode=mode, options=options)
+    if on_cpu and available():
+        compiled = Compiled(model, config) if has_compiler() else None
+        if RecordedGeneration(model, compiled).install():
+            return
     config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
-    if recorded:
-        otherwise = model.get_compiled_call(config) if has_compiler() else partial(type(model).__call__, model)
-        decoding = RecordedDecoding(model, otherwise)
-        vars(model)["get_compiled_call"] = lambda _: decoding
-        lengthen_caches(model)
     kind: Any = type(model)  # the flag is not in its generation config, whose copies lose it
     vars(model)["generate"] = partial(kind.generate, model, cache_implementation="static", compile_config=config)
-
-
-def lengthen_caches(model: Any) -> None:
-    """Let the lengths of static caches be multiples of `LENGTHS`, so that few kinds of steps are recorded."""
-    prepare_cache = type(model)._prepare_static_cache
-
-    def prepare_longer(*args: Any, max_cache_len: int, **kwargs: Any) -> Any:
-        return prepare_cache(model, *args, max_cache_len=-(-max_cache_len // LENGTHS) * LENGTHS, **kwargs)
-
-    vars(model)["_prepare_static_cache"] = prepare_longer
 
 
 def has_compiler() -> bool:

@@ -19,7 +19,7 @@ from compress.model.embedding import layer_of
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
-from compress.model.open.compiled import compile_generation
+from compress.model.open.compiled import compile_generation, record_generation
 from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage
 from compress.model.open.experts import open_experts
 from compress.model.open.gguf_codes import checkpoint_of
@@ -48,7 +48,7 @@ def load(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
-    compile: bool = False,
+    compile: bool | None = None,
     verify: bool = False,
     activations: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -65,8 +65,11 @@ def load(
     group of the weight (per token where it has no groups), so that kernels multiply integers, as llama.cpp and ONNX
     Runtime do. None: as the checkpoint states.
 
-    compile: `generate` compiles the model with torch.compile and uses a static cache (`compile_generation`). verify:
-    first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
+    compile: how `generate` decodes. None: on the CPU, by recorded steps where this is possible: the operations of the
+    first step run again without Python (`record_generation`). True: the same, or by torch.compile with a static cache
+    (`compile_generation`). False: by transformers.
+
+    verify: first compare the sha256 of every file with that in SHA256SUMS, which checkpoints of compress have.
 
     Raises ModelError for other activations, a folder without a model, an unknown quantization method, and files that
     are damaged or missing.
@@ -105,6 +108,8 @@ def load(
     guard_saving(model)
     if compile:
         compile_generation(model)
+    elif compile is None and not found.caches:
+        record_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 
 

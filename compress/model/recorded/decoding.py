@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,6 @@ from compress.model.recorded.step import RecordedStep
 
 MOST = 8
 """Recorded steps that are kept: one for each number of sequences and length of the cache."""
-LENGTHS = 128
-"""Lengths of caches are multiples of this, so that texts of other lengths need no other step."""
 FAR, FAR_ROUNDED = 0.05, 0.25
 """How far the outputs of a recorded step may be from those of the model, relative to their length.
 
@@ -39,7 +38,7 @@ class Decoder:
     """A recorded step of a model.
 
     advanced: numbers of the cache's layers that it adds to. output: the class of its outputs. names: of those that are
-    tensors. caches: of those that are the cache. cache: the one that its addresses are of.
+    tensors. caches: of those that are the cache. seen: the cache that its addresses are of.
     """
 
     step: RecordedStep
@@ -47,7 +46,7 @@ class Decoder:
     output: type[Any]
     names: list[str]
     caches: list[str]
-    cache: StaticCache
+    seen: Seen | None
     proved: bool = False
 
     def run(self, tensors: list[Tensor], cache: StaticCache) -> Any:
@@ -68,12 +67,17 @@ class RecordedDecoding:
     were recorded.
     """
 
-    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any]) -> None:
+    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any] | None = None) -> None:
+        """otherwise: None: the model."""
         self.model, self.otherwise = model, otherwise
         self.known: dict[Hashable, Decoder | None] = {}
         self.reason: str | None = None
         self.far = FAR_ROUNDED if any(rounds_inputs(m) for m in model.modules()) else FAR
-        self.last: tuple[StaticCache, Seen] | None = None
+        self.last: Seen | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude what belongs to this process and this model; a copy records steps of its own."""
+        return {**vars(self), "known": {}, "last": None, "otherwise": None}
 
     def __call__(self, **inputs: Any) -> Any:
         """The outputs of the model, as its forward pass gives them."""
@@ -85,23 +89,28 @@ class RecordedDecoding:
         leaves = leaves_of(inputs)
         cache = cache_of(leaves)
         if cache is None:
-            return self.otherwise(**inputs)
-        if self.last is None or self.last[0] is not cache:
-            self.last = cache, Seen.of(cache)
-        seen = self.last[1]
+            return self.plainly(**inputs)
+        if self.last is None or not self.last.is_of(cache):
+            self.last = Seen.of(cache)
+        seen = self.last
         key = key_of(leaves, seen), next(self.model.parameters()).data_ptr()  # which changes when the model is moved
         tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
         if key not in self.known:
             return self.recorded(leaves, tensors, cache, key)
         decoder = self.known[key]
         if decoder is None:
-            return self.otherwise(**inputs)
-        if decoder.cache is not cache:
+            return self.plainly(**inputs)
+        if decoder.seen is not seen:
             decoder.step.bind(seen.state)
-            decoder.cache = cache
+            decoder.seen = seen
         if not decoder.proved:
             return self.proved(decoder, inputs, tensors, cache, key)
         return decoder.run(tensors, cache)
+
+    def plainly(self, **inputs: Any) -> Any:
+        """The outputs of a step that is not recorded."""
+        run = self.otherwise or partial(type(self.model).__call__, self.model)
+        return run(**inputs)
 
     def recorded(
         self, leaves: Mapping[tuple[str, ...], Any], tensors: list[Tensor], cache: StaticCache, key: Hashable
@@ -128,11 +137,11 @@ class RecordedDecoding:
         except NotRecordedError as error:
             self.refuse(key, str(error))
             restore(cache, state, kept, before)
-            return self.otherwise(**joined(leaves, tensors))
+            return self.plainly(**joined(leaves, tensors))
         if len(self.known) >= MOST:
             self.known.pop(next(iter(self.known)))
         caches = [name for name, value in others.items() if value is cache]
-        self.known[key] = Decoder(recorded, advanced, output, names, caches, cache)
+        self.known[key] = Decoder(recorded, advanced, output, names, caches, self.last)
         return output(**dict(zip(names, recorded.first, strict=True)), **others)
 
     def proved(
@@ -161,11 +170,21 @@ class RecordedDecoding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step depends on of a cache, as long as it is the same cache. counted: its layers with a sliding window."""
+    """What a step depends on of a cache, as long as that has the same tensors.
 
+    state: all of them. keys: those of each layer. layers: stands for kinds and shapes. counted: the layers with a
+    sliding window.
+    """
+
+    cache: StaticCache
     state: list[Tensor]
+    keys: list[Tensor]
     layers: Hashable
     counted: list[Any]
+
+    def is_of(self, cache: StaticCache) -> bool:
+        """Whether it is still what this cache is."""
+        return cache is self.cache and all(a.keys is b for a, b in zip(layers_of(cache), self.keys, strict=True))
 
     @classmethod
     def of(cls, cache: StaticCache) -> Seen:
@@ -174,7 +193,9 @@ class Seen:
             (type(layer), tuple((v.shape, v.dtype) for v in vars(layer).values() if isinstance(v, Tensor)))
             for layer in cache.layers
         )
-        return cls(state_of(cache), token(layers), [layer for layer in cache.layers if hasattr(layer, COUNTER)])
+        keys = [layer.keys for layer in layers_of(cache)]
+        counted = [layer for layer in cache.layers if hasattr(layer, COUNTER)]
+        return cls(cache, state_of(cache), keys, token(layers), counted)
 
     def key(self) -> Hashable:
         """Kinds and shapes of the layers, and which sliding windows are full."""
@@ -207,7 +228,7 @@ def cache_of(leaves: Mapping[tuple[str, ...], Any]) -> StaticCache | None:
     """The cache of a call for one more token per sequence; None for other calls."""
     caches = [leaf for leaf in leaves.values() if isinstance(leaf, Cache)]
     ids = leaves.get(("input_ids",))
-    if len(caches) != 1 or type(caches[0]) is not StaticCache or not isinstance(ids, Tensor) or ids.shape[-1] != 1:
+    if len(caches) != 1 or not isinstance(caches[0], StaticCache) or not isinstance(ids, Tensor) or ids.shape[-1] != 1:
         return None
     cache: StaticCache = caches[0]
     if not all(isinstance(leaf, Tensor | Cache | bool | int | float | str | None) for leaf in leaves.values()):
@@ -242,6 +263,11 @@ def joined(leaves: Mapping[tuple[str, ...], Any], tensors: Iterable[Tensor]) -> 
 def state_of(cache: StaticCache) -> list[Tensor]:
     """All tensors of a cache."""
     return [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+
+
+def layers_of(cache: StaticCache) -> list[Any]:
+    """The layers of a cache."""
+    return list(cache.layers)
 
 
 def scalars_of(cache: StaticCache) -> list[dict[str, Any]]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from compress.model.recorded.layout import Buffer, NotRecordedError, Value, collapsed, contiguous_strides
 from compress.model.recorded.plan import Placed, Planned, check
-from compress.model.recorded.trace import schema_of, tensors_of
+from compress.model.recorded.trace import Recorder, schema_of
 
 LARGEST_FOLDED = 1 << 24
 """Bytes of a constant that is computed once; a larger one would be a second copy of a table."""
@@ -37,19 +37,19 @@ class Lowering:
     later.
     """
 
-    def __init__(self, graph: GraphModule, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> None:
-        """inputs: tensors for the graph's inputs, which the step reads. state: tensors from outside that may change."""
-        self.graph, self.planned, self.keep = graph, list[Planned](), list[Any]()
+    def __init__(self, record: Recorder, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        """inputs: tensors for the inputs, which the step reads. state: tensors from outside that may change."""
+        self.graph, self.planned, self.keep = record.graph, list[Planned](), list[Any]()
         self.values: dict[Node, Any] = {}
         self.called: dict[int, list[Value]] = {}
         self.names: list[str] = []
-        self.written = written(graph)
+        self.written = written(record.graph)
         self.given_buffers: dict[tuple[int, torch.dtype, int], Buffer] = {}
         changing = {tensor.data_ptr() for tensor in state}
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         for node, tensor in zip(placeholders, inputs, strict=True):
             self.values[node] = self.given(tensor, constant=False)
-        for node, tensor in tensors_of(graph).items():
+        for node, tensor in record.outside.items():
             self.values[node] = self.given(tensor, constant=tensor.data_ptr() not in changing)
 
     # Values
@@ -103,7 +103,7 @@ class Lowering:
 
     def lower(self, handlers: Handlers) -> list[Value]:
         """Plan the instructions of all nodes, and return the values of the outputs. Raises NotRecordedError."""
-        for node in self.graph.graph.nodes:
+        for node in self.graph.nodes:
             if node.op == "output":
                 outputs: Any = map_arg(node.args[0], self.values.__getitem__)
                 return list(outputs)
@@ -117,6 +117,8 @@ class Lowering:
         args, kwargs = known
         if node.target is operator.getitem:
             return args[0][args[1]]
+        if any(isinstance(value, Value) and value.constant for value in changed_by(node, args, kwargs)):
+            raise NotRecordedError(f"{node.target} changes a constant")
         if (folded := self.folded(node, args, kwargs)) is not None:
             return folded
         handler = handlers.get(node.target) or (as_view if is_view(node.target) else None)
@@ -151,8 +153,8 @@ class Lowering:
         if depends_on_numbers(node, args):
             raise NotRecordedError(f"{node.target} depends on numbers")
         changed = changed_by(node, args, kwargs)
-        if any(not isinstance(value, Value) or value.constant for value in changed):
-            raise NotRecordedError(f"{node.target} changes a constant")
+        if not all(isinstance(value, Value) for value in changed):
+            raise NotRecordedError(f"{node.target} changes several tensors")
         like = node.meta["val"]
         several = not isinstance(like, Tensor)
         if changed and several:
@@ -189,10 +191,10 @@ def changed_by(node: Node, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def written(graph: GraphModule) -> set[Node]:
+def written(graph: Graph) -> set[Node]:
     """The nodes whose values a later operation changes, in place or through a view."""
     found: set[Node] = set()
-    for node in reversed(graph.graph.nodes):
+    for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         changed = changed_by(node, node.args, node.kwargs)

@@ -26,9 +26,9 @@ class RecordedStep:
         state: tensors that are no inputs, but may change: by the function or between its calls. All others from outside
         are constants. Raises NotRecordedError.
         """
-        graph, self.first = trace(function, inputs)
+        record, self.first = trace(function, inputs)
         self.inputs = [tensor.clone() for tensor in inputs]
-        lowering = Lowering(graph, self.inputs, state)
+        lowering = Lowering(record, self.inputs, state)
         outputs = lowering.lower(handlers())
         self.steps, memory, tensor = steps_of(lowering.planned, outputs, lowering.called, lowering.keep)
         self.called = lowering.names

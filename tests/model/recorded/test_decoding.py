@@ -1,18 +1,24 @@
 """Recorded decoding of whole models: the tokens of the model itself, what is recorded once, and what is refused."""
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from model_families import FAMILIES, VOCAB
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import compress
 from compress import GPTQ, RTN
+from compress.kernels import dispatch
 from compress.model.open.compiled import compile_generation
 from compress.model.recorded import decoding as decoding_module
-from compress.model.recorded.decoding import LENGTHS, RecordedDecoding
+from compress.model.recorded import generation as generation_module
+from compress.model.recorded.decoding import RecordedDecoding
+from compress.model.recorded.generation import LENGTHS
 from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ library")
@@ -33,7 +39,7 @@ def recorded(model, ids, tokens: int = 12, **options):
 def recording(model) -> RecordedDecoding:
     """The recorded decoding of a model; steps that are not recorded are those of the model."""
     compile_generation(model)
-    found = model.get_compiled_call(None)
+    found: Any = model.get_compiled_call(None)
     found.otherwise = Otherwise(model)
     return found
 
@@ -163,16 +169,82 @@ def test_samples_are_those_of_the_model(pico_model):
     assert torch.equal(found, wanted)
 
 
-def test_beams_and_hidden_states(pico_model):
+def test_hidden_states_are_those_of_the_model(pico_model):
     ids = torch.arange(1, 8)[None]
-    wanted = eager(pico_model, ids, num_beams=3)
     found = recording(pico_model)
-    assert torch.equal(recorded(pico_model, ids, num_beams=3), wanted)
     outputs = pico_model.generate(
         ids, max_new_tokens=4, output_hidden_states=True, return_dict_in_generate=True, **GREEDY
     )
     assert len(outputs.hidden_states) == 4
     assert found.reason == "outputs past_key_values, hidden_states"
+    assert found.otherwise.count == 3
+
+
+OWN = {
+    "beams": {"num_beams": 3}, "no cache": {"use_cache": False}, "a cache by name": {"cache_implementation": "dynamic"},
+    "drafts": {"prompt_lookup_num_tokens": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_other_ways_to_generate_are_those_of_transformers(name, pico_model):
+    ids = torch.arange(1, 8)[None]
+    wanted = pico_model.generate(ids, max_new_tokens=8, **GREEDY, **OWN[name])
+    found = recording(pico_model)
+    assert torch.equal(pico_model.generate(ids, max_new_tokens=8, **GREEDY, **OWN[name]), wanted)
+    assert not found.known
+    assert found.otherwise.count == 0
+
+
+def test_a_cache_that_is_given_is_used(pico_model):
+    ids, cache = torch.arange(1, 8)[None], DynamicCache(config=pico_model.config)
+    found = recording(pico_model)
+    assert torch.equal(recorded(pico_model, ids, past_key_values=cache), eager(pico_model, ids))
+    assert not found.known
+    assert cache.get_seq_length() == 7 + 11
+
+
+def test_a_cache_that_would_be_too_large_grows_with_the_text(pico_model, monkeypatch):
+    ids = torch.arange(1, 8)[None]
+    monkeypatch.setattr(generation_module, "LARGEST_CACHE", generation_module.cache_bytes(pico_model, 1, 17))
+    found = recording(pico_model)
+    recorded(pico_model, ids, 12)
+    assert not found.known, "a token more than fits"
+    assert torch.equal(recorded(pico_model, ids, 11), eager(pico_model, ids, 11))
+    assert len(found.known) == 1
+
+
+def test_plain_torch_is_plain(pico_model):
+    found = recording(pico_model)
+    with dispatch.plain_torch():
+        recorded(pico_model, torch.arange(1, 8)[None])
+    assert not found.known
+
+
+def test_loaded_models_record(packed):
+    ids = torch.arange(1, 8)[None]
+    folder = packed("int4", *PASSES["int4"])
+    wanted = recorded(compress.load(folder, compile=False)[0], ids)
+    model, _ = compress.load(folder)
+    assert torch.equal(recorded(model, ids), wanted)
+    found: Any = model.get_compiled_call(None)
+    assert len(found.known) == 1
+
+
+@pytest.mark.parametrize(
+    "made", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_records_steps_of_its_own(made, pico_model):
+    ids = torch.arange(1, 8)[None]
+    found = recording(pico_model)
+    wanted = recorded(pico_model, ids)
+    other = made(pico_model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.zero_()
+    assert torch.equal(recorded(other, ids), eager(other, ids))
+    assert torch.equal(recorded(pico_model, ids), wanted)
+    assert len(found.known) == 1
+    assert other.get_compiled_call(None) is not found
 
 
 def test_a_step_that_differs_is_not_used(pico_model, monkeypatch, caplog):

@@ -1,0 +1,94 @@
+"""`generate` of transformers with recorded decoding: a cache of a fixed length where that fits, and its steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StaticCache
+from transformers.cache_utils import StaticLayer
+
+from compress.kernels import dispatch
+from compress.model.objective import text_config
+from compress.model.recorded.decoding import RecordedDecoding
+
+LENGTHS = 128
+"""Lengths of caches are multiples of this, so that texts of other lengths need no other step."""
+LARGEST_CACHE = 1 << 30
+"""Bytes of a cache that is made for the longest text that a call may generate; a larger one grows with the text."""
+MODES = "greedy_search", "sample"
+"""What `generate` may do; beams and drafts move caches in ways of their own."""
+HOOKS = "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"
+"""The methods of transformers that make the cache of a call, and the forward pass of its steps."""
+NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
+
+
+class DecodingCache(StaticCache):
+    """A cache whose steps are recorded."""
+
+
+class RecordedGeneration:
+    """The recorded decoding of a model's `generate`.
+
+    A call that brings a cache, names one, searches with beams or drafts, or whose cache would be larger than
+    `LARGEST_CACHE`, is that of transformers. So is a call in plain torch (`dispatch.plain_torch`).
+    """
+
+    def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any] | None = None) -> None:
+        """otherwise: computes steps that are not recorded; None: the model."""
+        self.model = model
+        self.decoding = RecordedDecoding(model, otherwise)
+
+    def install(self) -> bool:
+        """Let `model.generate` decode so; returns whether this version of transformers can."""
+        kind: Any = type(self.model)
+        prepare = getattr(kind, HOOKS[0], None)
+        if prepare is None or not all(hasattr(kind, name) for name in HOOKS):
+            return False
+        if tuple(inspect.signature(prepare).parameters)[1:] != NAMES:
+            return False
+        vars(self.model).update(zip(HOOKS, (self.prepare_cache, self.is_recorded, self.call_of), strict=True))
+        return True
+
+    def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
+        """Make the cache of a call; given: the arguments of the model, which get it."""
+        if self.fits(config, given, mode) and cache_bytes(self.model, batch, length) <= LARGEST_CACHE:
+            whole = -(-length // LENGTHS) * LENGTHS
+            cache = DecodingCache(config=text_config(self.model.config), max_cache_len=whole)
+            if all(isinstance(layer, StaticLayer) for layer in cache.layers):
+                given["past_key_values"] = cache
+                return
+        getattr(type(self.model), HOOKS[0])(self.model, config, given, mode, batch, length)
+
+    def fits(self, config: Any, given: dict[str, Any], mode: Any) -> bool:
+        """Whether a call decodes by recorded steps."""
+        model: Any = self.model
+        if given.get("past_key_values") is not None or config.use_cache is False or dispatch.in_plain_torch():
+            return False
+        if config.cache_implementation is not None or mode not in MODES or model.config.is_encoder_decoder:
+            return False
+        on_cpu = next(model.parameters()).device.type == "cpu" and not torch.is_grad_enabled()
+        return on_cpu and model._supports_default_dynamic_cache()
+
+    def is_recorded(self, given: dict[str, Any], config: Any) -> bool:
+        """Whether the steps of a call are those of `call_of`."""
+        if isinstance(given.get("past_key_values"), DecodingCache):
+            return True
+        return bool(getattr(type(self.model), HOOKS[1])(self.model, given, config))
+
+    def call_of(self, config: Any) -> Callable[..., Any]:
+        """The forward pass of decoding steps."""
+        return self.decoding
+
+
+def cache_bytes(model: PreTrainedModel, batch: int, length: int) -> float:
+    """Bytes of a cache of keys and values, about: as if all layers had those of the first; infinite if not known."""
+    config: Any = text_config(model.config)
+    count = getattr(config, "num_attention_heads", None)
+    if not isinstance(count, int):
+        return float("inf")
+    heads = getattr(config, "num_key_value_heads", None) or count
+    width = getattr(config, "head_dim", None) or config.hidden_size // count
+    return 2 * config.num_hidden_layers * batch * heads * width * length * model.dtype.itemsize

@@ -1,10 +1,10 @@
 """A model for runtimes.py, generated from by transformers; it may run in a virtual environment of its own.
 
-    python tests/benchmarks/peer_transformers.py dense|compiled|torchao|load[-int8][-compiled] SOURCE DTYPE
+    python tests/benchmarks/peer_transformers.py dense|compiled|torchao|load[-int8|-plain] SOURCE DTYPE
 
 Prints "> ready" when the model is loaded, and then, for each line "decode" or "prefill" of the standard input, "> " and
-tokens per second. `dense` and `compiled`: by transformers alone, DTYPE is that of
-the weights; `torchao`: DTYPE is int8 or int4, bfloat16 otherwise; `load`: by compress.load.
+tokens per second. `dense` and `compiled`: by transformers alone, DTYPE is that of the weights; `torchao`: DTYPE is int8
+or int4, bfloat16 otherwise; `load`: by compress.load, `load-plain`: without recorded steps.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def loaded(kind: str, source: str, dtype: str) -> PreTrainedModel:
     if kind.startswith("load"):
         import compress
 
-        options = {"compile": "compiled" in kind, "activations": "int8" if "int8" in kind else None}
+        options = {"compile": False if "plain" in kind else None, "activations": "int8" if "int8" in kind else None}
         return compress.load(source, dtype, **options)[0]
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=getattr(torch, "bfloat16" if kind == "torchao" else dtype)

@@ -34,7 +34,7 @@ def main() -> None:
     if arguments.processor:
         here.perf_counter = speed.perf_counter = process_time
     for source in arguments.models:
-        model, _ = load(source)
+        model, _ = load(source, compile=False)
         predicted, calls, measured = [], [], []
         for _ in range(arguments.turns):
             found = roofline(source, "here", 1, arguments.context)

@@ -269,12 +269,12 @@ ROWS: dict[str, list[dict]] = {
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int8"}},
         {"distill": {**LEARN, "epochs": 2}},
     ],
-    "w4a4-learned": [
+    "w4a4-learned-shorter": [
         {"rotate": ALL_ROTATED},
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int4", "activation_clip": 0.9}},
         {"distill": {**LEARN, "epochs": 2}},
     ],
-    "w4a4-learned-longer": [
+    "w4a4-learned": [
         {"rotate": ALL_ROTATED},
         {"gptq": {"weights": "int4", "group_size": 32, "activations": "int4", "activation_clip": 0.9}},
         {"distill": {**LEARN, "epochs": 4}},
@@ -365,7 +365,7 @@ UNSHRUNK = (
     "gptq-unnormalized",
     "w4a8-rptq",
     "fptq-w4a8",
-    "w4a4-learned",
+    "w4a4-learned-shorter",
     "olive-compensated",
     "w4a4-all",
     "quip_sharp-3-learned",

@@ -4,10 +4,10 @@
         [--threads 2] [--rounds 5] [--compiled]
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
-int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8". FILE: run by llama.cpp and by compress.
---compiled adds compress.load(compile=True, activations="int8") for each, and the dense model compiled. Every program is
-a process of its own; all are loaded, and then measured one after the other, round after round, so that they meet the
-same machine. --llama-python and --torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One
+int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8", and with compile=False (transformers
+generates, without recorded steps). FILE: run by llama.cpp and by compress. --compiled adds the dense model compiled by
+torch.compile. Every program is a process of its own; all are loaded, and then measured one after the other, round after
+round, so that they meet the same machine. --llama-python and --torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One
 JSON line per program:
 
     name, decode (tokens per second, 1 sequence, after a prompt of 16 tokens), prefill (of 512 tokens), decode_ratio,
@@ -73,8 +73,7 @@ def programs(given: argparse.Namespace) -> dict[str, list[str]]:
         name = Path(source).name
         found[f"compress {name}"] = [*ours, "load", source, "auto"]
         found[f"compress {name}, int8 inputs"] = [*ours, "load-int8", source, "auto"]
-        if given.compiled:
-            found[f"compress {name}, int8 inputs, compiled"] = [*ours, "load-int8-compiled", source, "auto"]
+        found[f"compress {name}, not recorded"] = [*ours, "load-plain", source, "auto"]
     if given.gguf:
         found[f"llama.cpp {Path(given.gguf).name}"] = [
             given.llama_python, str(HERE / "peer_llamacpp.py"), "speed", given.gguf, f"{given.threads}",

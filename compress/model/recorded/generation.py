@@ -55,9 +55,8 @@ class RecordedGeneration:
     def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
         """Make the cache of a call; given: the arguments of the model, which get it."""
         if self.fits(config, given, mode) and cache_bytes(self.model, batch, length) <= LARGEST_CACHE:
-            whole = -(-length // LENGTHS) * LENGTHS
-            cache = DecodingCache(config=text_config(self.model.config), max_cache_len=whole)
-            if all(isinstance(layer, StaticLayer) for layer in cache.layers):
+            cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS)
+            if cache is not None:
                 given["past_key_values"] = cache
                 return
         getattr(type(self.model), HOOKS[0])(self.model, config, given, mode, batch, length)
@@ -81,6 +80,12 @@ class RecordedGeneration:
     def call_of(self, config: Any) -> Callable[..., Any]:
         """The forward pass of decoding steps."""
         return self.decoding
+
+
+def fixed_cache(model: PreTrainedModel, length: int) -> DecodingCache | None:
+    """A cache for so many tokens; None for a model that keeps other states than keys and values."""
+    cache = DecodingCache(config=text_config(model.config), max_cache_len=length)
+    return cache if all(isinstance(layer, StaticLayer) for layer in cache.layers) else None
 
 
 def cache_bytes(model: PreTrainedModel, batch: int, length: int) -> float:

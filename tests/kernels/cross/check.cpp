@@ -9,6 +9,7 @@
 #include "columns.hpp"
 #include "rotations.hpp"
 #include "searches.hpp"
+#include "steps.hpp"
 
 namespace {
 
@@ -270,6 +271,7 @@ int main(int count, char **arguments) {
     check_rotations(library, random);
     check_rounding(library, random);
     check_searches(library, random);
+    check_steps(library, random);
     std::printf("%lld outputs compared, %d failures\n", static_cast<long long>(library.numbers), library.failures.count);
     return library.failures.count ? 1 : 0;
 }

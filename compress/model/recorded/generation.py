@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
@@ -25,8 +26,40 @@ HOOKS = "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_co
 NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
 
 
+class DecodingLayer(StaticLayer):
+    """Keys and values of a fixed length, of which the prompt sees its own alone."""
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self.prompted = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The number of keys, and the first one: those of the prompt, later all."""
+        return super().get_mask_sizes(query_length) if self.prompted else (query_length, 0)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values. The prompt gets its own back: empty places behind them would only take time."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if self.prompted:
+            return keys, values
+        self.prompted = True
+        count = key_states.shape[-2]
+        return keys[:, :, :count], values[:, :, :count]
+
+    def reset(self) -> None:
+        """Forget all keys."""
+        super().reset()
+        self.prompted = False
+
+
 class DecodingCache(StaticCache):
     """A cache whose steps are recorded."""
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
+        super().__init__(config=text_config(model.config), max_cache_len=max_cache_len)
+        if getattr(model, "_supports_attention_backend", False):  # others may make masks of a length of their own
+            layers = [DecodingLayer(max_cache_len) if type(layer) is StaticLayer else layer for layer in self.layers]
+            self.layers: Any = layers
 
 
 class RecordedGeneration:
@@ -84,7 +117,7 @@ class RecordedGeneration:
 
 def fixed_cache(model: PreTrainedModel, length: int) -> DecodingCache | None:
     """A cache for so many tokens; None for a model that keeps other states than keys and values."""
-    cache = DecodingCache(config=text_config(model.config), max_cache_len=length)
+    cache = DecodingCache(model, max_cache_len=length)
     return cache if all(isinstance(layer, StaticLayer) for layer in cache.layers) else None
 
 

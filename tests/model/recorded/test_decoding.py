@@ -140,6 +140,22 @@ def test_a_step_is_recorded_once_for_many_texts(pico_model):
     assert len(found.known) == 2
 
 
+def test_a_prompt_is_computed_without_the_places_behind_it(pico_model):
+    """A prompt of 7 tokens in a cache of 1024 attends to 7 keys."""
+    seen = []
+    recording(pico_model)
+    for block in pico_model.model.layers:
+        block.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    ids = torch.arange(1, 8)[None]
+    found = recorded(pico_model, ids, 1000)
+    prompt, step = seen[0], seen[len(pico_model.model.layers)]
+    assert prompt is None or prompt.shape[-1] == 7
+    assert step.shape[-1] == 1024
+    assert torch.equal(found[:, :40], eager(pico_model, ids, 33))
+
+
 def test_two_generations_in_turns_have_a_cache_each(pico_model):
     found = recording(pico_model)
     ids = [torch.arange(1, 8)[None], torch.arange(30, 37)[None]]

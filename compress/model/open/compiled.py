@@ -56,8 +56,6 @@ def compile_generation(model: PreTrainedModel) -> None:
     for name in (*HOOKS, "generate"):
         vars(model).pop(name, None)  # of an earlier call
     on_cpu = next(model.parameters()).device.type == "cpu"
-    if on_cpu and not available():
-        check_compiler()
     prepare(model)
     options = {"cpp.min_chunk_size": SERIAL} if on_cpu else None
     mode: Any = None if options else "default"  # torch takes one of them
@@ -66,6 +64,8 @@ def compile_generation(model: PreTrainedModel) -> None:
         compiled = Compiled(model, config) if has_compiler() else None
         if RecordedGeneration(model, compiled).install():
             return
+    if on_cpu:
+        check_compiler()
     config._compile_all_devices = True  # without it, transformers compiles on accelerators alone
     kind: Any = type(model)  # the flag is not in its generation config, whose copies lose it
     vars(model)["generate"] = partial(kind.generate, model, cache_implementation="static", compile_config=config)

@@ -135,7 +135,7 @@ class RecordedDecoding:
             if [tensor.data_ptr() for tensor in state_of(cache)] != [tensor.data_ptr() for tensor in state]:
                 raise NotRecordedError("the cache gets other tensors in each step")
         except NotRecordedError as error:
-            self.refuse(key, str(error))
+            self.refuse(key, str(error), logging.INFO)
             restore(cache, state, kept, before)
             return self.plainly(**joined(leaves, tensors))
         if len(self.known) >= MOST:
@@ -159,13 +159,13 @@ class RecordedDecoding:
         log.debug("a recorded step differs by %.2g", worst)
         decoder.proved = worst <= self.far
         if not decoder.proved:
-            self.refuse(key, f"the outputs of a recorded step differ by {worst:.2g}")
+            self.refuse(key, f"the outputs of a recorded step differ by {worst:.2g}", logging.WARNING)
         return wanted
 
-    def refuse(self, key: Hashable, reason: str) -> None:
+    def refuse(self, key: Hashable, reason: str, level: int) -> None:
         """Compute steps of this kind otherwise from now on."""
         self.reason, self.known[key] = reason, None
-        log.warning("decoding is not recorded: %s", reason)
+        log.log(level, "decoding is not recorded: %s", reason)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.fx import Node
 from compress.kernels.cpu.codes import AS_THEY_ARE, TO_BF16, TYPES, packed_of
 from compress.kernels.cpu.packed import PackedCodes
 from compress.kernels.cpu.rotations import steps as rotation_steps
-from compress.kernels.cpu_dense import packed_rows
+from compress.kernels.cpu_dense import FEW, packed_rows
 from compress.model.recorded.layout import NotRecordedError, Value
 from compress.model.recorded.lower import Lowering
 from compress.native.library import pointer
@@ -108,6 +108,8 @@ def matrix_product(lowering: Lowering, node: Node, x: Value, w: Value, bias: Val
     weight = lowering.tensor_of(w).T
     if weight.dtype not in TYPES or (weight.dtype is torch.float32 and x.dtype is not torch.float32):
         raise NotRecordedError(f"products of {weight.dtype}")
+    if x.count > FEW[x.dtype] * x.sizes[-1]:
+        raise NotRecordedError("a product of many rows, which torch computes faster")
     return one_product(lowering, x, packed_rows(weight), bias, node.meta["val"].shape, (AS_THEY_ARE, 8, 1.0))
 
 

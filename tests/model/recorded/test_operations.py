@@ -194,6 +194,7 @@ def test_dense_products():
     step = compared(lambda x: [F.linear(x, weight, bias), F.linear(x, weight)], x)
     assert step.steps.count == 2
     compared(lambda x: [x.flatten(1) @ weight.T.contiguous()], x, called=["aten.mm.default"])
+    compared(lambda x: [F.linear(x, weight, bias)], drawn(30, 1, 40), called=["aten.addmm.default"])
 
 
 def test_constants_are_computed_once():

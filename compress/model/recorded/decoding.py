@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +93,7 @@ class RecordedDecoding:
             return self.plainly(**inputs)
         if self.last is None or not self.last.is_of(cache):
             self.last = Seen.of(cache)
+            weakref.finalize(cache, self.release, self.last)
         seen = self.last
         key = key_of(leaves, seen), next(self.model.parameters()).data_ptr()  # which changes when the model is moved
         tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
@@ -106,6 +108,14 @@ class RecordedDecoding:
         if not decoder.proved:
             return self.proved(decoder, inputs, tensors, cache, key)
         return decoder.run(tensors, cache)
+
+    def release(self, seen: Seen) -> None:
+        """Forget a cache that is no longer there, with the memory of its keys and values."""
+        self.last = None if self.last is seen else self.last
+        for decoder in self.known.values():
+            if decoder is not None and decoder.seen is seen:
+                decoder.step.release()
+                decoder.seen = None
 
     def plainly(self, **inputs: Any) -> Any:
         """The outputs of a step that is not recorded."""
@@ -176,7 +186,7 @@ class Seen:
     sliding window.
     """
 
-    cache: StaticCache
+    cache: weakref.ref[StaticCache]
     state: list[Tensor]
     keys: list[Tensor]
     layers: Hashable
@@ -184,7 +194,7 @@ class Seen:
 
     def is_of(self, cache: StaticCache) -> bool:
         """Whether it is still what this cache is."""
-        return cache is self.cache and all(a.keys is b for a, b in zip(layers_of(cache), self.keys, strict=True))
+        return cache is self.cache() and all(a.keys is b for a, b in zip(layers_of(cache), self.keys, strict=True))
 
     @classmethod
     def of(cls, cache: StaticCache) -> Seen:
@@ -195,7 +205,7 @@ class Seen:
         )
         keys = [layer.keys for layer in layers_of(cache)]
         counted = [layer for layer in cache.layers if hasattr(layer, COUNTER)]
-        return cls(cache, state_of(cache), keys, token(layers), counted)
+        return cls(weakref.ref(cache), state_of(cache), keys, token(layers), counted)
 
     def key(self) -> Hashable:
         """Kinds and shapes of the layers, and which sliding windows are full."""

@@ -29,6 +29,10 @@ class Buffer:
     last: int = 0
     place: int = -1
 
+    def is_at(self, tensor: Tensor) -> bool:
+        """Whether it is a given tensor that begins where another does."""
+        return self.tensor is not None and self.tensor.data_ptr() == tensor.data_ptr()
+
 
 @dataclass(frozen=True, eq=False)
 class Value:

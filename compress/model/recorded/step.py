@@ -13,6 +13,8 @@ from compress.model.recorded.operations import handlers
 from compress.model.recorded.plan import steps_of
 from compress.model.recorded.trace import trace
 
+NOTHING = torch.empty(0)
+
 
 class RecordedStep:
     """The instructions of a function for tensors of fixed shapes.
@@ -33,10 +35,16 @@ class RecordedStep:
         self.steps, memory, tensor = steps_of(lowering.planned, outputs, lowering.called, lowering.keep)
         self.called = lowering.names
         self._outputs: list[Callable[[], Tensor]] = [lambda value=value: tensor(value) for value in outputs]
-        self._state = [
-            [memory.slots[key] for key, buffer in memory.given.items() if buffer.tensor.data_ptr() == one.data_ptr()]  # type: ignore[union-attr]
-            for one in state
-        ]
+        for node in record.graph.nodes:
+            node.meta.clear()  # the results of the call
+        buffers = [[b for b in memory.given.values() if b.is_at(one)] for one in state]
+        self._state = [[memory.slots[id(buffer)] for buffer in some] for some in buffers]
+        for buffer in (one for some in buffers for one in some):
+            buffer.tensor = NOTHING  # the slots hold the tensors
+
+    def release(self) -> None:
+        """Forget the tensors that may change, until others are bound."""
+        self.bind([NOTHING] * len(self._state))
 
     def bind(self, state: Sequence[Tensor]) -> None:
         """Let the step change other tensors of the same layout."""

@@ -1,8 +1,10 @@
 """Recorded decoding of whole models: the tokens of the model itself, what is recorded once, and what is refused."""
 
 import copy
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +156,21 @@ def test_a_prompt_is_computed_without_the_places_behind_it(pico_model):
     assert prompt is None or prompt.shape[-1] == 7
     assert step.shape[-1] == 1024
     assert torch.equal(found[:, :40], eager(pico_model, ids, 33))
+
+
+def test_a_cache_is_freed_after_its_text(pico_model):
+    found, ids = recording(pico_model), torch.arange(1, 8)[None]
+    freed = []
+    made = pico_model.generate(ids, max_new_tokens=8, return_dict_in_generate=True, **GREEDY)
+    for layer in made.past_key_values.layers:
+        for tensor in (layer.keys, layer.values):
+            weakref.finalize(tensor, freed.append, True)
+    count = 2 * len(made.past_key_values.layers)
+    del made, layer, tensor
+    gc.collect()
+    assert len(freed) == count
+    assert torch.equal(recorded(pico_model, ids), eager(pico_model, ids))
+    assert len(found.known) == 1
 
 
 def test_two_generations_in_turns_have_a_cache_each(pico_model):

@@ -21,6 +21,8 @@ from compress.kernels.triton import KERNEL
 from compress.kernels.triton import codes as gpu
 from compress.kernels.triton.launch import Tile
 from compress.model.linear import CompressedLinear
+from compress.native.choice import VARIABLE
+from compress.native.library import library
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
@@ -44,7 +46,9 @@ NEAR = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}  # of 
 @pytest.fixture(autouse=True, scope="module")
 def on_this_device():
     """Calls on this machine's device are computed by these programs alone."""
+    library()  # the choice of the CPU's kernels stays
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VARIABLE, raising=False)  # "none" would switch these off, too
         patch.setattr(KERNEL, "device", DEVICE.type)
         patch.setattr(dispatch, "KERNELS", [KERNEL])
         yield

@@ -251,9 +251,7 @@ def product(
     if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
         bias = bias.to(x.dtype).contiguous()
     static = None if scale is None else scale.float()
-    narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
-    rounded, bits, clip = mode
-    rounded = rounded or (TO_BF16 if narrow else AS_THEY_ARE)
+    rounded, bits, clip = rounding_of(packed, mode)
     failed = native.compress_product(
         packed.address, inside.data_ptr(), y.data_ptr(), pointer(bias), pointer(static), x.numel() // packed.width,
         packed.width if inside is x else inside.stride(0), TYPES[x.dtype], rounded, bits, clip, torch.get_num_threads(),
@@ -266,18 +264,23 @@ def product(
     return y
 
 
+def rounding_of(packed: PackedCodes, mode: Mode) -> Mode:
+    """A mode with what a weight and torch's settings allow: bfloat16 for inputs that are taken as they are."""
+    narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
+    return mode[0] or (TO_BF16 if narrow else AS_THEY_ARE), *mode[1:]
+
+
 def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor | None], mode: Mode) -> list[Tensor]:
     """x W^T + bias for some weights, prepared once. x: contiguous. Biases: in its dtype."""
     native = library()
     assert native is not None
     found = [x.new_empty((*x.shape[:-1], weight.rows)) for weight in weights]
     many = ctypes.c_void_p * len(weights)
-    narrow = weights[0].narrow or torch.get_float32_matmul_precision() == "medium"
-    rounded, bits, clip = mode
+    rounded, bits, clip = rounding_of(weights[0], mode)
     failed = native.compress_products(
         len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
         many(*map(pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
-        rounded or (TO_BF16 if narrow else AS_THEY_ARE), bits, clip, torch.get_num_threads(),
+        rounded, bits, clip, torch.get_num_threads(),
     )  # fmt: skip
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")

@@ -10,9 +10,8 @@ from torch._inductor import cpp_builder, exc
 from transformers import CompileConfig, PreTrainedModel
 
 from compress.errors import ModelError
-from compress.kernels import dispatch
 from compress.model.kinds import described
-from compress.model.linear import CompressedLinear
+from compress.model.prepared import prepare
 from compress.model.recorded.generation import HOOKS, RecordedGeneration
 from compress.native.library import available
 
@@ -38,7 +37,6 @@ def record_generation(model: PreTrainedModel) -> None:
     """
     supported = getattr(model, "_can_compile_fullgraph", False) and model.can_generate()
     if supported and available() and next(model.parameters()).device.type == "cpu":
-        prepare(model)
         RecordedGeneration(model).install()
 
 
@@ -87,15 +85,3 @@ def check_compiler() -> None:
             "compile=True: torch.compile needs a C++ compiler, and found none; install g++ or clang, set CXX to its "
             "path, or load the model without compile=True"
         )
-
-
-def prepare(model: PreTrainedModel) -> None:
-    """Convert weights to the layouts of their kernels now; neither a recorder nor the compiler sees the conversion."""
-    like = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    for layer in model.modules():
-        if isinstance(layer, CompressedLinear):
-            x = like.new_zeros(1, layer.shape[1])
-            for part in layer.all_parts:
-                dispatch.prepare(part, x, layer.rounding)
-            if layer.joint_call is not None:
-                layer.traced = dispatch.traced(layer.all_parts[0], x, layer.rounding)

@@ -17,6 +17,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from compress.model.linear import CompressedLinear
+from compress.model.prepared import prepare
 from compress.model.recorded.layout import NotRecordedError
 from compress.model.recorded.step import RecordedStep
 
@@ -28,6 +29,10 @@ FAR, FAR_ROUNDED = 0.05, 0.25
 The second where inputs are rounded to integers: another order of sums changes some of them by a step."""
 COUNTER = "cumulative_length_int"  # tokens that a cache of transformers with a sliding window has seen
 
+FAILURES = (
+    NotRecordedError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError
+)  # fmt: skip
+"""What recording may end with. The step is then computed by the model, which raises its own errors again."""
 TURN = threading.Lock()
 """Recorded steps have one memory, so callers in several threads take turns."""
 
@@ -137,6 +142,7 @@ class RecordedDecoding:
         before, state = scalars_of(cache), state_of(cache)
         kept = [tensor.clone() for tensor in state]
         try:
+            prepare(self.model)
             recorded = RecordedStep(step, tensors, state)
             output, names, others = result
             if any(value is not None and value is not cache for value in others.values()):
@@ -144,8 +150,9 @@ class RecordedDecoding:
             advanced = advances(before, scalars_of(cache))
             if [tensor.data_ptr() for tensor in state_of(cache)] != [tensor.data_ptr() for tensor in state]:
                 raise NotRecordedError("the cache gets other tensors in each step")
-        except NotRecordedError as error:
-            self.refuse(key, str(error), logging.INFO)
+        except FAILURES as error:
+            expected = isinstance(error, NotRecordedError)
+            self.refuse(key, str(error) if expected else repr(error), logging.INFO if expected else logging.WARNING)
             restore(cache, state, kept, before)
             return self.plainly(**joined(leaves, tensors))
         if len(self.known) >= MOST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -88,7 +88,7 @@ class Shape:
     """The dimensions of an instruction: sizes, and the strides of each operand, `DIMENSIONS` of them."""
 
     sizes: list[int]
-    strides: list[list[int]] = field(default_factory=list)
+    strides: list[list[int]]
 
 
 def collapsed(sizes: Sequence[int], strides: Sequence[Sequence[int]], last: int = 0) -> Shape:

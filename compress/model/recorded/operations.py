@@ -90,19 +90,11 @@ def booleans(handler: Callable[..., Value]) -> Callable[..., Value]:
 def power(lowering: Lowering, node: Node, x: Any, exponent: Any) -> Value:
     """x to a power; squares are products."""
     if exponent == 2 and not isinstance(exponent, Value):
-        return (
-            lowering.map("square", like(lowering, node), [x])
-            if x.dtype.is_floating_point
-            else multiplied(lowering, node, x)
-        )
+        name, given = ("square", [x]) if x.dtype.is_floating_point else ("multiply", [x, x])
+        return lowering.map(name, like(lowering, node), given)
     if not node.meta["val"].dtype.is_floating_point:
         raise NotRecordedError("a power of integers")
     return lowering.map("power", like(lowering, node), operands(lowering, x, exponent))
-
-
-def multiplied(lowering: Lowering, node: Node, x: Value) -> Value:
-    """x times x."""
-    return lowering.map("multiply", like(lowering, node), [x, x])
 
 
 def gelu(lowering: Lowering, node: Node, x: Value, *, approximate: str = "none") -> Value:
@@ -301,7 +293,6 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.masked_fill.Scalar: masked_fill,
     aten.masked_fill.Tensor: masked_fill,
     aten._to_copy.default: copied,
-    aten.contiguous.default: copied,
     aten.copy_.default: copied_into,
     aten.bitwise_not.default: booleans(of_one("not")),
     aten.cat.default: cat,

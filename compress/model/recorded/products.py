@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compress.kernels.cpu.codes import AS_THEY_ARE, TO_BF16, TYPES, packed_of
+from compress.kernels.cpu.codes import TYPES, UNROUNDED, Mode, packed_of, rounding_of
 from compress.kernels.cpu.packed import PackedCodes
 from compress.kernels.cpu.rotations import steps as rotation_steps
 from compress.kernels.cpu_dense import FEW, packed_rows
@@ -29,13 +29,9 @@ def rows_of(lowering: Lowering, x: Value) -> tuple[Value, int, int]:
     return x, x.count // x.sizes[-1], x.sizes[-1]
 
 
-def joint_fields(
-    packed: PackedCodes, mode: tuple[int, int, float], m: int, ldx: int, dtype: torch.dtype
-) -> dict[str, Any]:
+def joint_fields(packed: PackedCodes, mode: Mode, m: int, ldx: int, dtype: torch.dtype) -> dict[str, Any]:
     """The fields of `Joint` for a way to round inputs."""
-    narrow = packed.narrow or torch.get_float32_matmul_precision() == "medium"
-    rounded, bits, clip = mode
-    rounded = rounded or (TO_BF16 if narrow else AS_THEY_ARE)
+    rounded, bits, clip = rounding_of(packed, mode)
     return {"m": m, "ldx": ldx, "type": TYPES[dtype], "rounded": rounded, "bits": bits, "clip": clip}
 
 
@@ -55,7 +51,8 @@ def packed_linear(
 ) -> Value:
     """A layer of packed weights, and those after it that have the same input and rounding."""
     together = [n for n in node.args[0].users if n.target is node.target and n not in lowering.values]  # type: ignore[union-attr]
-    alike = [n for n in together if n.args[4:] == node.args[4:]][:TOGETHER]
+    known = [n for n in together if all(one in lowering.values for one in n.all_input_nodes)]
+    alike = [n for n in known if n.args[4:] == node.args[4:]][:TOGETHER]
     given, m, ldx = rows_of(lowering, x)
     products = []
     for other in alike:
@@ -75,7 +72,7 @@ def packed_linear(
 
 
 def one_product(
-    lowering: Lowering, x: Value, packed: PackedCodes, bias: Value | None, sizes: Any, mode: tuple[int, int, float],
+    lowering: Lowering, x: Value, packed: PackedCodes, bias: Value | None, sizes: Any, mode: Mode,
     scale: Tensor | None = None,
 ) -> Value:  # fmt: skip
     """One product with a packed weight."""
@@ -110,7 +107,7 @@ def matrix_product(lowering: Lowering, node: Node, x: Value, w: Value, bias: Val
         raise NotRecordedError(f"products of {weight.dtype}")
     if x.count > FEW[x.dtype] * x.sizes[-1]:
         raise NotRecordedError("a product of many rows, which torch computes faster")
-    return one_product(lowering, x, packed_rows(weight), bias, node.meta["val"].shape, (AS_THEY_ARE, 8, 1.0))
+    return one_product(lowering, x, packed_rows(weight), bias, node.meta["val"].shape, UNROUNDED)
 
 
 def added_product(

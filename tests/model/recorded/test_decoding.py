@@ -259,7 +259,10 @@ def test_loaded_models_record(packed):
     folder = packed("int4", *PASSES["int4"])
     wanted = recorded(compress.load(folder, compile=False)[0], ids)
     model, _ = compress.load(folder)
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert layer.traced is None, "loading converts no weights"
     assert torch.equal(recorded(model, ids), wanted)
+    assert layer.traced is not None
     found: Any = model.get_compiled_call(None)
     assert len(found.known) == 1
 
@@ -278,6 +281,20 @@ def test_a_copy_records_steps_of_its_own(made, pico_model):
     assert torch.equal(recorded(pico_model, ids), wanted)
     assert len(found.known) == 1
     assert other.get_compiled_call(None) is not found
+
+
+def test_a_step_whose_recording_fails_is_that_of_the_model(pico_model, monkeypatch, caplog):
+    def fail(*_):
+        raise KeyError("an operation that nobody thought of")
+
+    ids = torch.arange(1, 8)[None]
+    wanted = eager(pico_model, ids)
+    found = recording(pico_model)
+    monkeypatch.setattr(decoding_module, "RecordedStep", fail)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(recorded(pico_model, ids), wanted)
+    assert "decoding is not recorded: KeyError('an operation that nobody thought of')" in caplog.text
+    assert found.otherwise.count == 11
 
 
 def test_a_step_that_differs_is_not_used(pico_model, monkeypatch, caplog):

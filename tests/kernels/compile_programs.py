@@ -30,6 +30,8 @@ TYPES = {
     torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
+
 
 PROGRAMS = launch.programs()
 
@@ -93,6 +95,7 @@ def compiled(case, capability):
     packed = codes.wrapped(part.to("meta"))
     compiler = Compiler(PROGRAMS, GPUTarget("cuda", capability, 32))
     launch.programs = lambda: compiler
+    launch.shared_memory = lambda device: SHARED_MEMORY[capability]
     x = torch.empty(case["batch"], 512, dtype=DTYPES[case["dtype"]], device="meta")
     codes.product(x, packed, torch.empty(128, dtype=x.dtype, device="meta"), case["rounding"])
     return compiler.found

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 PROGRAMS = "compress.kernels.triton.programs"
-FEW = 16  # rows of inputs up to which a tile of `matrix` holds all
+FEW = 16  # rows of inputs up to which they are read where they are
 WAVES = 4  # programs per multiprocessor that `Tile.split` aims at, so that their reads of memory overlap
-AT_ONCE = 1024  # elements that `round_rows` and `combine` hold
+AT_ONCE = 1024  # elements that `round_rows` holds
+MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
+COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hundred thousand calls of small batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +56,17 @@ class PackedCodes:
 
     @property
     def per_unit(self) -> int:
-        """Codes in the shortest run that fills whole words."""
-        return math.lcm(self.bits, 32) // self.bits
+        """Codes in the shortest run that fills whole words, or a byte."""
+        return 1 if self.bits == 8 else math.lcm(self.bits, 32) // self.bits
 
     @property
     def units(self) -> int:
         """Units of a row."""
         return math.ceil(self.width / self.per_unit)
+
+    def pairs(self, dtype: torch.dtype) -> bool:
+        """Whether two codes of a word are decoded at once for operands of this dtype, each in half of a register."""
+        return dtype in MAGIC and ((self.kind == "integer" and self.bits in (2, 4)) or self.kind == "e2m1")
 
     @property
     def one_scale(self) -> bool:
@@ -70,25 +76,42 @@ class PackedCodes:
     @property
     def pointers(self) -> tuple[Tensor, ...]:
         """The tensors for a program; words stand for those that it does not read."""
-        return tuple(self.words if tensor is None else tensor for tensor in self.tensors)
+        words = self.words.view(torch.uint8) if self.bits == 8 else self.words
+        return words, *(self.words if tensor is None else tensor for tensor in self.tensors[1:])
 
     @property
-    def options(self) -> dict[str, Any]:
-        """What a program is compiled for."""
-        uniform = self.one_scale or (self.index is None and self.group % self.per_unit == 0)
-        group_kind = "one" if self.one_scale else "run" if self.index is None else "index"
-        kinds = {
-            "kind": self.kind,
-            "scale_kind": self.scale_kind,
-            "zero_kind": self.zero_kind,
-            "group_kind": group_kind,
-        }
-        return {"bits": self.bits, "per_unit": self.per_unit, "point": self.point, "uniform": uniform, **kinds}
+    def uniform(self) -> bool:
+        """Whether the columns of a unit have one scale."""
+        return self.one_scale or (self.index is None and self.group % self.per_unit == 0)
+
+    def scaled(self, columns: int) -> str:
+        """Where scales are multiplied: per "tile", per "step" of so many columns, or per "weight"."""
+        if self.zero_kind == "minimum" or self.index is not None:
+            return "weight"
+        if self.one_scale:
+            return "tile"
+        return "step" if self.group % columns == 0 else "weight"
+
+    def options(self, tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
+        """What a program is compiled for. dtype: of the operands."""
+        return {
+            "bits": self.bits, "per_unit": self.per_unit, "point": self.point, "kind": self.kind,
+            "scale_kind": self.scale_kind, "zero_kind": self.zero_kind,
+            "group_kind": "one" if self.one_scale else "run" if self.index is None else "index",
+            "scaled": self.scaled(tile.units * self.per_unit), "paired": self.pairs(dtype),
+            "uniform": self.uniform,
+            "exact": self.scale.dtype == dtype or (self.scale_kind == "e8m0" and dtype == torch.bfloat16),
+        }  # fmt: skip
 
     def sizes(self, length: int) -> tuple[int, ...]:
-        """The numbers for a program. length: units per split."""
-        strides = self.words.shape[1], self.group, 0 if self.scale.shape[0] == 1 else self.scale.shape[1]
-        return self.rows, self.width, self.units, length, *strides
+        """The numbers for a program. length: units per part."""
+        stride = self.words.shape[1] * (4 if self.bits == 8 else 1)
+        return self.rows, self.width, self.units, length, stride, self.group, self.scale_stride
+
+    @property
+    def scale_stride(self) -> int:
+        """Scales between those of consecutive rows."""
+        return 0 if self.scale.shape[0] == 1 else self.scale.shape[1]
 
 
 @dataclass(frozen=True)
@@ -102,22 +125,21 @@ class Tile:
     stages: int
 
     @classmethod
-    def of(cls, batch: int, per_unit: int, size: int) -> Tile:
+    def of(cls, batch: int, weight: PackedCodes, size: int, device: torch.device) -> Tile:
         """A tile for `batch` rows of inputs. size: bytes of an operand.
 
-        Chosen without a GPU: ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
+        ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
         """
+        per_unit = weight.per_unit
         wide = size == 4  # float32 is multiplied without tensor cores, in registers
         m = min(max(1 << (batch - 1).bit_length(), FEW), 32 if wide else 128)
-        units = 32 if (per_unit <= 8 and not wide) or size == 1 else 16
-        inputs = m * units * per_unit * size  # bytes of the inputs of a step, which wait in shared memory
-        stages = 3 if inputs <= 16384 else 2 if inputs <= 32768 else 1
-        return cls(m, 32 if wide else 64, units, 8 if m > 32 else 4, stages)
-
-    @classmethod
-    def of_vector(cls, per_unit: int) -> Tile:
-        """A tile for one row of inputs."""
-        return cls(1, 16, 64 if per_unit <= 16 else 32, 4, 1)
+        units = 16 if per_unit > 1 else 128 // size
+        n = 32 if wide else 128
+        waiting = units * (m * per_unit * size + n * (weight.bits * per_unit // 8 + 4))  # bytes of a step
+        stages = max(1, min(4 if m <= 32 else 3, shared_memory(device) // waiting))
+        if weight.bits not in (2, 4, 8) or weight.kind == "table" or not weight.uniform:
+            stages = 1  # the many loads of each place would wait, too
+        return cls(m, n, units, 8 if m > 32 else 4, stages)
 
     def tiles(self, batch: int, rows: int) -> int:
         """The number of tiles of the output."""
@@ -125,9 +147,9 @@ class Tile:
 
     def split(self, batch: int, rows: int, units: int, device: torch.device) -> int:
         """Units per program, so that a product of few tiles also uses the whole device."""
-        steps = math.ceil(units / self.units)
-        splits = max(1, min(steps, WAVES * multiprocessors(device) // self.tiles(batch, rows)))
-        return math.ceil(steps / splits) * self.units
+        steps, tiles = math.ceil(units / self.units), self.tiles(batch, rows)
+        parts = max(1, min(steps, WAVES * multiprocessors(device) // tiles))
+        return math.ceil(steps / parts) * self.units
 
 
 @dataclass(frozen=True)
@@ -153,38 +175,41 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of `matrix`, [batch, units, places in a unit] with any strides; for codes: scale and sum of each row."""
+    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units] with both of a pair side by side.
+
+    row, place: elements between rows and places. scale: for codes, of each row.
+    """
 
     x: Tensor
-    strides: tuple[int, int, int]
+    row: int
+    place: int
+    laid: bool
     scale: Tensor | None = None
-    sums: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, per_unit: int) -> Inputs:
+    def of(cls, x: Tensor, per_unit: int, side: int) -> Inputs:
         """Floats [batch, width]. Many rows are copied first, so that the columns of one place are a run."""
-        if x.shape[0] <= FEW:
-            return cls(x, (x.stride(0), per_unit, 1))
+        if x.shape[0] <= FEW or per_unit == 1:
+            return cls(x, x.stride(0), 0, per_unit == 1)
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % per_unit))
-        places = padded.unflatten(1, (-1, per_unit)).transpose(1, 2).contiguous()
-        return cls(places, (places.stride(0), 1, places.stride(1)))
+        places = padded.view(len(x), -1, side, per_unit // side).permute(0, 3, 1, 2).contiguous()
+        return cls(places, places.stride(0), places.stride(1), True)
 
     @classmethod
-    def rounded(cls, x: Tensor, rounding: Rounding, per_unit: int) -> Inputs:
+    def rounded(cls, x: Tensor, rounding: Rounding, per_unit: int, side: int) -> Inputs:
         """Codes of floats [batch, width], as `numerics.quant.inputs.round_inputs` computes them."""
         batch, width = x.shape
         units = math.ceil(width / per_unit)
-        codes = torch.empty(batch, per_unit, units, dtype=rounding.dtype, device=x.device)
+        codes = torch.empty(batch, units * per_unit, dtype=rounding.dtype, device=x.device)
         scale = torch.empty(batch, dtype=torch.float32, device=x.device)
-        sums = torch.empty(batch, dtype=torch.int32, device=x.device)
         like = torch.float32 if rounding.integer else x.dtype
         facts, static = torch.finfo(like), rounding.static
         limits = rounding.span, rounding.lowest, rounding.highest, *rounding.digits, facts.eps, facts.max
         programs().round_rows[(batch,)](
-            x, x if static is None else static, codes, scale, sums, width, units, x.stride(0), per_unit, *limits,
+            x, x if static is None else static, codes, scale, width, units, x.stride(0), per_unit, side, *limits,
             given=static is not None, like=language(like), integer=rounding.integer, block=AT_ONCE,
         )  # fmt: skip
-        return cls(codes, (codes.stride(0), 1, units), scale, sums)
+        return cls(codes, units * per_unit, units * side, True, scale)
 
 
 @cache
@@ -199,60 +224,83 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    least = 99 << 10  # of compute capability 8.9
+    if device.type != "cuda":
+        return least
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", least)
+
+
 def language(dtype: torch.dtype) -> Any:
     """A dtype of floats in Triton."""
     return getattr(programs().tl, str(dtype).removeprefix("torch."))
 
 
+class Counters:
+    """Zeros in which the programs of a call count the parts of a tile that are done, and leave zeros.
+
+    Calls of one stream follow each other and share them. Each call in a CUDA graph has its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.taken = device, 0
+        self.pool = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        self.streams: dict[int, Tensor] = {}
+
+    def of_graph(self, tiles: int) -> Tensor:
+        """Counters for one call, which another call never gets."""
+        first, self.taken = self.taken, self.taken + tiles
+        return self.pool[first : first + tiles]
+
+    def of_stream(self, stream: int, tiles: int) -> Tensor:
+        """Counters for the calls of a stream."""
+        if stream not in self.streams or len(self.streams[stream]) < tiles:
+            self.streams[stream] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=self.device)
+        return self.streams[stream]
+
+
+_counters: dict[torch.device, Counters] = {}
+
+
+def counters(device: torch.device, tiles: int) -> Tensor:
+    """Counters for a call on the current stream."""
+    on_gpu = device.type == "cuda"
+    capturing, known = on_gpu and torch.cuda.is_current_stream_capturing(), _counters.get(device)
+    if capturing and (known is None or known.taken + tiles > COUNTERS):
+        return torch.zeros(tiles, dtype=torch.int32, device=device)
+    known = known or _counters.setdefault(device, Counters(device))
+    if capturing:
+        return known.of_graph(tiles)
+    return known.of_stream(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, tiles)
+
+
 def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
     """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
-    batch = x.shape[0]
-    if batch == 1 and rounding is None:
-        tile = Tile.of_vector(weight.per_unit)
-    else:
-        tile = Tile.of(batch, weight.per_unit, 1 if native else x.element_size())
+    batch, side = x.shape[0], 1 if native or not weight.pairs(x.dtype) else 2
+    tile = Tile.of(batch, weight, 1 if native else x.element_size(), x.device)
+    tiles = tile.tiles(batch, weight.rows)
     length = tile.split(batch, weight.rows, weight.units, x.device)
-    splits = math.ceil(weight.units / length)
+    count = math.ceil(weight.units / length)
     y = torch.empty(batch, weight.rows, dtype=x.dtype, device=x.device)
-    out = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=x.device)
-    added = bias if splits == 1 else None
-    if tile.m == 1:
-        _vector(x, weight, added, out, tile, length, splits)
+    parts, arrived = y, weight.words
+    if count > 1:
+        parts = torch.empty(count, *y.shape, dtype=torch.float32, device=x.device)
+        arrived = counters(x.device, tiles)
+    if rounding is None:
+        inputs = Inputs.of(x, weight.per_unit, side)
     else:
-        inputs = Inputs.of(x, weight.per_unit) if rounding is None else Inputs.rounded(x, rounding, weight.per_unit)
-        _matrix(inputs, x.dtype, weight, added, out, tile, length, splits, native)
-    if splits > 1:
-        end, count = y if bias is None else bias, y.numel()
-        grid = (math.ceil(count / AT_ONCE),)
-        programs().combine[grid](out, end, y, splits, count, weight.rows, biased=bias is not None, block=AT_ONCE)
-    return y
-
-
-def _options(weight: PackedCodes, bias: Tensor | None, tile: Tile) -> dict[str, Any]:
-    sizes = {"block_n": tile.n, "block_u": tile.units, "num_warps": tile.warps, "num_stages": tile.stages}
-    return {**weight.options, **sizes, "biased": bias is not None}
-
-
-def _vector(
-    x: Tensor, weight: PackedCodes, bias: Tensor | None, y: Tensor, tile: Tile, length: int, splits: int
-) -> None:
-    grid = tile.tiles(1, weight.rows), splits
-    end = y if bias is None else bias
-    programs().vector[grid](x, *weight.pointers, end, y, *weight.sizes(length), **_options(weight, bias, tile))
-
-
-def _matrix(
-    inputs: Inputs, dtype: torch.dtype, weight: PackedCodes, bias: Tensor | None, y: Tensor, tile: Tile, length: int,
-    splits: int, native: bool,
-) -> None:  # fmt: skip
-    batch = inputs.x.shape[0]
-    grid = tile.tiles(batch, weight.rows), splits
-    scale, sums = (y if tensor is None else tensor for tensor in (inputs.scale, inputs.sums))
-    interpreted = inputs.x.device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
-    options = _options(weight, bias, tile)
-    programs().matrix[grid](
-        inputs.x, scale, sums, *weight.pointers, y if bias is None else bias, y, batch, *weight.sizes(length),
-        *inputs.strides, **options, rounded=inputs.scale is not None, native=native, like=language(dtype),
-        operand=language(torch.float32 if interpreted else dtype), block_m=tile.m,
-        precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        inputs = Inputs.rounded(x, rounding, weight.per_unit, side)
+    interpreted = x.device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
+    options = weight.options(tile, x.dtype)
+    programs().product[(tiles, count)](
+        inputs.x, y if inputs.scale is None else inputs.scale, *weight.pointers, y if bias is None else bias, y, parts,
+        arrived, batch, *weight.sizes(length), inputs.row, inputs.place, MAGIC.get(x.dtype, 0),
+        **options | {"paired": side == 2}, direct=not interpreted, biased=bias is not None,
+        rounded=inputs.scale is not None, native=native, laid=inputs.laid, split=count > 1, like=language(x.dtype),
+        operand=language(torch.float32 if interpreted else x.dtype), block_m=tile.m, block_n=tile.n, block_u=tile.units,
+        precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32", num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
+    return y

@@ -2,8 +2,8 @@
 
     python tests/kernels/compile_programs.py CAPABILITY... < CASES
 
-A case is {"grid": name, "group": size, "rounding": name or "", "dtype": name, "batch": n, "zeros": bool}. It runs in a process
-without Triton's interpreter. Tensors have no data, and every launch compiles instead.
+A case is {"grid": name, "group": size, "rounding": name or "", "dtype": name, "batch": n, "zeros": bool, "rows": n}. It runs in a process
+without Triton's interpreter. `rows` may be left out. Tensors have no data, and every launch compiles instead.
 """
 
 import inspect
@@ -77,6 +77,9 @@ class Compiler:
         def start(*arguments, num_warps=4, num_stages=2, **constants):
             names = list(inspect.signature(program.fn).parameters)
             given = dict(zip(names, arguments, strict=False))
+            ones = {each: value for each, value in given.items() if type(value) is int and value == 1}
+            constants |= ones  # as Triton does
+            given = {each: value for each, value in given.items() if each not in ones}
             signature = {each: type_of(given[each]) if each in given else "constexpr" for each in names}
             whole = [i for i, each in enumerate(names) if each in given and not isinstance(given[each], float)
                      and (isinstance(given[each], torch.Tensor) or given[each] % 16 == 0)]  # fmt: skip
@@ -91,13 +94,14 @@ class Compiler:
 def compiled(case, capability):
     """What the programs of one product take."""
     grid = GRIDS[case["grid"]]
-    part = CodesPart.of(quantize(torch.randn(128, 512), grid, case["group"], not case["zeros"]))
+    weight = torch.randn(case.get("rows", 128), 512)
+    part = CodesPart.of(quantize(weight, grid, case["group"], not case["zeros"]))
     packed = codes.wrapped(part.to("meta"))
     compiler = Compiler(PROGRAMS, GPUTarget("cuda", capability, 32))
     launch.programs = lambda: compiler
     launch.shared_memory = lambda device: SHARED_MEMORY[capability]
     x = torch.empty(case["batch"], 512, dtype=DTYPES[case["dtype"]], device="meta")
-    codes.product(x, packed, torch.empty(128, dtype=x.dtype, device="meta"), case["rounding"])
+    codes.product(x, packed, torch.empty(len(weight), dtype=x.dtype, device="meta"), case["rounding"])
     return compiler.found
 
 

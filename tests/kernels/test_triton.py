@@ -19,6 +19,7 @@ from compress import RTN
 from compress.kernels import dispatch
 from compress.kernels.triton import KERNEL
 from compress.kernels.triton import codes as gpu
+from compress.kernels.triton import launch
 from compress.kernels.triton.launch import Tile
 from compress.model.linear import CompressedLinear
 from compress.native.choice import VARIABLE
@@ -165,6 +166,19 @@ def test_codes_of_inputs_are_those_of_the_reference(inputs, dtype):
 @pytest.mark.parametrize("grid,rounding", [("int4", None), ("int8", InputRounding.of(INT8))])
 def test_batches(grid, rounding, batch):
     check(part_of(33, 72, grid, "channel" if rounding else 32), here(batch, 72, seed=1), rounding, here(33))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "grid,group", [("int4", 16), ("int2", 64), ("int8", "channel"), ("fp8_e4m3", 32), ("mxfp4", 32), ("nvfp4", 16)]
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_weights_of_many_inputs_are_dequantized_apart(grid, group, symmetric, dtype):
+    """They are those of plain torch."""
+    part = part_of(70, 130 if grid.startswith("int") else 128, grid, group, symmetric or not grid.startswith("int"))
+    if DEVICE.type != "cpu" or dtype != torch.bfloat16:  # the interpreter cuts bits off in a conversion to bfloat16
+        assert torch.equal(launch.dequantized(part.prepared(KERNEL), dtype), part.dense(torch.float32).to(dtype))
+    check(part, here(launch.MOST + 1, part.shape[1], seed=1, dtype=dtype), None, here(70, dtype=dtype))
 
 
 def test_inputs_of_other_layouts():

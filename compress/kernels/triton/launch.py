@@ -13,6 +13,7 @@ from torch import Tensor
 
 PROGRAMS = "compress.kernels.triton.programs"
 FEW = 16  # rows of inputs up to which they are read where they are
+MOST = 128  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
 WAVES = 4  # programs per multiprocessor that `Tile.split` aims at, so that their reads of memory overlap
 AT_ONCE = 1024  # elements that `round_rows` holds
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
@@ -64,9 +65,10 @@ class PackedCodes:
         """Units of a row."""
         return math.ceil(self.width / self.per_unit)
 
-    def pairs(self, dtype: torch.dtype) -> bool:
-        """Whether two codes of a word are decoded at once for operands of this dtype, each in half of a register."""
-        return dtype in MAGIC and ((self.kind == "integer" and self.bits in (2, 4)) or self.kind == "e2m1")
+    def at_once(self, dtype: torch.dtype) -> bool:
+        """Whether all codes of a unit are decoded together for operands of this dtype."""
+        paired = dtype in MAGIC and ((self.kind == "integer" and self.bits in (2, 4)) or self.kind == "e2m1")
+        return self.per_unit == 1 or (paired and self.uniform)
 
     @property
     def one_scale(self) -> bool:
@@ -98,8 +100,8 @@ class PackedCodes:
             "bits": self.bits, "per_unit": self.per_unit, "point": self.point, "kind": self.kind,
             "scale_kind": self.scale_kind, "zero_kind": self.zero_kind,
             "group_kind": "one" if self.one_scale else "run" if self.index is None else "index",
-            "scaled": self.scaled(tile.units * self.per_unit), "paired": self.pairs(dtype),
-            "uniform": self.uniform,
+            "uniform": self.uniform, "scaled": self.scaled(tile.units * self.per_unit),
+            "at_once": self.at_once(dtype), "whole": self.width % (tile.units * self.per_unit) == 0,
             "exact": self.scale.dtype == dtype or (self.scale_kind == "e8m0" and dtype == torch.bfloat16),
         }  # fmt: skip
 
@@ -175,7 +177,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units] with both of a pair side by side.
+    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units].
 
     row, place: elements between rows and places. scale: for codes, of each row.
     """
@@ -187,29 +189,29 @@ class Inputs:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, per_unit: int, side: int) -> Inputs:
+    def of(cls, x: Tensor, places: int) -> Inputs:
         """Floats [batch, width]. Many rows are copied first, so that the columns of one place are a run."""
-        if x.shape[0] <= FEW or per_unit == 1:
-            return cls(x, x.stride(0), 0, per_unit == 1)
-        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % per_unit))
-        places = padded.view(len(x), -1, side, per_unit // side).permute(0, 3, 1, 2).contiguous()
-        return cls(places, places.stride(0), places.stride(1), True)
+        if x.shape[0] <= FEW or places == 1:
+            return cls(x, x.stride(0), 0, False)
+        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % places))
+        found = padded.view(len(x), -1, places).transpose(1, 2).contiguous()
+        return cls(found, found.stride(0), found.stride(1), True)
 
     @classmethod
-    def rounded(cls, x: Tensor, rounding: Rounding, per_unit: int, side: int) -> Inputs:
+    def rounded(cls, x: Tensor, rounding: Rounding, places: int) -> Inputs:
         """Codes of floats [batch, width], as `numerics.quant.inputs.round_inputs` computes them."""
         batch, width = x.shape
-        units = math.ceil(width / per_unit)
-        codes = torch.empty(batch, units * per_unit, dtype=rounding.dtype, device=x.device)
+        units = math.ceil(width / places)
+        codes = torch.empty(batch, units * places, dtype=rounding.dtype, device=x.device)
         scale = torch.empty(batch, dtype=torch.float32, device=x.device)
         like = torch.float32 if rounding.integer else x.dtype
         facts, static = torch.finfo(like), rounding.static
         limits = rounding.span, rounding.lowest, rounding.highest, *rounding.digits, facts.eps, facts.max
         programs().round_rows[(batch,)](
-            x, x if static is None else static, codes, scale, width, units, x.stride(0), per_unit, side, *limits,
+            x, x if static is None else static, codes, scale, width, units, x.stride(0), places, *limits,
             given=static is not None, like=language(like), integer=rounding.integer, block=AT_ONCE,
         )  # fmt: skip
-        return cls(codes, units * per_unit, units * side, True, scale)
+        return cls(codes, units * places, units, places > 1, scale)
 
 
 @cache
@@ -278,29 +280,44 @@ def counters(device: torch.device, tiles: int) -> Tensor:
 
 def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
     """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
-    batch, side = x.shape[0], 1 if native or not weight.pairs(x.dtype) else 2
+    batch, at_once = x.shape[0], weight.at_once(x.dtype)
+    if batch > MOST and rounding is None and at_once and weight.uniform and x.dtype in MAGIC:
+        return torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
+    places = 1 if at_once else weight.per_unit
     tile = Tile.of(batch, weight, 1 if native else x.element_size(), x.device)
-    tiles = tile.tiles(batch, weight.rows)
-    length = tile.split(batch, weight.rows, weight.units, x.device)
+    tiles, length = tile.tiles(batch, weight.rows), tile.split(batch, weight.rows, weight.units, x.device)
     count = math.ceil(weight.units / length)
     y = torch.empty(batch, weight.rows, dtype=x.dtype, device=x.device)
     parts, arrived = y, weight.words
     if count > 1:
         parts = torch.empty(count, *y.shape, dtype=torch.float32, device=x.device)
         arrived = counters(x.device, tiles)
-    if rounding is None:
-        inputs = Inputs.of(x, weight.per_unit, side)
-    else:
-        inputs = Inputs.rounded(x, rounding, weight.per_unit, side)
+    inputs = Inputs.of(x, places) if rounding is None else Inputs.rounded(x, rounding, places)
     interpreted = x.device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
-    options = weight.options(tile, x.dtype)
     programs().product[(tiles, count)](
         inputs.x, y if inputs.scale is None else inputs.scale, *weight.pointers, y if bias is None else bias, y, parts,
         arrived, batch, *weight.sizes(length), inputs.row, inputs.place, MAGIC.get(x.dtype, 0),
-        **options | {"paired": side == 2}, direct=not interpreted, biased=bias is not None,
+        **weight.options(tile, x.dtype), direct=not interpreted, biased=bias is not None,
         rounded=inputs.scale is not None, native=native, laid=inputs.laid, split=count > 1, like=language(x.dtype),
         operand=language(torch.float32 if interpreted else x.dtype), block_m=tile.m, block_n=tile.n, block_u=tile.units,
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32", num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
     return y
+
+
+def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
+    """The weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
+    out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
+    tile = Tile(0, 32, 64 // weight.per_unit * 2, 4, 1)
+    interpreted = out.device.type == "cpu"
+    rows, width, units, _, stride, group, scale_stride = weight.sizes(0)
+    options = weight.options(tile, dtype)
+    for name in ("uniform", "scaled", "at_once", "whole", "exact"):
+        del options[name]
+    programs().weights[(math.ceil(rows / tile.n), math.ceil(units / tile.units))](
+        *weight.pointers, out, rows, width, units, stride, group, scale_stride, MAGIC[dtype], **options,
+        direct=not interpreted, like=language(dtype), operand=language(torch.float32 if interpreted else dtype),
+        block_n=tile.n, block_u=tile.units, num_warps=tile.warps,
+    )  # fmt: skip
+    return out

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 import compress
 from compress import RTN
 from compress.kernels import dispatch
-from compress.kernels.triton import KERNEL
+from compress.kernels.triton import KERNEL, launch
 from compress.kernels.triton import codes as gpu
-from compress.kernels.triton import launch
 from compress.kernels.triton.launch import Tile
 from compress.model.linear import CompressedLinear
 from compress.native.choice import VARIABLE

@@ -1,7 +1,7 @@
 # type: ignore - the language of Triton, in which tensors and constants have no types of Python
 """The programs that run on the GPU, in Triton. `launch` chooses their tiles and calls them.
 
-A unit is the shortest run of codes of a row that fills whole words: 8 codes of 4 bits in an int32, 32 codes of 3 bits in
+A unit is the shortest run of codes of a row that fills whole words: 8 codes of 4 bits in an int32, 32 of 3 bits in
 three, 1 code of 8 bits in a byte. The words are read as they are stored, in whole runs of a row. Codes of 2 and 4 bits
 are decoded together, two in a register (`paired`), and the columns of the inputs take their order (`turned`). For other
 bits, a tile of units [rows, units] gives one tile of weights for each place in a unit; the weights at one place of
@@ -150,10 +150,7 @@ def scale_at(scale, zero, shared, index, rows, columns, width, group, stride, sc
     elif scale_kind == "e4m3":
         found = numbers(found.to(tl.int32), shared, "e4m3", 0, False) / tl.load(shared)
     found = found.to(tl.float32)
-    if zero_kind == "none":
-        low = tl.zeros_like(found)
-    else:
-        low = tl.load(zero + place).to(tl.float32)
+    low = tl.zeros_like(found) if zero_kind == "none" else tl.load(zero + place).to(tl.float32)
     return found, low
 
 
@@ -257,8 +254,9 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
                 else:
                     total = tl.dot(value, some, total, input_precision=precision)
         if scaled == "step":
-            each, low = scale_at(scale, zero, shared, index, n, start * per_unit + tl.zeros([1], tl.int32), width, group,
-                                 scale_stride, scale_kind, zero_kind, group_kind)  # fmt: skip
+            first = start * per_unit + tl.zeros([1], tl.int32)
+            each, low = scale_at(scale, zero, shared, index, n, first, width, group, scale_stride, scale_kind,
+                                 zero_kind, group_kind)  # fmt: skip
             if zero_kind == "point":
                 step -= low * step_sums[None, :]
             total += step * each

@@ -39,7 +39,9 @@ def rounding(columns, zeros, masked, descent, tile=None, rows=4096):
 def sums(size, zeros):
     """Launch `sum_groups` as the search for scales does."""
     scale = numbers(4096, 8)
-    gpu_columns.sum_groups(numbers(4096, 8, size), numbers(8, size), scale, scale if zeros else None, LIMITS, [scale] * 3)
+    gpu_columns.sum_groups(
+        numbers(4096, 8, size), numbers(8, size), scale, scale if zeros else None, LIMITS, [scale] * 3
+    )
 
 
 def main():

@@ -133,7 +133,11 @@ def test_the_programs_and_the_library_agree(monkeypatch):
 
     def compute():
         swept = native.sweep(state, matrix, grid, keep, wanted=True)
-        return swept, native.descend(state, old, matrix, pivots, grid, keep), native.group_sums(weight, weight[0].abs(), groups, True)
+        return (
+            swept,
+            native.descend(state, old, matrix, pivots, grid, keep),
+            native.group_sums(weight, weight[0].abs(), groups, True),
+        )
 
     *mine, sums = compute()
     monkeypatch.setattr(gpu_columns, "DEVICE", "cuda")
@@ -220,7 +224,9 @@ def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
 
 
 def test_what_the_programs_take(monkeypatch):
-    assert native.usable(here(1)) and not native.usable(here(1).double()) and not native.usable(here(1).requires_grad_())
+    assert (
+        native.usable(here(1)) and not native.usable(here(1).double()) and not native.usable(here(1).requires_grad_())
+    )
     assert not native.usable(torch.zeros(1, device="meta"))
     assert isinstance(native.sweep(here(2, 3), here(2, 2), Integers(-8, 7, here(3).abs())), Rounded)
     monkeypatch.setattr(gpu_columns, "capability", lambda device: (7, 5))

@@ -44,7 +44,7 @@ class Sums:
 
 TILE = Tile(rows=32, warps=1, leaf=16, before=32)
 SUMS = Sums(weights=2048, columns=256, warps=4)
-"""Chosen without a GPU: ptxas spills no register of these (`tests/kernels/compile_columns.py`); before=64 spills some."""
+"""Chosen without a GPU: ptxas spills nothing (`tests/kernels/compile_columns.py`), with before=64 something."""
 
 
 def usable(tensor: Tensor) -> bool:

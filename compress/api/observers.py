@@ -15,6 +15,7 @@ from compress.numerics.linalg import Regularization, damped, inverse_factor, shr
 
 SLAB = 256  # columns of X^T X per matrix product; from about four slabs on this saves nearly half the work
 CHUNK = 256  # rows per product in float32; the sum over chunks is float64
+GPU_SLAB, GPU_CHUNK = 1024, 4096  # the same on a GPU, where small products take the time of their launches
 
 
 class Observer(ABC):
@@ -189,9 +190,9 @@ class OutlierFrequency(Observer):
         return self._count / max(self.tokens, 1)
 
 
-def _slabs(width: int) -> list[tuple[int, int]]:
+def _slabs(width: int, step: int = SLAB) -> list[tuple[int, int]]:
     """The sizes of the slabs of rows that hold the upper triangle of a symmetric matrix, each from its diagonal on."""
-    return [(min(SLAB, width - start), width - start) for start in range(0, width, SLAB)]
+    return [(min(step, width - start), width - start) for start in range(0, width, step)]
 
 
 class Gram(Observer):
@@ -204,14 +205,16 @@ class Gram(Observer):
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
-        self._slabs = [torch.zeros(size, dtype=torch.float64, device=device) for size in _slabs(width)]
+        self._step, self._chunk = (GPU_SLAB, GPU_CHUNK) if device.type == "cuda" else (SLAB, CHUNK)
+        sizes = _slabs(width, self._step)
+        self._slabs = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes]
         self._factors: dict[tuple[Regularization, bytes], tuple[Tensor, float]] = {}
 
     def gather(self, rows: Float[Tensor, "tokens in"]) -> None:
-        for some in rows.split(CHUNK):
+        for some in rows.split(self._chunk):
             for n, slab in enumerate(self._slabs):
-                start = n * SLAB
-                slab += some[:, start : start + SLAB].T @ some[:, start:]
+                start = n * self._step
+                slab += some[:, start : start + self._step].T @ some[:, start:]
         self._factors.clear()
 
     def combine(self, processes: Processes) -> None:
@@ -242,7 +245,8 @@ class Gram(Observer):
         """2/n X^T X."""
         found = torch.zeros(self.width, self.width, device=self.device)
         for n, slab in enumerate(self._slabs):
-            found[n * SLAB : (n + 1) * SLAB, n * SLAB :] = slab.triu()
+            start = n * self._step
+            found[start : start + self._step, start:] = slab.triu()
         found += found.triu(1).T
         return found.mul_(2 / max(self.tokens, 1))
 
@@ -309,7 +313,8 @@ class CrossGram(Gram):
         """Add the inputs of one batch and those of the uncompressed model, row by row."""
         self.update(rows)
         if rows.shape[0]:
-            for some, other in zip(rows.float().split(CHUNK), reference.float().split(CHUNK), strict=True):
+            parts = rows.float().split(self._chunk), reference.float().split(self._chunk)
+            for some, other in zip(*parts, strict=True):
                 self._cross += (other - some).T @ some
             self._shift = None
 

@@ -1,7 +1,8 @@
-"""Loops over columns in C++: rounding to integers in a sweep or a descent, and errors of groups.
+"""Loops over columns: rounding to integers in a sweep or a descent, and errors of groups.
 
-Plain torch takes several operations for each column; here some columns take one call. Rows do not depend on each other,
-and threads divide them. Sums are those of plain torch but for the last bits.
+Plain torch takes several operations for each column; here some columns take one call, of C++ on the CPU and of a Triton
+program on a GPU. Rows do not depend on each other, and threads divide them. Sums are those of plain torch but for the
+last bits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from compress.native import gpu_columns
 from compress.native.library import Columns, Groups, library, pointer
 
 MOST = 256  # columns of a call
@@ -46,9 +48,10 @@ class Rounded:
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the library takes tensors like this one: float32 on the CPU, without a gradient."""
-    plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and not tensor.requires_grad
-    return plain and library() is not None
+    """Whether the library or the programs take tensors like this one: float32 on its device, without a gradient."""
+    if tensor.dtype != torch.float32 or tensor.requires_grad:
+        return False
+    return gpu_columns.usable(tensor) or (tensor.device.type == "cpu" and library() is not None)
 
 
 def sweep(
@@ -93,6 +96,9 @@ def group_sums(
     rows, groups, size = weight.shape
     assert importance.shape == (groups, size) and scale.shape == (rows, groups)
     assert zero is None or zero.shape == scale.shape
+    if gpu_columns.usable(weight):
+        gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), found)
+        return found
     more = {"squares": pointer(found[1]), "products": pointer(found[2])} if summed else {}
     _call("compress_sum_groups", Groups(
         weights=pointer(weight), scale=pointer(scale), zero=pointer(zero), importance=pointer(importance),
@@ -114,6 +120,12 @@ def _rounded(
     assert all(t is None or t.shape == state.shape for t in (keep, old, *like)) and matrix.shape == (count, count)
     codes, values, moves = (torch.empty_like(state) for _ in range(3))
     found = Rounded(codes, values, moves, torch.empty_like(state) if wanted else None)
+    if gpu_columns.usable(state):
+        limits = grid.lowest, grid.highest
+        gpu_columns.round_columns(
+            state, matrix, scale, zero, keep, old, pivots, limits, codes, values, moves, found.wanted
+        )
+        return found
     _call("compress_round_columns", Columns(
         state=pointer(state), matrix=pointer(matrix), scale=pointer(scale), zero=pointer(zero), keep=pointer(keep),
         old=pointer(old), pivots=pointer(pivots), codes=pointer(found.codes), values=pointer(found.values),

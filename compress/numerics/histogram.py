@@ -46,4 +46,4 @@ def histogram(before: Tensor, after: Tensor) -> Histogram | None:
 def _counts(values: Tensor, limit: float) -> list[int]:
     flat = values.reshape(-1)
     sample = flat[:: -(-flat.numel() // SAMPLE)].float()
-    return [int(count) for count in torch.histc(sample, BINS, -limit, limit)]
+    return [int(count) for count in torch.histc(sample, BINS, -limit, limit).tolist()]

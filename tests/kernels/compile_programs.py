@@ -74,17 +74,18 @@ class Compiler:
     def __getattr__(self, name):
         program = getattr(self.module, name)
 
-        def start(*arguments, num_warps=4, num_stages=2, **constants):
+        def start(*arguments, num_warps=4, num_stages=2, enable_fp_fusion=True, **constants):
             names = list(inspect.signature(program.fn).parameters)
             given = dict(zip(names, arguments, strict=False))
             ones = {each: value for each, value in given.items() if type(value) is int and value == 1}
             constants |= ones  # as Triton does
             given = {each: value for each, value in given.items() if each not in ones}
             signature = {each: type_of(given[each]) if each in given else "constexpr" for each in names}
+            exact = [each.name for each in program.params if not each.do_not_specialize]
             whole = [i for i, each in enumerate(names) if each in given and not isinstance(given[each], float)
-                     and (isinstance(given[each], torch.Tensor) or given[each] % 16 == 0)]  # fmt: skip
+                     and (isinstance(given[each], torch.Tensor) or (each in exact and given[each] % 16 == 0))]  # fmt: skip
             source = ASTSource(program, signature, constants, {(i,): [["tt.divisibility", 16]] for i in whole})
-            options = {"num_warps": num_warps, "num_stages": num_stages}
+            options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
             done = triton.compile(source, target=self.target, options=options)
             self.found.append({"program": name, "shared": done.metadata.shared, **resources(done.asm["cubin"])})
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.triton.launch import PackedCodes, Rounding, multiply
-from compress.native.choice import chosen
+from compress.native.gpus import capability, installed
 from compress.numerics.quant.grids import GRIDS, Float4Grid, Float8Grid, Grid
 from compress.numerics.quant.scales import E8M0, Float8Scale
 
@@ -58,20 +56,6 @@ def available(device: torch.device) -> bool:
 def multiplies_float8(device: torch.device) -> bool:
     """Whether Triton has products of 8-bit floats for the device."""
     return capability(device) >= OLDEST_FLOAT8
-
-
-@cache
-def installed() -> bool:
-    """Whether triton is installed and COMPRESS_KERNELS is not "none"."""
-    return chosen() != "none" and importlib.util.find_spec("triton") is not None
-
-
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability; (0, 0) for GPUs of other makers; that of an H100 for the interpreter."""
-    if device.type == "cpu":
-        return 9, 0
-    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def _reads(part: Any) -> bool:

@@ -27,7 +27,7 @@ GroupSize = int | Literal["channel", "tensor"]
 MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
 MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
 MSE_SHRINK = 0.60  # the largest fraction of the range that is cut off
-CHUNK = 1 << 22  # weights per step of a scale search; limits each temporary tensor to about 16 MiB
+CHUNK = 1 << 25  # weights per step of a scale search; limits each temporary tensor to 128 MiB
 CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors: 2.5 times as fast
 
 

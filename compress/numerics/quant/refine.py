@@ -20,6 +20,7 @@ from compress.numerics.column_sweep import PART
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
+GPU_CHUNK = 1 << 26  # the same on a GPU, where each chunk takes some launches per group
 
 
 def refined(
@@ -94,7 +95,8 @@ def _refitted(
         order = codes.group_index.argsort(stable=True).to(wanted.device)
         levels, wanted, hessian = levels[:, order], wanted[:, order], hessian[order][:, order]
     scale, span = codes.scale.clone(), grid.span
-    for rows in torch.arange(len(levels), device=levels.device).split(max(1, CHUNK // scale.shape[1] ** 2)):
+    chunk = GPU_CHUNK if levels.device.type == "cuda" else CHUNK
+    for rows in torch.arange(len(levels), device=levels.device).split(max(1, chunk // scale.shape[1] ** 2)):
         before, matrix = scale[rows], _products(levels[rows], hessian, codes.group_size)
         aim = grouped(wanted[rows] * levels[rows], codes.group_size).sum(-1)
         found = _solved(matrix, aim, before)

@@ -100,7 +100,7 @@ class Rounding:
         )
         self._scales: list[Tensor] = []
         self._zeros: list[Tensor] = []
-        self._codes: list[Tensor] = []
+        self._codes: list[Tensor] = []  # of one or some columns, [columns, out]
         self._wanted: list[Tensor] | None = [] if keep_wanted else None
         self._fixed: tuple[Tensor, Tensor | None] | None = None
         self._per_column: tuple[Tensor, Tensor | None] | None = None
@@ -173,8 +173,8 @@ class Rounding:
         keep = None if self.keep is None else self.keep[at]
         found = native.sweep(values, ratios, grid, keep, self._wanted is not None)
         if self._wanted is not None and found.wanted is not None:
-            self._wanted += found.wanted.unbind(0)
-        self._codes += found.codes.unbind(0)
+            self._wanted.append(found.wanted)
+        self._codes.append(found.codes)
         return found.values, found.moves
 
     def compress(self, column: int, values: Float[Tensor, " out"]) -> Float[Tensor, " out"]:
@@ -182,9 +182,9 @@ class Rounding:
         if self.keep is not None:
             values = values * self.keep[column]
         if self._wanted is not None:
-            self._wanted.append(values.clone())
+            self._wanted.append(values.clone()[None])
         codes = self.grid.encode(values, scale, zero)
-        self._codes.append(codes)
+        self._codes.append(codes[None])
         return self.grid.decode(codes, scale, zero)
 
     @property
@@ -208,4 +208,5 @@ class Rounding:
         return self._stacked(self._wanted)
 
     def _stacked(self, columns: list[Tensor]) -> Float[Tensor, "out in"]:
-        return _ordered(torch.stack(columns, dim=1), None if self.order is None else self.order.argsort())
+        every = torch.cat(columns)
+        return (every if self.order is None else every[self.order.argsort()]).T.contiguous()

@@ -136,7 +136,9 @@ def positive(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def power(exponents: Tensor) -> Float[Tensor, "*any"]:
     """2^e, exact in float32 for -149 <= e <= 127."""
-    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    e = exponents.to(torch.int32)  # a GPU's powers of two are not all exact: these are the bits of a float32
+    small = torch.ones_like(e) << (e + 149).clamp(0, 22)  # subnormal
+    return torch.where(e < -126, small, (e + 127) << 23).view(torch.float32)
 
 
 @dataclass(frozen=True)

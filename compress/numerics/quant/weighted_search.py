@@ -23,7 +23,7 @@ CUTS = tuple(-1 + 0.2 * step for step in range(20))
 
 llama.cpp cuts -0.9 to 0.9 steps; weights with large inputs can be worth more.
 """
-CHUNK = 1 << 21  # weights per step; limits each temporary tensor to 8 MiB
+CHUNK = 1 << 25  # weights per step; limits each temporary tensor to 128 MiB
 CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors
 
 Sums = list[Tensor]
@@ -56,7 +56,9 @@ class WeightedSearch:
         shared: Tensor | None,
         signed: bool = False,
     ) -> None:
-        self.parts, self.importance, self.grid, self.symmetric = parts, importance, grid, symmetric
+        self._at_once = grid.integers is not None and native.usable(parts)
+        self.parts = parts.contiguous() if self._at_once else parts  # not copied again for every range
+        self.importance, self.grid, self.symmetric = importance, grid, symmetric
         self.dtype, self.shared, self.signed = dtype, shared, signed or grid.scaling.signed
         self._error = torch.full(parts.shape[:2], math.inf, device=parts.device)
         self._scale, self._zero = torch.ones_like(self._error), None if symmetric else torch.zeros_like(self._error)
@@ -89,7 +91,7 @@ class WeightedSearch:
     def _summed(self, scale: Tensor, zero: Tensor | None, summed: bool) -> Sums:
         """For each group the error, then the sums."""
         limits = self.grid.integers
-        if limits is not None and native.usable(self.parts):
+        if self._at_once and limits is not None:
             return native.group_sums(self.parts, self.importance, Integers(*limits, scale, zero), summed)
         chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
         count = max(1, chunk // self.parts[0].numel())

@@ -1,0 +1,99 @@
+"""Calls of the Triton programs that round columns and compute errors of groups on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.native.gpus import capability, installed
+
+PROGRAMS = "compress.native.gpu_programs"
+OLDEST = (8, 0)  # compute capability: that of the other Triton programs
+DEVICE = "cuda"
+"""The type of the devices whose tensors the programs take. Tests set "cpu" to run them in Triton's interpreter."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program of `round_columns` holds, and its resources.
+
+    rows: of the transposed weight, a thread each if there are 32 per warp. leaf: columns that are rounded in registers,
+    one after the other. before: earlier columns whose moves are subtracted from a leaf in one product.
+    """
+
+    rows: int
+    warps: int
+    leaf: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What one program of `sum_groups` holds: weights, and of each group at most so many at once; and its warps."""
+
+    weights: int
+    columns: int
+    warps: int
+
+
+TILE = Tile(rows=32, warps=1, leaf=16, before=32)
+SUMS = Sums(weights=2048, columns=256, warps=4)
+"""Chosen without a GPU: ptxas spills nothing (`tests/kernels/compile_columns.py`), with before=64 something."""
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether the programs take tensors on this tensor's device."""
+    return tensor.device.type == DEVICE and installed() and capability(tensor.device) >= OLDEST
+
+
+@cache
+def programs() -> Any:
+    """The module of the programs; triton is imported when the first of them is called."""
+    return importlib.import_module(PROGRAMS)
+
+
+def round_columns(
+    state: Tensor, matrix: Tensor, scale: Tensor, zero: Tensor | None, keep: Tensor | None, old: Tensor | None,
+    pivots: Tensor | None, limits: tuple[int, int], codes: Tensor, values: Tensor, moves: Tensor, wanted: Tensor | None,
+) -> None:  # fmt: skip
+    """Round the columns of `state`, [columns, rows], into the last four tensors; arguments as in `columns`.
+
+    All are contiguous, but rows of the matrix may be apart. keep: bool. limits: the lowest and the highest code.
+    """
+    columns, rows = state.shape
+    if not state.numel():
+        return
+    tile = TILE
+    mask = None if keep is None else keep.view(torch.uint8)
+    given = (state if tensor is None else tensor for tensor in (zero, mask, old, pivots))
+    with torch.cuda.device_of(state):  # where there are several GPUs
+        programs().round_columns[(math.ceil(rows / tile.rows),)](
+            state, matrix, scale, *given, codes, values, moves, state if wanted is None else wanted,
+            rows, columns, rows if scale.dim() == 2 else 0, matrix.stride(0), float(limits[0]), float(limits[1]),
+            zeros=zero is not None, kept=keep is not None, descent=old is not None, asked=wanted is not None,
+            leaf=tile.leaf, before=tile.before, block=tile.rows, num_warps=tile.warps, num_stages=1,
+            enable_fp_fusion=False,  # a value is rounded before it is subtracted, as in plain torch
+        )  # fmt: skip
+
+
+def sum_groups(
+    weight: Tensor, importance: Tensor, scale: Tensor, zero: Tensor | None, limits: tuple[int, int], found: list[Tensor]
+) -> None:
+    """Sums over groups of weight [rows, groups, size], into one or three tensors [rows, groups]; as in `columns`."""
+    count, groups, size = scale.numel(), importance.shape[0], weight.shape[2]
+    if not count:
+        return
+    columns = min(SUMS.columns, 1 << max(size - 1, 0).bit_length())
+    tile = SUMS.weights // columns
+    with torch.cuda.device_of(weight):
+        programs().sum_groups[(math.ceil(count / tile),)](
+            weight, importance, scale, scale if zero is None else zero, found[0], found[-1 if len(found) == 1 else 1],
+            found[-1], count, groups, size, float(limits[0]), float(limits[1]), zeros=zero is not None,
+            summed=len(found) > 1, tile=tile, block=columns, num_warps=SUMS.warps, num_stages=1, enable_fp_fusion=False,
+        )  # fmt: skip

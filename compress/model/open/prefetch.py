@@ -21,13 +21,18 @@ Place = tuple[Path, str]
 """A file and the name of a tensor in it."""
 
 
+def page_locked(tensor: Tensor) -> Tensor:
+    """A copy in memory that the system does not move, which an accelerator reads by itself."""
+    return tensor.pin_memory()
+
+
 class Prefetch:
     """The tensors of one request, which a thread reads into page-locked memory; a new request replaces them.
 
     pin: copies a tensor to page-locked memory.
     """
 
-    def __init__(self, pin: Callable[[Tensor], Tensor] = Tensor.pin_memory) -> None:
+    def __init__(self, pin: Callable[[Tensor], Tensor] = page_locked) -> None:
         self._pin = pin
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compress-prefetch")
         self._asked: frozenset[Place] = frozenset()

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 TRANSFERS = {aten.copy_, aten._to_copy, aten.set_}
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 OF_SEQUENCES = {aten.cat, aten.stack}  # there, a number on the CPU is no exception
-DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
+DEVICE, IS_CUDA, IS_CPU = Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__
 HOST_ONLY = {Tensor.numpy, Tensor.data_ptr, Tensor.__array__}
 
 
@@ -69,8 +69,8 @@ class Calls(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func == DEVICE:
             return GPU if args[0] in self.marks else func(*args)
-        if func == IS_CUDA:
-            return args[0] in self.marks
+        if func in (IS_CUDA, IS_CPU):
+            return func(*args) if args[0] not in self.marks else func == IS_CUDA
         if func in HOST_ONLY and args[0] in self.marks:
             raise TypeError(f"{func.__name__} of a tensor on {GPU}")
         if func is Tensor.cpu:
@@ -79,18 +79,22 @@ class Calls(TorchFunctionMode):
             return self._moved(args[0], args[0], GPU)
         if func is Tensor.to:
             return self._to(*args, **kwargs)
+        if func is Tensor.backward:  # Python code of a backward pass sees the device, too
+            with self:
+                return torch.autograd.backward(*args, **kwargs)
         return self._called(func, args, kwargs)
 
     def _called(self, func, args, kwargs):
-        asked = kwargs.get("device")
+        asked, generator = kwargs.get("device"), kwargs.get("generator")
+        if asked is None and generator is None:
+            return func(*args, **kwargs)
+        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on = any(leaf in self.marks for leaf in known) if asked is None else torch.device(asked).type == "cuda"
+        if generator is not None and on != getattr(generator, "simulated", False):
+            raise RuntimeError(f"{func.__name__}: a generator of another device than that of the numbers")
         if asked is None:
             return func(*args, **kwargs)
-        on = torch.device(asked).type == "cuda"
-        generator = kwargs.get("generator")
-        if generator is not None and on != getattr(generator, "simulated", False):
-            raise RuntimeError(f"{func.__name__}: a generator of another device than {asked}")
         found = func(*args, **kwargs | {"device": "cpu" if on else asked})
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor) and all(leaf is not each for each in known):
                 self.marks.put(leaf, on)
@@ -131,11 +135,10 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            leaves = tree_leaves((args, kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_meta]
             on = [tensor in self.marks for tensor in tensors]
             if any(on):
-                self._check(func, tensors, on, [leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
+                self._check(func, tensors, on)
             found = func(*args, **kwargs)
             if any(on) and not (func.overloadpacket in TRANSFERS and not on[0]):
                 for leaf in tree_leaves(found):
@@ -143,12 +146,10 @@ class Operations(TorchDispatchMode):
                         self.marks.put(leaf, True)
         return found
 
-    def _check(self, func, tensors, on, generators):
+    def _check(self, func, tensors, on):
         packet = func.overloadpacket
         if func.namespace not in ("aten", "prims"):
             raise NotImplementedError(f"{func} has no kernel for {GPU}")
-        if not all(getattr(generator, "simulated", False) for generator in generators):
-            raise RuntimeError(f"{func}: a generator of the CPU for a tensor on {GPU}")
         if packet in TRANSFERS:
             return
         if packet in INDEXING and on[0]:

@@ -13,7 +13,8 @@ train: distillation on the CPU, on the device, and by `accelerate launch --use_f
 large: GPTQ (int4, groups of 128) of a Llama of random weights in bfloat16: seconds of each phase, its peak memory on the
 device and on the host, bytes of a block, and seconds that the run waited for the next block.
 
-Parts and recipes are skipped when --seconds have passed. Nothing is evaluated by lm-eval.
+Parts and recipes are skipped when --seconds have passed. One that fails is a line with its error, and the others go on;
+the exit code is then 1. Nothing is evaluated by lm-eval.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", help="of the computation of codes and train")
     parser.add_argument("--recipes", nargs="*", default=list(recipes(64)))
     parser.add_argument("--group", type=int, default=64, help="group size of codes and train")
+    parser.add_argument("--format", default="native", help="compressed-tensors is also verified by transformers")
     parser.add_argument("--steps", type=int, default=20, help="of the training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nothing new begins")
     parser.add_argument("--folder", help="for checkpoints and the large model, kept; default: a temporary one")
@@ -101,14 +105,28 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for part in arguments.parts or PARTS:
             work[part](arguments, folder, lambda: time.monotonic() - begin < arguments.seconds)
+    sys.exit(bool(FAILED))
 
 
-def told(what: str, **figures: Any) -> None:
-    print(json.dumps({"result": what} | figures), flush=True)
+FAILED: list[str] = []
+
+
+def told(result: str, /, **figures: Any) -> None:
+    print(json.dumps({"result": result} | figures), flush=True)
+
+
+@contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """An error in the context is told, and does not end the benchmark."""
+    try:
+        yield
+    except Exception as error:
+        FAILED.append(what)
+        told("failed", what=what, error=f"{type(error).__name__}: {error}", where=traceback.format_exc()[-4000:])
 
 
 def recipe_of(arguments: argparse.Namespace, passes: list[dict[str, Any]], device: str) -> dict[str, Any]:
-    """A recipe on the model of the arguments; nothing is evaluated, and the checkpoint is verified by compress.load."""
+    """A recipe on the model of the arguments; nothing is evaluated, and the checkpoint is verified."""
     source = arguments.calibration or "embedded"
     return {
         "model": str(arguments.model),
@@ -116,7 +134,7 @@ def recipe_of(arguments: argparse.Namespace, passes: list[dict[str, Any]], devic
         "dtype": arguments.dtype,
         "calibration": {"source": source, "sequences": arguments.sequences, "length": arguments.length},
         "passes": passes,
-        "save": {"format": "native"},
+        "save": {"format": arguments.format},
         "eval": None,
     }
 
@@ -134,19 +152,25 @@ def codes(arguments: argparse.Namespace, folder: Path, goes_on: Callable[[], boo
         if not goes_on():
             told("skipped", recipe=name)
             continue
-        line: dict[str, Any] = {"recipe": name, "dtype": arguments.dtype}
-        places = {"cpu": folder / f"{name}-cpu", "device": folder / f"{name}-device"}
-        for where, device in (("cpu", "cpu"), ("device", arguments.device)):
-            report, seconds = ran(recipe_of(arguments, recipes(arguments.group)[name], device), places[where])
-            line |= {f"{where}_seconds": seconds, f"{where}_phases": phases(report)}
-        one, other = (compress.load(place, arguments.dtype)[0] for place in places.values())
-        line |= compared(one, other)
-        del one, other
-        ids = test_ids(arguments)
-        line |= {"cpu_loss": loss(places["cpu"], ids, "cpu", arguments.dtype)}
-        line |= {"device_loss": loss(places["device"], ids, arguments.device, arguments.dtype)}
-        line |= {"cpu_checkpoint_on_device_loss": loss(places["cpu"], ids, arguments.device, arguments.dtype)}
-        told("codes", **line)
+        with going_on(name):
+            compare(arguments, folder, name)
+
+
+def compare(arguments: argparse.Namespace, folder: Path, name: str) -> None:
+    """Run one recipe on both, and tell the differences."""
+    line: dict[str, Any] = {"recipe": name, "dtype": arguments.dtype}
+    places = {"cpu": folder / f"{name}-cpu", "device": folder / f"{name}-device"}
+    for where, device in (("device", arguments.device), ("cpu", "cpu")):
+        report, seconds = ran(recipe_of(arguments, recipes(arguments.group)[name], device), places[where])
+        line |= {f"{where}_seconds": seconds, f"{where}_phases": phases(report)}
+    one, other = (compress.load(place, arguments.dtype)[0] for place in places.values())
+    line |= compared(one, other)
+    del one, other
+    ids = test_ids(arguments)
+    line |= {"cpu_loss": loss(places["cpu"], ids, "cpu", arguments.dtype)}
+    line |= {"device_loss": loss(places["device"], ids, arguments.device, arguments.dtype)}
+    line |= {"cpu_checkpoint_on_device_loss": loss(places["cpu"], ids, arguments.device, arguments.dtype)}
+    told("codes", **line)
 
 
 def phases(report: dict[str, Any]) -> dict[str, float]:
@@ -205,24 +229,38 @@ def loss(folder: Path, ids: Tensor, device: str, dtype: str) -> float:
 
 def train(arguments: argparse.Namespace, folder: Path, goes_on: Callable[[], bool]) -> None:
     """Compare the losses of distillation on the CPU, on the device, and on it under FSDP."""
+    for way in ("cpu", "device", "fsdp"):
+        if not goes_on():
+            told("skipped", training=way)
+            continue
+        with going_on(f"train {way}"):
+            distill(arguments, folder / f"train-{way}", way)
+
+
+def distill(arguments: argparse.Namespace, out: Path, way: str) -> None:
+    """Train in one way, and tell the losses."""
     passes = [
         {"rtn": {"weights": "int4", "group_size": arguments.group}},
         {"distill": {"train": ["scales", "norms"], "steps": arguments.steps}},
     ]
-    ways = {"cpu": ("cpu", False), "device": (arguments.device, False), "fsdp": (arguments.device, True)}
-    for way, (device, launched) in ways.items():
-        if not goes_on():
-            told("skipped", training=way)
-            continue
-        recipe, out = recipe_of(arguments, passes, device), folder / f"train-{way}"
-        begin = time.monotonic()
-        report = launch(recipe, out) if launched else ran(recipe, out)[0]
-        seconds = round(time.monotonic() - begin, 2)
-        (record,) = report["training"].values()
-        curve = [point["loss"] for point in record["curve"] if "loss" in point]
-        told("train", way=way, seconds=seconds, training_seconds=round(record["seconds"], 2), steps=record["steps"],
-             first=curve[0], last=curve[-1], last_quarter=record["last_loss"],
-             loss=loss(out, test_ids(arguments), device, arguments.dtype))  # fmt: skip
+    device = "cpu" if way == "cpu" else arguments.device
+    recipe, begin = recipe_of(arguments, passes, device), time.monotonic()
+    report = launch(recipe, out) if way == "fsdp" else ran(recipe, out)[0]
+    seconds = round(time.monotonic() - begin, 2)
+    (record,) = report["training"].values()
+    curve = [point["loss"] for point in record["curve"] if "loss" in point]
+    told(
+        "train",
+        way=way,
+        seconds=seconds,
+        training_seconds=round(record["seconds"], 2),
+        steps=record["steps"],
+        first=curve[0],
+        last=curve[-1],
+        last_quarter=record["last_loss"],
+        loss=loss(out, test_ids(arguments), device, arguments.dtype),
+        device_mb=max(round(cost["device_bytes"] / MB) for cost in report["costs"].values()),
+    )
 
 
 def launch(recipe: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -237,7 +275,7 @@ def launch(recipe: dict[str, Any], out: Path) -> dict[str, Any]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-6000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-3500:]}")
     return json.loads((out / "report.json").read_text())
 
 
@@ -246,7 +284,12 @@ def large(arguments: argparse.Namespace, folder: Path, goes_on: Callable[[], boo
     if not goes_on():
         told("skipped", large=True)
         return
-    model, out = folder / "large", folder / "large-gptq"
+    with going_on("large"):
+        compress_large(arguments, folder / "large", folder / "large-gptq")
+
+
+def compress_large(arguments: argparse.Namespace, model: Path, out: Path) -> None:
+    """Write the model if it is not there, compress it, and tell the time and the memory."""
     begin = time.monotonic()
     if not (model / "config.json").exists():
         write_model(arguments, model)
@@ -275,6 +318,7 @@ def large(arguments: argparse.Namespace, folder: Path, goes_on: Callable[[], boo
         phases=phases(report),
         block_mb=round(2 * weights / MB),
         activations_mb=round(2 * arguments.large_sequences * arguments.large_length * arguments.hidden / MB),
+        planned_mb=round(report["predicted"]["memory_bytes"] / MB),
         device_mb={name: round(cost["device_bytes"] / MB) for name, cost in costs},
         host_mb={name: round(cost["peak_bytes"] / MB) for name, cost in costs},
         waited_seconds=round(report["reading"]["seconds"], 2),

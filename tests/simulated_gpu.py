@@ -80,6 +80,7 @@ class Calls(TorchFunctionMode):
         if func is Tensor.to:
             return self._to(*args, **kwargs)
         if func is Tensor.backward:  # Python code of a backward pass sees the device, too
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
             with self:
                 return torch.autograd.backward(*args, **kwargs)
         return self._called(func, args, kwargs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compress.api.failures import named_failures
 from compress.api.journal import Journal
-from compress.api.memory import STORE_BYTES, PeakMemory
+from compress.api.memory import STORE_BYTES, PeakMemory, memory_of
 from compress.api.processes import ALONE, Processes
 from compress.errors import RecipeError
 from compress.formats.base import Format
@@ -43,10 +43,11 @@ def device_of(name: str) -> torch.device:
 
 @dataclass
 class Cost:
-    """Total time in seconds and peak memory in bytes of a phase."""
+    """Total time in seconds of a phase, and its peak memory in bytes: of the host, and of the accelerator if any."""
 
     seconds: float = 0.0
     peak_bytes: int = 0
+    device_bytes: int = 0
 
 
 @dataclass
@@ -108,9 +109,10 @@ class Run:
         """
         cost = self.costs.setdefault(name, Cost())
         begin = perf_counter()
-        with PeakMemory() as memory, named_failures(name, self.device):
+        with PeakMemory(memory_of(self.device)) as memory, named_failures(name, self.device):
             try:
                 yield
             finally:
                 cost.seconds += perf_counter() - begin
         cost.peak_bytes = max(cost.peak_bytes, memory.peak_bytes)
+        cost.device_bytes = max(cost.device_bytes, memory.device_bytes)

@@ -1,10 +1,10 @@
-"""Measure peak memory: of the process on a CPU, and of the device with an accelerator."""
+"""Measure peak memory: of the process, and apart from it of the accelerator that a run computes on."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import psutil
 import torch
@@ -53,23 +53,57 @@ class ProblemSize:
         return cls(shape[0] * shape[1], 0, 0, 0, 0, 0, itemsize, shape=shape)
 
 
-class PeakMemory:
-    """A context manager that measures the resident memory of the process and the accelerator's allocated memory.
+class DeviceMemory(Protocol):
+    """The memory that torch has allocated on an accelerator."""
 
-    peak_bytes: the largest measured value. The operating system decides how many pages of mapped files it includes. One
-    thread measures for all contexts, so short contexts are cheap.
+    def peak_bytes(self) -> int:
+        """The largest number of allocated bytes since the last `reset`."""
+        ...
+
+    def reset(self) -> None:
+        """Begin a new peak at the bytes that are allocated now."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """DeviceMemory of a CUDA device; until it is used, nothing is allocated."""
+
+    device: torch.device
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if torch.cuda.is_initialized() else 0
+
+    def reset(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of an accelerator; None for a CPU."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+class PeakMemory:
+    """A context manager that measures the resident memory of the process and the allocated memory of an accelerator.
+
+    device: the accelerator's memory, if any. peak_bytes: the largest measured resident memory. The operating system
+    decides how many pages of mapped files it includes. device_bytes: the peak of the accelerator, as its allocator
+    knows it. Contexts may overlap. One thread measures the process for all of them, so short contexts are cheap.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _open: ClassVar[list[PeakMemory]] = []
     _watching: ClassVar[bool] = False
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
+    def __init__(self, device: DeviceMemory | None = None) -> None:
+        self.peak_bytes = self.device_bytes = 0
+        self._device = device
 
     def __enter__(self) -> PeakMemory:
         self.peak_bytes = _resident()
         with self._lock:
+            self._share_peak()
             self._open.append(self)
             if not PeakMemory._watching:
                 PeakMemory._watching = True
@@ -79,7 +113,18 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self.peak_bytes = max(self.peak_bytes, _resident())
         with self._lock:
+            self._share_peak()
             self._open.remove(self)
+
+    def _share_peak(self) -> None:
+        """Give the device's peak to all contexts that are open on it, and begin a new one."""
+        if self._device is None:
+            return
+        peak = self._device.peak_bytes()
+        for context in self._open:
+            if context._device == self._device:
+                context.device_bytes = max(context.device_bytes, peak)
+        self._device.reset()
 
 
 def available_bytes(device: torch.device) -> int:
@@ -100,8 +145,7 @@ _PROCESS = psutil.Process()
 
 
 def _resident() -> int:
-    host = _PROCESS.memory_info().rss
-    return host + (torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+    return _PROCESS.memory_info().rss
 
 
 def _watch() -> None:

@@ -60,10 +60,11 @@ class LayerRow(Record):
 
 
 class Cost(Record):
-    """Time and peak memory of a phase of the run."""
+    """Time of a phase of the run, peak memory of the host, and of the accelerator: 0 where none was used."""
 
     seconds: float
     peak_bytes: int
+    device_bytes: int = 0
 
 
 class Reading(Record):

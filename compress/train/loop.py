@@ -78,14 +78,16 @@ class State:
     seconds: float = 0.0
 
 
-def check_launcher(kind: DistributedType, fsdp: FullyShardedDataParallelPlugin | None, label: str) -> None:
+def check_launcher(
+    kind: DistributedType, fsdp: FullyShardedDataParallelPlugin | None, label: str, processes: int
+) -> None:
     """Raise RecipeError for a launcher that shards weights in a way that masks and scales cannot use."""
     use = "launch with --use_fsdp --fsdp_version 2, which shards the same tensors, or with --multi_gpu"
     if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         reason = f"uses {kind.value}, whose engine owns the weights, but masks and scales need whole weights"
     elif fsdp is not None and fsdp.fsdp_version != 2:
         reason = "uses version 1 of FSDP, which flattens weights, but masks and scales need whole weights"
-    elif fsdp is not None and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    elif fsdp is not None and processes > 1 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         reason = "uses FSDP, whose processes deadlock in this torch version if an expert gets no token in one of them"
         use = "install torch 2.13 or later, or launch with --multi_gpu"
     elif fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy):
@@ -137,7 +139,7 @@ class _Trainer:
             cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
         )
         fsdp: FullyShardedDataParallelPlugin | None = getattr(self.accelerator.state, "fsdp_plugin", None)
-        check_launcher(self.accelerator.distributed_type, fsdp, where.label)
+        check_launcher(self.accelerator.distributed_type, fsdp, where.label, self.accelerator.num_processes)
         record = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}
         record |= {"begin": span.begin, "keep": span.keep}
         self.key = digest(record, {"ids": ids, **student.named(), **student.buffers()})

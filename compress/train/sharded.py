@@ -27,7 +27,8 @@ def split(model: nn.Module, blocks: list[nn.Module], device: torch.device, proce
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     assert isinstance(model, FSDPModule)
-    model.set_reduce_scatter_unused_params(True)  # experts that got no token in one process
+    if processes > 1:  # experts that got no token in one process
+        model.set_reduce_scatter_unused_params(True)
 
 
 def full(tensor: Tensor) -> Tensor:

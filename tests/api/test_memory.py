@@ -5,7 +5,7 @@ from time import sleep
 
 import torch
 
-from compress.api.memory import INTERVAL_SECONDS, PeakMemory
+from compress.api.memory import INTERVAL_SECONDS, PeakMemory, memory_of
 
 BIG = 128 << 20
 
@@ -47,3 +47,43 @@ def test_one_watcher_serves_all_and_none_is_left_open():
     with PeakMemory() as open_:
         hold()
     assert [context.peak_bytes for context in closed] == seen and open_.peak_bytes > seen[0]
+
+
+class Device:
+    """The memory of an accelerator: `allocate` holds so many bytes for a moment."""
+
+    def __init__(self):
+        self.held = self.largest = 0
+
+    def allocate(self, size):
+        self.largest = max(self.largest, self.held + size)
+
+    def peak_bytes(self):
+        return self.largest
+
+    def reset(self):
+        self.largest = self.held
+
+
+def test_the_peak_of_an_accelerator_is_that_inside_of_each_context():
+    device, other = Device(), Device()
+    device.allocate(100)
+    with PeakMemory(device) as outer:
+        device.allocate(5)
+        with PeakMemory(device) as inner, PeakMemory(other) as elsewhere:
+            device.allocate(3)
+        with PeakMemory(device) as later:
+            device.held = 2
+        device.allocate(1)
+    assert [outer.device_bytes, inner.device_bytes, later.device_bytes, elsewhere.device_bytes] == [5, 3, 0, 0]
+
+
+def test_without_an_accelerator_none_is_measured():
+    with PeakMemory(memory_of(torch.device("cpu"))) as found:
+        hold()
+    assert found.device_bytes == 0 and found.peak_bytes > BIG
+    device = memory_of(torch.device("cuda"))
+    assert device == memory_of(torch.device("cuda")) and device is not None
+    with PeakMemory(device) as found:  # which is not used
+        pass
+    assert torch.cuda.is_initialized() or found.device_bytes == 0

@@ -107,6 +107,19 @@ def test_time_errors_and_journal_by_hand(report):
     assert journal.lines(found) == ["note: hm (x and 2 more)"]
 
 
+def test_the_memory_of_an_accelerator_is_shown_where_one_was_used(report):
+    assert "accelerator" not in rendered("time_and_memory", report)
+    report["costs"] |= {"verify": {"seconds": 2, "peak_bytes": 3 * MB, "device_bytes": 5 * MB}}
+    assert rendered("time_and_memory", report).splitlines() == [
+        "| phase | seconds | peak memory, MB | peak memory of the accelerator, MB |",
+        "| --- | --- | --- | --- |",
+        "| save | 1.3 | 7 | 0 |",
+        "| verify | 2.0 | 3 | 5 |",
+    ]
+    _, bars, *_ = SECTIONS["time_and_memory"]().blocks(Report.from_json(report))
+    assert [group.title for group in bars.groups] == ["Time", "Peak memory", "Peak memory of the accelerator"]
+
+
 def test_training_by_hand(report):
     assert rendered("training", report) is None
     curve = [{"step": i + 1, "loss": float(20 - i), "rate": 1.0} for i in range(20)]

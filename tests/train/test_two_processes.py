@@ -167,7 +167,7 @@ def test_launchers_that_hide_weights_are_refused(monkeypatch):
     where, fsdp = "passes[0]: distill", DistributedType.FSDP
     for kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         with pytest.raises(RecipeError, match="owns the weights, .* launch with --use_fsdp --fsdp_version 2"):
-            check_launcher(kind, None, where)
+            check_launcher(kind, None, where, 2)
     refused = {
         "version 1 of FSDP, which flattens weights": {"fsdp_version": 1},
         "launch without --fsdp_offload_params": {"fsdp_version": 2, "cpu_offload": True},
@@ -175,9 +175,10 @@ def test_launchers_that_hide_weights_are_refused(monkeypatch):
     }
     for record, options in refused.items():
         with pytest.raises(RecipeError, match=record):
-            check_launcher(fsdp, FullyShardedDataParallelPlugin(**options), where)
-    check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where)
-    check_launcher(DistributedType.MULTI_GPU, None, where)
+            check_launcher(fsdp, FullyShardedDataParallelPlugin(**options), where, 2)
+    check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where, 2)
+    check_launcher(DistributedType.MULTI_GPU, None, where, 2)
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     with pytest.raises(RecipeError, match="install torch 2.13 or later"):
-        check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where)
+        check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where, 2)
+    check_launcher(fsdp, FullyShardedDataParallelPlugin(fsdp_version=2), where, 1)

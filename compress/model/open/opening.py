@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -35,9 +35,10 @@ from compress.model.open.hub import check_revision, fetch
 from compress.model.open.limits import limited, limited_modules
 from compress.model.open.matching import lacking, match
 from compress.model.open.narrow import narrow_dtype
+from compress.model.open.prefetch import Prefetch, copied, read
 from compress.model.open.reading import Reading
 from compress.model.open.sentence import read_sentence_files
-from compress.model.open.stored import headers_of, opened_file, stored_tensors
+from compress.model.open.stored import by_file, headers_of, opened_file, stored_tensors
 from compress.model.open.supported import check_supported, class_of
 from compress.model.open.tokenizer import read_tokenizer
 from compress.model.open.untrusted import check_config, check_folder, read_json
@@ -63,7 +64,7 @@ class Weights(Protocol):
         ...
 
     def ask(self, block: Block) -> None:
-        """Ask the system to read the block's weights from the disk early, where it has a way to; returns at once."""
+        """Begin to read the block's weights: the system, where it has a way to; for an accelerator, also a thread."""
         ...
 
 
@@ -89,6 +90,7 @@ class Mapped:
 
     A file that was replaced or changed since is an error. files: tensor name in the model -> (file, name in the file).
     On a CPU with an unchanged dtype, a tensor is a view of the file and takes only memory that the system can reclaim.
+    ahead: reads the next block for an accelerator; by default one with CUDA.
     """
 
     files: dict[str, tuple[Path, str]]
@@ -96,8 +98,11 @@ class Mapped:
     device: torch.device
     reading: Reading = field(default_factory=Reading, kw_only=True)
     stamps: dict[Path, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
+    ahead: Prefetch | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.ahead is None and self.device.type == "cuda":
+            self.ahead = Prefetch()
         self.stamps = {p: self.stamps.get(p) or stamp_of(p) for p in {path for path, _ in self.files.values()}}
 
     def names(self, prefix: str) -> list[str]:
@@ -112,23 +117,25 @@ class Mapped:
     def read_raw(self, names: list[str], waited: bool = False) -> dict[str, Tensor]:
         """Tensors by name, on the device, in their stored dtype. waited: read the pages now; `reading` has the time."""
         found: dict[str, Tensor] = {}
-        for path, keys in _by_file(self.files, names).items():
+        for path, keys in by_file(self.files, names).items():
             if stamp_of(path) != self.stamps[path]:
                 raise ModelError(
                     f"model: {path} was replaced or changed after it was opened; put the file back and start the same "
                     "command again, or start with --overwrite for the new file"
                 )
             with opened_file(path) as file:
-                tensors = file.get_tensors(list(dict.fromkeys(keys.values())))
-                if waited:
-                    self.reading.wait_for(tensors.values())
-                found |= {name: tensors[key].to(self.device) for name, key in keys.items()}
+                tensors = read(file, path, dict.fromkeys(keys.values()), self.ahead, self.reading if waited else None)
+                tensors = copied(tensors, self.device)
+                found |= {name: tensors[key] for name, key in keys.items()}
         return found
 
     def ask(self, block: Block) -> None:
-        for path, keys in _by_file(self.files, self.names(block.name)).items():
+        places = by_file(self.files, self.names(block.name))
+        for path, keys in places.items():
             with opened_file(path) as file:
                 file.ask(list(keys.values()))
+        if self.ahead is not None:
+            self.ahead.start({path: dict.fromkeys(keys.values()) for path, keys in places.items()})
 
     def bring(self, block: Block) -> None:
         tensors = self.read(self.names(block.name), waited=True)
@@ -138,15 +145,6 @@ class Mapped:
     def release(self, block: Block) -> None:
         empty = {n: torch.empty_like(t, device="meta") for n, t in block.module.state_dict().items()}
         assign(block.module, empty)
-
-
-def _by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
-    """The names in each file of these tensors, by their names in the model."""
-    found: dict[Path, dict[str, str]] = {}
-    for name in names:
-        path, key = files[name]
-        found.setdefault(path, {})[name] = key
-    return dict(sorted(found.items()))
 
 
 @dataclass

@@ -96,7 +96,8 @@ class Packed(Mapped):
 
     def _all_stored(self) -> Mapped:
         """Every stored tensor, packed ones included."""
-        return Mapped(self.stored, self.dtype, self.device, reading=self.reading, stamps=self.stamps)
+        same = {"reading": self.reading, "stamps": self.stamps, "ahead": self.ahead}
+        return Mapped(self.stored, self.dtype, self.device, **same)
 
     def _packed(self, prefix: str) -> dict[str, Tensor]:
         """The tensors of the compressed linears of a block, in their stored dtype."""

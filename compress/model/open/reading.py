@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -28,3 +29,12 @@ class Reading:
                 touched[-1:].max()
                 self.size_bytes += tensor.nbytes
         self.seconds += perf_counter() - begin
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Add the time in the context, in which a run waits for a thread that reads."""
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += perf_counter() - begin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,15 @@ def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
 def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
     """The shape of each of these tensors, by the name that is given for it."""
     return {name: header.shape for name, header in headers_of(files).items()}
+
+
+def by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
+    """The names in each file of these tensors, by their names in the model."""
+    found: dict[Path, dict[str, str]] = {}
+    for name in names:
+        path, key = files[name]
+        found.setdefault(path, {})[name] = key
+    return dict(sorted(found.items()))
 
 
 @contextmanager

@@ -14,16 +14,17 @@ from compress.report.schema import Reading, Report
 from compress.report.sections.base import MB, Section, table
 
 HEAD = ("phase", "seconds", "peak memory, MB")
+OF_DEVICE = "peak memory of the accelerator, MB"
 
 
 class TimeAndMemory(Section):
-    """A table with the rows of `rows`."""
+    """A table with the rows of `rows`; the memory of an accelerator is a column only where one was used."""
 
     title: ClassVar[str] = "Time and memory"
     order: ClassVar[int] = 20
 
     def render(self, report: Report) -> str:
-        shown = table(HEAD, rows(report))
+        shown = table((*HEAD, OF_DEVICE) if on_device(report) else HEAD, rows(report))
         return shown if report.reading is None else f"{shown}\n\n{reading(report.reading)}"
 
     def blocks(self, report: Report) -> Sequence[Block]:
@@ -37,6 +38,10 @@ class TimeAndMemory(Section):
             BarGroup("Time", f"{total} in all", times),
             BarGroup("Peak memory", f"{data_size(largest)} at most", memory),
         ]
+        if on_device(report):
+            most = max(cost.device_bytes for cost in costs.values())
+            bars = [Bar(name, c.device_bytes / most, data_size(c.device_bytes)) for name, c in costs.items()]
+            groups.append(BarGroup("Peak memory of the accelerator", f"{data_size(most)} at most", bars))
         read = [] if report.reading is None else [Items([reading(report.reading)])]
         return [Steps(list(pipeline(report.reproduce.recipe))), Bars(groups), *read]
 
@@ -70,6 +75,14 @@ def reading(found: Reading) -> str:
     return f"reading: {found.seconds:.1f} s waiting for {found.size_bytes / MB:.0f} MB of weights"
 
 
-def rows(report: Report) -> list[tuple[str, str, str]]:
-    """Rows (phase, seconds, MB)."""
-    return [(name, f"{cost.seconds:.1f}", f"{cost.peak_bytes / MB:.0f}") for name, cost in report.costs.items()]
+def on_device(report: Report) -> bool:
+    """Whether the run used an accelerator."""
+    return any(cost.device_bytes for cost in report.costs.values())
+
+
+def rows(report: Report) -> list[tuple[str, ...]]:
+    """Rows (phase, seconds, MB), and the MB of the accelerator where one was used."""
+    found = [(name, f"{cost.seconds:.1f}", f"{cost.peak_bytes / MB:.0f}") for name, cost in report.costs.items()]
+    if not on_device(report):
+        return found
+    return [(*row, f"{c.device_bytes / MB:.0f}") for row, c in zip(found, report.costs.values(), strict=True)]

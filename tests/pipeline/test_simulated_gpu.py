@@ -1,0 +1,89 @@
+"""Runs on a simulated GPU: no operation mixes the devices, and the files are those of the CPU.
+
+Where C++ adds on the CPU, which a GPU does not, near ties are decided otherwise.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from simulated_gpu import GPU, simulated
+
+import compress
+from compress import AWQ, GPTQ, RTN, Distill, SmoothQuant, SparseGPT, Wanda
+
+PASSES = {
+    "rtn": [RTN(weights="int4", group_size=32)],
+    "gptq": [GPTQ(weights="int4", group_size=32)],
+    "awq": [AWQ(weights="int4", group_size=32), RTN(weights="int4", group_size=32)],
+    "smoothquant": [SmoothQuant(), RTN(weights="int8", group_size="channel", activations="int8")],
+    "wanda": [Wanda(sparsity=0.5)],
+    "sparsegpt": [SparseGPT(pattern="2:4")],
+    "distill": [RTN(weights="int4", group_size=32), Distill(train=["scales", "norms"], steps=2)],
+}
+SLOW = pytest.mark.slow
+ALIKE = {"gptq": 0.9, "sparsegpt": 0.97}
+"""The share of equal bytes for passes that add in C++ on the CPU; for others all are equal."""
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch):
+    """Triton's programs read memory of a real device."""
+    monkeypatch.setenv("COMPRESS_KERNELS", "none")
+
+
+def tensors(folder):
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("form", ["native", pytest.param("compressed-tensors", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", [name if name in ("rtn", "wanda") else pytest.param(name, marks=SLOW) for name in PASSES]
+)
+def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tmp_path, monkeypatch):
+    asked = recipe(*PASSES[name], save={"format": form})
+    host = compress.run(asked, tmp_path / "cpu", progress=False)
+    with simulated(monkeypatch):
+        device = compress.run(asked.model_copy(update={"device": "cuda"}), tmp_path / "gpu", progress=False)
+        again = compress.run(asked.model_copy(update={"device": "cuda"}), tmp_path / "gpu", progress=False)
+        model, _ = compress.load(tmp_path / "gpu", device="cuda")
+        assert model(torch.arange(10, device="cuda")[None]).logits.device == GPU
+    assert device.report["reproduce"]["device"] == "cuda"
+    assert again.report["perplexity"] == device.report["perplexity"]
+    wanted, found = tensors(tmp_path / "cpu"), tensors(tmp_path / "gpu")
+    assert wanted.keys() == found.keys()
+    same = [(tensor.view(torch.uint8) == found[key].view(torch.uint8)).flatten() for key, tensor in wanted.items()]
+    assert torch.cat(same).double().mean() >= ALIKE.get(name, 1.0)
+    assert host.report["size"] == device.report["size"]
+
+
+def test_a_run_of_two_segments_is_resumed_on_a_gpu(recipe, tmp_path, monkeypatch):
+    asked = recipe(Wanda(sparsity=0.5, repair=0), RTN(weights="int4", group_size=32), eval=None, device="cuda")
+    with simulated(monkeypatch):
+        compress.run(asked, tmp_path, progress=False)
+        before = tensors(tmp_path)
+        (sorted(tmp_path.glob("*.safetensors"))[1]).unlink()
+        compress.run(asked, tmp_path, progress=False)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in tensors(tmp_path).items())
+
+
+def test_the_simulation_raises_as_a_gpu_does(monkeypatch):
+    with simulated(monkeypatch):
+        x, y = torch.ones(3, device="cuda"), torch.ones(3)
+        assert x.device == GPU and (x + 1).is_cuda and x[1:].device == GPU and not y.is_cuda
+        assert torch.zeros_like(x).device == GPU and (x * torch.tensor(2.0)).device == GPU
+        assert x.cpu().device.type == "cpu" and y.to(x).device == GPU and y.device.type == "cpu"
+        assert x[torch.tensor([0])].device == GPU
+        mistakes = [
+            lambda: x + y,
+            lambda: torch.equal(x, y),
+            lambda: y[torch.zeros(1, dtype=torch.long, device="cuda")],
+            lambda: torch.cat([x, y]),
+            lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+            lambda: x.uniform_(generator=torch.Generator()),
+        ]
+        for mistake in mistakes:
+            with pytest.raises(RuntimeError):
+                mistake()
+        with pytest.raises(TypeError):
+            x.numpy()
+        torch.randn(3, device="cuda", generator=torch.Generator(device="cuda"))

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GPU = torch.device("cuda", 0)
-aten = torch.ops.aten
-TRANSFERS = {aten.copy_, aten._to_copy, aten.set_}
-INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
-OF_SEQUENCES = {aten.cat, aten.stack}  # there, a number on the CPU is no exception
+TRANSFERS = {"copy_", "_to_copy", "set_"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+OF_SEQUENCES = {"cat", "stack"}  # there, a number on the CPU is no exception
 DEVICE, IS_CUDA, IS_CPU = Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__
 HOST_ONLY = {Tensor.numpy, Tensor.data_ptr, Tensor.__array__}
 
@@ -39,23 +38,24 @@ class Marks:
     """The storages on the simulated device."""
 
     def __init__(self):
-        self._held: dict[int, StorageWeakRef] = {}
+        self.held: dict[int, StorageWeakRef] = {}
 
     def __contains__(self, tensor):
         if tensor.is_meta or tensor.layout != torch.strided:
             return False
-        return tensor.untyped_storage()._cdata in self._held
+        return StorageWeakRef(tensor.untyped_storage()).cdata in self.held
 
     def put(self, tensor, on):
         if tensor.is_meta or tensor.layout != torch.strided:
             return
-        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(tensor.untyped_storage())
+        key = reference.cdata
         if on:
-            self._held[storage._cdata] = StorageWeakRef(storage)
+            self.held[key] = reference
         else:
-            self._held.pop(storage._cdata, None)
-        if len(self._held) > 50_000:
-            self._held = {key: ref for key, ref in self._held.items() if not ref.expired()}
+            self.held.pop(key, None)
+        if len(self.held) > 50_000:
+            self.held = {key: ref for key, ref in self.held.items() if not ref.expired()}
 
 
 class Calls(TorchFunctionMode):
@@ -120,7 +120,7 @@ class Calls(TorchFunctionMode):
         wanted = on if target is None else target.type == "cuda"
         if found.is_meta or wanted == on:
             return found
-        if not tensor.is_meta and found.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+        if not tensor.is_meta and found.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             found = found.clone()
         self.marks.put(found, wanted)
         return found
@@ -141,14 +141,14 @@ class Operations(TorchDispatchMode):
             if any(on):
                 self._check(func, tensors, on)
             found = func(*args, **kwargs)
-            if any(on) and not (func.overloadpacket in TRANSFERS and not on[0]):
+            if any(on) and not (func.overloadpacket.__name__ in TRANSFERS and not on[0]):
                 for leaf in tree_leaves(found):
                     if isinstance(leaf, Tensor):
                         self.marks.put(leaf, True)
         return found
 
     def _check(self, func, tensors, on):
-        packet = func.overloadpacket
+        packet = func.overloadpacket.__name__
         if func.namespace not in ("aten", "prims"):
             raise NotImplementedError(f"{func} has no kernel for {GPU}")
         if packet in TRANSFERS:

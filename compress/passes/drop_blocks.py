@@ -201,7 +201,7 @@ def _check_runs(model: PreTrainedModel, ids: Tensor, gone: Sequence[int], where:
     """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
     try:
         with torch.no_grad():
-            model(input_ids=ids)
+            model(input_ids=ids.to(next(model.parameters()).device))
     except UNRUNNABLE as error:
         raise ModelError(
             f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error)}); "

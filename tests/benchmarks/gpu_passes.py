@@ -1,7 +1,7 @@
 """Run passes on a GPU and compare them with the CPU; train on it; compress a model of 8B shape block by block.
 
     python tests/benchmarks/gpu_passes.py [codes] [train] [large] --model FOLDER [--calibration IDS.npy] [--test IDS.npy]
-    python tests/benchmarks/gpu_passes.py large --layers 8 --folder /tmp/large      # without --model
+    python tests/benchmarks/gpu_passes.py large --layers 8 --folder FOLDER         # without --model
     python tests/benchmarks/gpu_passes.py --device cpu --model tests/pico/model ... # the same steps without a GPU
 
 One JSON line per result; the first line names the device.

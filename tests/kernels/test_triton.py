@@ -75,7 +75,9 @@ def check(part, x, rounding=None, bias=None):
     if x.numel():
         terms = (given.square() @ weight.square().T).sqrt().max()
         apart = (found.double() - wanted).abs().max()
-        assert float(apart) <= NEAR[x.dtype] * max(float(wanted.abs().max()), float(terms), 1e-6)
+        # sums of products of 8-bit floats have some 14 bits on GPUs of compute capability 9.0
+        near = 1e-3 if rounding is not None and rounding.scheme.grid.name.startswith("fp8") else 0
+        assert float(apart) <= max(near, NEAR[x.dtype]) * max(float(wanted.abs().max()), float(terms), 1e-6)
 
 
 def test_a_product_by_hand():
@@ -169,7 +171,8 @@ def test_batches(grid, rounding, batch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "grid,group", [("int4", 16), ("int2", 64), ("int8", "channel"), ("fp8_e4m3", 32), ("mxfp4", 32), ("nvfp4", 16)]
+    "grid,group",
+    [("int4", 16), ("int2", 64), ("int8", "channel"), ("int8", 32), ("fp8_e4m3", 32), ("mxfp4", 32), ("nvfp4", 16)],
 )
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_weights_of_many_inputs_are_dequantized_apart(grid, group, symmetric, dtype):
@@ -230,8 +233,8 @@ def test_codes_after_the_last_column_do_not_count():
 def test_sums_of_splits():
     """A product of few tiles is divided among programs, and the parts are added in one order."""
     part, x = part_of(20, 2100, "int8", 128, False), here(3, 2100)
-    tile = Tile.of(3, part.prepared(KERNEL), 4, DEVICE)
-    assert tile.split(3, 20, 2100, DEVICE) < 2100
+    weight = part.prepared(KERNEL).bytewise
+    assert Tile.of(3, weight, torch.float32, DEVICE).split(3, 20, weight.units, DEVICE) < weight.units
     check(part, x, None, here(20, seed=4))
     check(part, x[:1], None, here(20, seed=4))
     assert torch.equal(dispatch.linear(x, [part], None, None), dispatch.linear(x, [part], None, None))

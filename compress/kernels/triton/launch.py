@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 PROGRAMS = "compress.kernels.triton.programs"
 FEW = 16  # rows of inputs up to which they are read where they are
 MOST = 128  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
+FEW_TILE = (128, 4, 4)  # rows of weights, warps and stages of a tile for up to FEW rows of inputs
 WAVES = 4  # programs per multiprocessor that `Tile.split` aims at, so that their reads of memory overlap
 AT_ONCE = 1024  # elements that `round_rows` holds
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
@@ -24,9 +25,10 @@ COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hu
 class PackedCodes:
     """The weights of a part as the programs read them; the words, and mostly all tensors, are those of the part.
 
-    words: int32 [out, words], as in `weights.codes`. scale: [out or 1, groups]; zero: zero points or minima, or None.
-    shared: float32 [1], divides scales that are stored as 8-bit floats. table: float32 [2^bits], or None. index: int32
-    [in], the group of each column, or None. The kinds are those of `programs`. group: columns per scale; 0: all.
+    words: int32 [out, words], as in `weights.codes`; or uint8, one code each (`bytewise`). scale: [out or 1, groups];
+    zero: zero points or minima, or None. shared: float32 [1], divides scales that are stored as 8-bit floats. table:
+    float32 [2^bits], or None. index: int32 [in], the group of each column, or None. The kinds are those of `decoding`.
+    group: columns per scale; 0: all. plans: of products so far, by rows and dtype of the inputs, and `native`.
     """
 
     words: Tensor
@@ -43,6 +45,7 @@ class PackedCodes:
     kind: str
     scale_kind: str
     zero_kind: str
+    plans: dict[tuple[int, torch.dtype, bool], Plan] = field(default_factory=dict, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -57,18 +60,27 @@ class PackedCodes:
 
     @property
     def per_unit(self) -> int:
-        """Codes in the shortest run that fills whole words, or a byte."""
-        return 1 if self.bits == 8 else math.lcm(self.bits, 32) // self.bits
+        """Codes in the shortest run that fills whole words."""
+        return 1 if self.words.dtype is torch.uint8 else math.lcm(self.bits, 32) // self.bits
 
     @property
     def units(self) -> int:
         """Units of a row."""
         return math.ceil(self.width / self.per_unit)
 
-    def at_once(self, dtype: torch.dtype) -> bool:
-        """Whether all codes of a unit are decoded together for operands of this dtype."""
-        paired = dtype in MAGIC and ((self.kind == "integer" and self.bits in (2, 4)) or self.kind == "e2m1")
-        return self.per_unit == 1 or (paired and self.uniform)
+    @cached_property
+    def bytewise(self) -> PackedCodes:
+        """The same codes of 8 bits, with bytes as words."""
+        return replace(self, words=self.words.view(torch.uint8))
+
+    def pairs(self, dtype: torch.dtype) -> bool:
+        """Whether the programs decode codes in pairs for operands of this dtype."""
+        integers = self.kind == "integer" and (self.bits in (2, 4) or (self.bits == 8 and self.point == 128))
+        return dtype in MAGIC and (integers or self.kind == "e2m1") and self.uniform
+
+    def read_for(self, dtype: torch.dtype, native: bool) -> PackedCodes:
+        """The same with the words that a product with operands of this dtype reads; native: with codes."""
+        return self.bytewise if self.bits == 8 and (native or not self.pairs(dtype)) else self
 
     @property
     def one_scale(self) -> bool:
@@ -78,8 +90,7 @@ class PackedCodes:
     @property
     def pointers(self) -> tuple[Tensor, ...]:
         """The tensors for a program; words stand for those that it does not read."""
-        words = self.words.view(torch.uint8) if self.bits == 8 else self.words
-        return words, *(self.words if tensor is None else tensor for tensor in self.tensors[1:])
+        return tuple(self.words if tensor is None else tensor for tensor in self.tensors)
 
     @property
     def uniform(self) -> bool:
@@ -94,21 +105,14 @@ class PackedCodes:
             return "tile"
         return "step" if self.group % columns == 0 else "weight"
 
-    def options(self, tile: Tile, dtype: torch.dtype) -> dict[str, Any]:
-        """What a program is compiled for. dtype: of the operands."""
+    @property
+    def options(self) -> dict[str, Any]:
+        """What all programs are compiled for."""
         return {
             "bits": self.bits, "per_unit": self.per_unit, "point": self.point, "kind": self.kind,
             "scale_kind": self.scale_kind, "zero_kind": self.zero_kind,
             "group_kind": "one" if self.one_scale else "run" if self.index is None else "index",
-            "uniform": self.uniform, "scaled": self.scaled(tile.units * self.per_unit),
-            "at_once": self.at_once(dtype), "whole": self.width % (tile.units * self.per_unit) == 0,
-            "exact": self.scale.dtype == dtype or (self.scale_kind == "e8m0" and dtype == torch.bfloat16),
         }  # fmt: skip
-
-    def sizes(self, length: int) -> tuple[int, ...]:
-        """The numbers for a program. length: units per part."""
-        stride = self.words.shape[1] * (4 if self.bits == 8 else 1)
-        return self.rows, self.width, self.units, length, stride, self.group, self.scale_stride
 
     @property
     def scale_stride(self) -> int:
@@ -127,21 +131,22 @@ class Tile:
     stages: int
 
     @classmethod
-    def of(cls, batch: int, weight: PackedCodes, size: int, device: torch.device) -> Tile:
-        """A tile for `batch` rows of inputs. size: bytes of an operand.
+    def of(cls, batch: int, weight: PackedCodes, dtype: torch.dtype, device: torch.device) -> Tile:
+        """A tile for `batch` rows of inputs. dtype: of the operands.
 
         ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
         """
-        per_unit = weight.per_unit
-        wide = size == 4  # float32 is multiplied without tensor cores, in registers
+        per_unit, size = weight.per_unit, dtype.itemsize
+        wide, at_once = size == 4, per_unit == 1 or weight.pairs(dtype)  # float32 is multiplied without tensor cores
         m = min(max(1 << (batch - 1).bit_length(), FEW), 32 if wide else 128)
-        units = 16 if per_unit > 1 else 128 // size
-        n = 32 if wide else 128
+        n, warps, stages = FEW_TILE if m <= FEW else (128, 4 if m == 32 else 8, 3)
+        n = 32 if wide else n
+        units = 128 // max(size, per_unit) if at_once else 16
         waiting = units * (m * per_unit * size + n * (weight.bits * per_unit // 8 + 4))  # bytes of a step
-        stages = max(1, min(4 if m <= 32 else 3, shared_memory(device) // waiting))
-        if weight.bits not in (2, 4, 8) or weight.kind == "table" or not weight.uniform:
+        stages = max(1, min(stages, shared_memory(device) // waiting))
+        if not at_once or weight.kind == "table":
             stages = 1  # the many loads of each place would wait, too
-        return cls(m, n, units, 8 if m > 32 else 4, stages)
+        return cls(m, n, units, warps, stages)
 
     def tiles(self, batch: int, rows: int) -> int:
         """The number of tiles of the output."""
@@ -278,46 +283,73 @@ def counters(device: torch.device, tiles: int) -> Tensor:
     return known.of_stream(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, tiles)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How the products of a weight with some rows of inputs are computed: programs [tiles, parts] with their options.
+
+    weight: with the words that are read. places: of a unit, if the codes of each place are decoded apart, or 1. length:
+    units of a part.
+    """
+
+    weight: PackedCodes
+    places: int
+    grid: tuple[int, int]
+    length: int
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
+        """dtype: of the inputs. native: codes of inputs and weights are multiplied."""
+        weight = weight.read_for(dtype, native)
+        tile = Tile.of(batch, weight, torch.int8 if native else dtype, device)
+        length = tile.split(batch, weight.rows, weight.units, device)
+        at_once = weight.per_unit == 1 or weight.pairs(dtype)
+        columns = tile.units * weight.per_unit
+        interpreted = device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
+        options = weight.options | {
+            "uniform": weight.uniform, "scaled": weight.scaled(columns), "at_once": at_once,
+            "whole": weight.width % columns == 0, "direct": not interpreted, "native": native,
+            "exact": weight.scale.dtype == dtype or (weight.scale_kind == "e8m0" and dtype == torch.bfloat16),
+            "like": language(dtype), "operand": language(torch.float32 if interpreted else dtype),
+            "block_m": tile.m, "block_n": tile.n, "block_u": tile.units, "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }  # fmt: skip
+        grid = tile.tiles(batch, weight.rows), math.ceil(weight.units / length)
+        return cls(weight, 1 if at_once else weight.per_unit, grid, length, options)
+
+
 def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
     """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
-    batch, at_once = x.shape[0], weight.at_once(x.dtype)
-    if batch > MOST and rounding is None and at_once and weight.uniform and x.dtype in MAGIC:
+    batch, device = x.shape[0], x.device
+    if batch > MOST and rounding is None and (weight.bits == 8 or weight.pairs(x.dtype)) and x.dtype in MAGIC:
         return torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
-    places = 1 if at_once else weight.per_unit
-    tile = Tile.of(batch, weight, 1 if native else x.element_size(), x.device)
-    tiles, length = tile.tiles(batch, weight.rows), tile.split(batch, weight.rows, weight.units, x.device)
-    count = math.ceil(weight.units / length)
-    y = torch.empty(batch, weight.rows, dtype=x.dtype, device=x.device)
+    key = batch, x.dtype, native
+    plan = weight.plans.get(key) or weight.plans.setdefault(key, Plan.of(weight, *key, device))
+    count, used = plan.grid[1], plan.weight
+    y = torch.empty(batch, weight.rows, dtype=x.dtype, device=device)
     parts, arrived = y, weight.words
     if count > 1:
-        parts = torch.empty(count, *y.shape, dtype=torch.float32, device=x.device)
-        arrived = counters(x.device, tiles)
-    inputs = Inputs.of(x, places) if rounding is None else Inputs.rounded(x, rounding, places)
-    interpreted = x.device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
-    programs().product[(tiles, count)](
-        inputs.x, y if inputs.scale is None else inputs.scale, *weight.pointers, y if bias is None else bias, y, parts,
-        arrived, batch, *weight.sizes(length), inputs.row, inputs.place, MAGIC.get(x.dtype, 0),
-        **weight.options(tile, x.dtype), direct=not interpreted, biased=bias is not None,
-        rounded=inputs.scale is not None, native=native, laid=inputs.laid, split=count > 1, like=language(x.dtype),
-        operand=language(torch.float32 if interpreted else x.dtype), block_m=tile.m, block_n=tile.n, block_u=tile.units,
-        precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32", num_warps=tile.warps,
-        num_stages=tile.stages,
+        parts = torch.empty(count, *y.shape, dtype=torch.float32, device=device)
+        arrived = counters(device, plan.grid[0])
+    inputs = Inputs.of(x, plan.places) if rounding is None else Inputs.rounded(x, rounding, plan.places)
+    programs().product[plan.grid](
+        inputs.x, y if inputs.scale is None else inputs.scale, *used.pointers, y if bias is None else bias, y, parts,
+        arrived, batch, used.rows, used.width, used.units, plan.length, used.words.shape[1], used.group,
+        used.scale_stride, inputs.row, inputs.place, MAGIC.get(x.dtype, 0), **plan.options, biased=bias is not None,
+        rounded=inputs.scale is not None, laid=inputs.laid, split=count > 1,
+        precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )  # fmt: skip
     return y
 
 
 def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     """The weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
+    weight = weight.read_for(dtype, False)
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
-    tile = Tile(0, 32, 64 // weight.per_unit * 2, 4, 1)
-    interpreted = out.device.type == "cpu"
-    rows, width, units, _, stride, group, scale_stride = weight.sizes(0)
-    options = weight.options(tile, dtype)
-    for name in ("uniform", "scaled", "at_once", "whole", "exact"):
-        del options[name]
-    programs().weights[(math.ceil(rows / tile.n), math.ceil(units / tile.units))](
-        *weight.pointers, out, rows, width, units, stride, group, scale_stride, MAGIC[dtype], **options,
-        direct=not interpreted, like=language(dtype), operand=language(torch.float32 if interpreted else dtype),
-        block_n=tile.n, block_u=tile.units, num_warps=tile.warps,
+    rows, units, interpreted = 32, 128 // weight.per_unit, out.device.type == "cpu"
+    programs().weights[(math.ceil(weight.rows / rows), math.ceil(weight.units / units))](
+        *weight.pointers, out, weight.rows, weight.width, weight.units, weight.words.shape[1], weight.group,
+        weight.scale_stride, MAGIC[dtype], **weight.options, direct=not interpreted, like=language(dtype),
+        operand=language(torch.float32 if interpreted else dtype), block_n=rows, block_u=units, num_warps=4,
     )  # fmt: skip
     return out

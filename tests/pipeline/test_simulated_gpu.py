@@ -73,6 +73,8 @@ def test_the_simulation_raises_as_a_gpu_does(monkeypatch):
         assert torch.zeros_like(x).device == GPU and (x * torch.tensor(2.0)).device == GPU
         assert x.cpu().device.type == "cpu" and y.to(x).device == GPU and y.device.type == "cpu"
         assert x[torch.tensor([0])].device == GPU
+        quotient = torch.full((1,), 5.0, device="cuda") / 127
+        assert quotient.is_cuda and quotient.cpu() == torch.tensor(5.0) * (1 / torch.tensor(127.0))
         mistakes = [
             lambda: x + y,
             lambda: torch.equal(x, y),

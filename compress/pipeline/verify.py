@@ -156,7 +156,7 @@ def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
         if layer.weight.dtype != dtype
     ]
     for layer in left:
-        weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
+        weight = nn.Parameter(layer.get_parameter("weight").detach().to(dtype), requires_grad=False)
         del layer.weight  # compressed-tensors would copy into it, in its dtype
         layer.weight = weight
     if left:

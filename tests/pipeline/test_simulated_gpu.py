@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from simulated_gpu import GPU, simulated
 
 import compress
-from compress import AWQ, GPTQ, RTN, Distill, SmoothQuant, SparseGPT, Wanda
+from compress import AWQ, GPTQ, RTN, Distill, LLMInt8, SmoothQuant, SparseGPT, Wanda
 
 PASSES = {
     "rtn": [RTN(weights="int4", group_size=32)],
@@ -54,6 +54,13 @@ def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tm
     same = [(tensor.view(torch.uint8) == found[key].view(torch.uint8)).flatten() for key, tensor in wanted.items()]
     assert torch.cat(same).double().mean() >= ALIKE.get(name, 1.0)
     assert host.report["size"] == device.report["size"]
+
+
+def test_scales_that_are_multiplied_in_a_file_are_read_back(recipe, tmp_path, monkeypatch):
+    """SCB of bitsandbytes is 127 times the scale."""
+    asked = recipe(LLMInt8(), save={"format": "bitsandbytes"}, eval=None, device="cuda")
+    with simulated(monkeypatch):
+        compress.run(asked, tmp_path, progress=False)
 
 
 def test_a_run_of_two_segments_is_resumed_on_a_gpu(recipe, tmp_path, monkeypatch):

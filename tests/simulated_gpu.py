@@ -3,7 +3,9 @@
 Inside of `simulated(monkeypatch)`, `torch.device("cuda")` exists. A tensor that is moved to it, made on it or computed
 from its tensors is marked by its storage. An operation on a marked and an unmarked tensor raises as on a GPU, and so do
 `numpy()`, `data_ptr()`, operations with CPU kernels only, and random numbers of a generator on the CPU. Results equal
-those of the CPU. Not simulated: memory, streams, and CUDA's own numerics.
+those `numpy()`, `data_ptr()`, operations with CPU kernels only, and random numbers of a generator on the CPU. Results equal
+those of the CPU, but tensors are multiplied by the rounded reciprocal of a Python number instead of divided, as CUDA
+does. Not simulated: memory, streams, and CUDA's other numerics.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ TRANSFERS = {"copy_", "_to_copy", "set_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 OF_SEQUENCES = {"cat", "stack"}  # there, a number on the CPU is no exception
 DEVICE, IS_CUDA, IS_CPU = Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__
+DIVISIONS = {torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor}
 HOST_ONLY = {Tensor.numpy, Tensor.data_ptr, Tensor.__array__}
 
 
@@ -140,12 +143,20 @@ class Operations(TorchDispatchMode):
             on = [tensor in self.marks for tensor in tensors]
             if any(on):
                 self._check(func, tensors, on)
-            found = func(*args, **kwargs)
+            if func in DIVISIONS and args[0] in self.marks and self._is_number(args[1]):
+                found = _times_reciprocal(args[0], float(args[1]))
+                found = args[0].copy_(found) if func is torch.ops.aten.div_.Tensor else found
+            else:
+                found = func(*args, **kwargs)
             if any(on) and not (func.overloadpacket.__name__ in TRANSFERS and not on[0]):
                 for leaf in tree_leaves(found):
                     if isinstance(leaf, Tensor):
                         self.marks.put(leaf, True)
         return found
+
+    def _is_number(self, divisor):
+        """Whether a divisor is a Python number, or a number on the CPU."""
+        return not isinstance(divisor, Tensor) or (divisor.dim() == 0 and divisor not in self.marks)
 
     def _check(self, func, tensors, on):
         packet = func.overloadpacket.__name__
@@ -158,6 +169,13 @@ class Operations(TorchDispatchMode):
         plain = [t for t in tensors if t not in self.marks and (t.dim() or packet in OF_SEQUENCES)]
         if plain:
             raise RuntimeError(f"{func}: tensors on {GPU} and on cpu, {[list(t.shape) for t in plain]}")
+
+
+def _times_reciprocal(values, number):
+    """The quotient as CUDA's kernel for numbers computes it (ATen/native/cuda/BinaryDivTrueKernel.cu)."""
+    kind = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+    wide = torch.promote_types(kind, torch.float32)
+    return (values.to(wide) * torch.tensor(number, dtype=wide).reciprocal()).to(kind)
 
 
 def _on_cpu(device):

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from compress.formats.base import CacheScheme, Format, refuses_embeddings
 from compress.formats.layouts.layout import codes_of
+from compress.numerics.division import divided
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.quant.bits import pack, unpack
 from compress.numerics.quant.codes import Codes
@@ -136,7 +137,7 @@ class BitsAndBytes(Format):
         codes = codes_alone([part])
         if codes is None or codes.grid is not INT8:
             return part
-        scale = codes.scale.float().mul(HIGHEST).div(HIGHEST)  # the scale that a reader gets from SCB
+        scale = divided(codes.scale.float().mul(HIGHEST), HIGHEST)  # the scale that a reader gets from SCB
         return codes.changed(_adapted(codes.scheme), scale=scale.expand(part.shape[0], 1).contiguous())
 
     def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
@@ -194,7 +195,7 @@ class BitsAndBytes(Format):
                 raise ValueError("weight_format is not 0; only rows one after the other can be read")
             del specs["weight_format"]
             known = checked(specs, tensors, "")
-            scale = (known["SCB"] / HIGHEST).view(-1, 1)
+            scale = divided(known["SCB"], HIGHEST).view(-1, 1)
             part = CodesPart.of(Codes(known["weight"], scale, None, INT8, "channel"))
             assert scheme.rounding is not None
             return [part], [InputRounding(scheme.rounding, scheme.shape, {})]

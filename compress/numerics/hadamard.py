@@ -163,7 +163,7 @@ def _dense_factors(order: int) -> tuple[int, ...]:
 def _orthonormal(order: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "order order"]:
     """A small Hadamard matrix over the root of its order; no inference tensor, since training may use it later."""
     with torch.inference_mode(False):
-        return hadamard(order).to(device, dtype) / math.sqrt(order)
+        return (hadamard(order).to(dtype) / math.sqrt(order)).to(device)  # a GPU would multiply by the reciprocal
 
 
 def transformed(x: Float[Tensor, "*batch in"], order: int, inverse: bool = False) -> Float[Tensor, "*batch in"]:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.division import divided
+
 ITERATIONS = 200  # Lloyd's iteration on numbers ends far earlier
 
 
@@ -28,14 +30,14 @@ class Lloyd:
         """Centers that divide the weight of each row into equal shares: the means of the shares."""
         shares = torch.linspace(0, 1, count + 1, dtype=torch.float64, device=self.values.device)[1:-1]
         ends = torch.searchsorted(self.mass[:, 1:].contiguous(), self.mass[:, -1:] * shares)
-        middle = (2 * torch.arange(count, dtype=torch.float64, device=self.values.device) + 1) / (2 * count)
+        middle = divided(2 * torch.arange(count, dtype=torch.float64, device=self.values.device) + 1, 2 * count)
         at = torch.searchsorted(self.mass[:, 1:].contiguous(), self.mass[:, -1:] * middle)
         return self._means(ends, self.values.gather(1, at.clamp(max=self.values.shape[1] - 1)))
 
     def equal_range(self, count: int) -> Float[Tensor, "rows count"]:
         """Centers at equal distances between the least and the largest value."""
         low, high = self.values[:, :1], self.values[:, -1:]
-        steps = (torch.arange(count, dtype=torch.float64, device=low.device) + 0.5) / count
+        steps = divided(torch.arange(count, dtype=torch.float64, device=low.device) + 0.5, count)
         return low + (high - low) * steps
 
     def steps(self, centers: Float[Tensor, "rows count"]) -> Iterator[Float[Tensor, "rows count"]]:

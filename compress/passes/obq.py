@@ -16,6 +16,7 @@ from compress.errors import TargetError
 from compress.families.compensation import RegularizedPass
 from compress.families.quantizing import QuantizingPass
 from compress.numerics.column_sweep import greedy, greedy_bytes
+from compress.numerics.division import divided
 from compress.numerics.linalg import factor_bytes
 from compress.numerics.quant.codes import Codes, GroupSize, fit, spread, store
 from compress.numerics.quant.grids import Grid
@@ -94,7 +95,7 @@ class _Nearest:
         self.zero = None if zero is None else spread(zero, shape[1], group_size).expand(shape)
         ends = [grid.decode(grid.encode(far * scale, scale, zero), scale, zero) for far in (-FAR, FAR)]
         low, high = torch.minimum(*ends), torch.maximum(*ends)  # of a negative scale, the lowest code is the highest
-        slack = (high - low) / (2**grid.bits - 1) / 2
+        slack = divided(high - low, 2**grid.bits - 1) / 2
         self.low = spread(low - slack, shape[1], group_size).expand(shape)
         self.high = spread(high + slack, shape[1], group_size).expand(shape)
 

@@ -18,6 +18,7 @@ from compress.api.observers import Gram
 from compress.families.codebooks import Outliers
 from compress.families.compensation import CompensatingPass
 from compress.numerics.column_sweep import sweep
+from compress.numerics.division import divided
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import Codes
 from compress.numerics.quant.grids import GRIDS, Grid
@@ -129,7 +130,7 @@ class SpQR(CompensatingPass):
     def _group_error(self, groups: Tensor, weights: Tensor) -> Float[Tensor, "out groups"]:
         """The weighted squared error of each group, with the whole range and a scale in floats."""
         low, high = (end[..., None] for end in torch.aminmax(groups, dim=-1))
-        step = ((high - low) / self.grid.span).clamp(min=torch.finfo(torch.float32).tiny)
+        step = divided(high - low, self.grid.span).clamp(min=torch.finfo(torch.float32).tiny)
         rounded = ((groups - low) / step).round_().mul_(step).add_(low)
         return rounded.sub_(groups).square_().mul_(weights).sum(-1)
 

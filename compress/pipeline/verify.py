@@ -96,6 +96,7 @@ def verify(
             "note", "verify", f"transformers dequantizes these weights in {names}, so its outputs differ slightly"
         )
     other = _transformers_model(type(model), folder, dtype, recipe.trust_remote_code, format_).to(run.device)
+    _cast_dequantized(other, dtype, run)
     _copy_cache_rounding(model, other, run)
     tolerance = ROUNDED_TOLERANCE if kinds else TOLERANCE
     theirs = _compare_with_transformers(model, other, digests, dtype, folder, reference, tolerance, format_)
@@ -141,6 +142,26 @@ def _copy_cache_rounding(model: nn.Module, other: nn.Module, run: Run) -> None:
     if left:
         message = "transformers does not quantize this KV cache, so it was quantized for the comparison"
         run.journal.add("note", "verify", message, attentions=len(left))
+
+
+def _cast_dequantized(model: nn.Module, dtype: torch.dtype, run: Run) -> None:
+    """Cast weights that are dequantized in another dtype than that of the model.
+
+    transformers 5.17 and 5.18 leave 4-bit floats in bfloat16, so that a float32 model cannot multiply by them.
+    """
+    left = [
+        layer
+        for layer in model.modules()
+        if hasattr(layer, "quantization_status") and not _is_packed(layer) and not any(layer.children())
+        if layer.weight.dtype != dtype
+    ]
+    for layer in left:
+        weight = nn.Parameter(layer.get_parameter("weight").detach().to(dtype), requires_grad=False)
+        del layer.weight  # compressed-tensors would copy into it, in its dtype
+        layer.weight = weight
+    if left:
+        message = "this version of transformers runs these weights in their own dtype only: cast for the comparison"
+        run.journal.add("note", "verify", message, layers=len(left))
 
 
 def _dequantize_on_demand(model: nn.Module) -> None:

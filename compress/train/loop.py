@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -133,11 +133,12 @@ class _Trainer:
         self.given, self.objective, self.ids, self.settings, self.where = student, objective, ids, settings, where
         self.span = span
         self.device = next(iter(student.named().values())).device
-        # the precision is set per step: the state of accelerate is global to the process
+        # The state of accelerate is global to the process: it keeps the device and the precision of the first training.
+        # So the precision is set per step, and the device is asked for only if a launcher has started the process.
+        cpu = self.device.type == "cpu"
+        cpu = cpu and PartialState(cpu=cpu).distributed_type != DistributedType.NO
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # experts that got no token
-        self.accelerator = Accelerator(
-            cpu=self.device.type == "cpu", mixed_precision="no", device_placement=False, kwargs_handlers=[unused]
-        )
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision="no", device_placement=False, kwargs_handlers=[unused])
         fsdp: FullyShardedDataParallelPlugin | None = getattr(self.accelerator.state, "fsdp_plugin", None)
         check_launcher(self.accelerator.distributed_type, fsdp, where.label, self.accelerator.num_processes)
         record = {"settings": settings.model_dump(mode="json"), "key": where.key, "codes": student.sha256()}

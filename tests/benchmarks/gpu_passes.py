@@ -8,7 +8,8 @@ One JSON line per result; the first line names the device.
 
 codes: each recipe of --recipes on the CPU and on the device, with the same ids: seconds of the run and of its phases, the
 share of equal codes, zeros and weights (mean and least over layers), the loss of both checkpoints on the test ids by
-`compress.load`, each on its own device, and of the CPU's checkpoint on the device.
+`compress.load`, each on its own device, and of the CPU's checkpoint on the device. With --control also the shares of
+equal codes of two runs on the CPU that add in other orders, which the shares of the device can be compared with.
 train: distillation on the CPU, on the device, and by `accelerate launch --use_fsdp --fsdp_version 2` in one process.
 large: GPTQ (int4, groups of 128) of a Llama of random weights in bfloat16: seconds of each phase, its peak memory on the
 device and on the host, bytes of a block, and seconds that the run waited for the next block.
@@ -41,6 +42,7 @@ from compress import Recipe
 from compress.model.linear import CompressedLinear, linears
 
 ROOT = Path(__file__).parents[2]
+OTHER_SUMS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # without AVX: sums of other orders
 PARTS = ("codes", "train", "large")
 MB = 10**6
 
@@ -76,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="*", default=list(recipes(64)))
     parser.add_argument("--group", type=int, default=64, help="group size of codes and train")
     parser.add_argument("--format", default="native", help="compressed-tensors is also verified by transformers")
+    parser.add_argument("--control", action="store_true", help="codes: also compare the CPU with its own other sums")
     parser.add_argument("--steps", type=int, default=20, help="of the training")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which nothing new begins")
     parser.add_argument("--folder", help="for checkpoints and the large model, kept; default: a temporary one")
@@ -165,12 +168,23 @@ def compare(arguments: argparse.Namespace, folder: Path, name: str) -> None:
         line |= {f"{where}_seconds": seconds, f"{where}_phases": phases(report)}
     one, other = (compress.load(place, arguments.dtype)[0] for place in places.values())
     line |= compared(one, other)
-    del one, other
+    del other
+    if arguments.control:
+        line |= {f"control_{key}": share for key, share in compared(one, control(arguments, folder, name)).items()}
+    del one
     ids = test_ids(arguments)
     line |= {"cpu_loss": loss(places["cpu"], ids, "cpu", arguments.dtype)}
     line |= {"device_loss": loss(places["device"], ids, arguments.device, arguments.dtype)}
     line |= {"cpu_checkpoint_on_device_loss": loss(places["cpu"], ids, arguments.device, arguments.dtype)}
     told("codes", **line)
+
+
+def control(arguments: argparse.Namespace, folder: Path, name: str) -> torch.nn.Module:
+    """The result of another process on the CPU that adds in other orders."""
+    out = folder / f"{name}-control"
+    command = [sys.executable, "-m", "compress"]
+    begun(command, recipe_of(arguments, recipes(arguments.group)[name], "cpu"), out, OTHER_SUMS)
+    return compress.load(out, arguments.dtype)[0]
 
 
 def phases(report: dict[str, Any]) -> dict[str, float]:
@@ -265,15 +279,21 @@ def distill(arguments: argparse.Namespace, out: Path, way: str) -> None:
 
 def launch(recipe: dict[str, Any], out: Path) -> dict[str, Any]:
     """The report of a run that accelerate starts with FSDP in one process."""
-    path = out.with_suffix(".yaml")
-    path.write_text(json.dumps(recipe))  # JSON is YAML
     command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
     command += ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     if recipe["device"] == "cpu":
         command.append(str(ROOT / "tests" / "train" / "fsdp_on_cpu.py"))
-    command += ["-m", "compress", "run", str(path), "-o", str(out), "--overwrite"]
+    return begun([*command, "-m", "compress"], recipe, out, {})
+
+
+def begun(command: list[str], recipe: dict[str, Any], out: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """The report of a run in another process."""
+    path = out.with_suffix(".yaml")
+    path.write_text(json.dumps(recipe))  # JSON is YAML
+    command = [*command, "run", str(path), "-o", str(out), "--overwrite"]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": paths, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr[-3500:]}")
     return json.loads((out / "report.json").read_text())

@@ -230,7 +230,7 @@ def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
 
     monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
     with pytest.raises(ShortageError, match="does not fit into the memory of cpu; use a smaller calibration.batch"):
-        compress.run(recipe(GPTQ()), tmp_path)
+        compress.run(recipe(GPTQ(), device="cpu"), tmp_path)
 
 
 # ---- solvers ----

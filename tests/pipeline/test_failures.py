@@ -21,7 +21,7 @@ STEPS = Wanda(sparsity=0.5), Finetune(steps=1, batch=2), GPTQ(weights="int4", gr
 @pytest.fixture(scope="module")
 def asked(recipe, pico):
     """A recipe of two sweeps with a training between them."""
-    return recipe(*STEPS, save={"format": "native", "verify": "own"}, eval=None)
+    return recipe(*STEPS, save={"format": "native", "verify": "own"}, eval=None, device="cpu")
 
 
 @pytest.fixture(scope="module")

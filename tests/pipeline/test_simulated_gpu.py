@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from simulated_gpu import GPU, simulated
 
 import compress
-from compress import AWQ, GPTQ, RTN, Distill, SmoothQuant, SparseGPT, Wanda
+from compress import AWQ, GPTQ, RTN, Distill, LLMInt8, SmoothQuant, SparseGPT, Wanda
 
 PASSES = {
     "rtn": [RTN(weights="int4", group_size=32)],
@@ -56,6 +56,13 @@ def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tm
     assert host.report["size"] == device.report["size"]
 
 
+def test_scales_that_are_multiplied_in_a_file_are_read_back(recipe, tmp_path, monkeypatch):
+    """SCB of bitsandbytes is 127 times the scale."""
+    asked = recipe(LLMInt8(), save={"format": "bitsandbytes"}, eval=None, device="cuda")
+    with simulated(monkeypatch):
+        compress.run(asked, tmp_path, progress=False)
+
+
 def test_a_run_of_two_segments_is_resumed_on_a_gpu(recipe, tmp_path, monkeypatch):
     asked = recipe(Wanda(sparsity=0.5, repair=0), RTN(weights="int4", group_size=32), eval=None, device="cuda")
     with simulated(monkeypatch):
@@ -73,6 +80,8 @@ def test_the_simulation_raises_as_a_gpu_does(monkeypatch):
         assert torch.zeros_like(x).device == GPU and (x * torch.tensor(2.0)).device == GPU
         assert x.cpu().device.type == "cpu" and y.to(x).device == GPU and y.device.type == "cpu"
         assert x[torch.tensor([0])].device == GPU
+        quotient = torch.full((1,), 5.0, device="cuda") / 127
+        assert quotient.is_cuda and quotient.cpu() == torch.tensor(5.0) * (1 / torch.tensor(127.0))
         mistakes = [
             lambda: x + y,
             lambda: torch.equal(x, y),

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file
+from simulated_gpu import simulated
 from torch import nn
 
 from compress.api.journal import Journal
@@ -257,3 +259,18 @@ def test_progress_has_the_loss():
     run(TrainingOptions(steps=3), journal=journal)
     steps = [entry.figures for entry in heard if entry.kind == "progress"]
     assert [figures["done"] for figures in steps] == [1, 2, 3] and all(f["of"] == 3 and f["loss"] > 0 for f in steps)
+
+
+def test_one_process_trains_on_either_device_after_the_other(monkeypatch):
+    """Accelerate keeps the first device of a process, as a notebook finds it."""
+    for first, second in (("cuda", "cpu"), ("cpu", "cuda")):
+        for state in (PartialState, AcceleratorState):
+            monkeypatch.setattr(state, "_shared_state", {})
+        with simulated(monkeypatch):
+            for device in (first, second):
+                at, _ = run(
+                    TrainingOptions(steps=1, batch=6, learning_rate=0.1), student=student_of(Point().to(device))
+                )
+                assert at.device.type == device
+                assert torch.allclose(at.cpu(), torch.tensor([1.025, 2.025, 3.025]), atol=1e-6)
+        assert PartialState().device.type == first

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from compress.numerics.division import divided
 from compress.numerics.quant.codes import Codes, fit, grouped, spread, store
 from compress.numerics.quant.fake import learned_step, levels, straight
 from compress.numerics.quant.rounding import GridOptions
@@ -56,7 +57,8 @@ class LearnedClipping:
         self.sign = scale.sign()
         least, most = levels(how.grid)
         low, high = low.clamp(max=0), high.clamp(min=0)
-        extent = torch.maximum(-low, high) / how.grid.span if zero is None else (high - low) / (most - least)
+        covered = (torch.maximum(-low, high), how.grid.span) if zero is None else (high - low, most - least)
+        extent = divided(*covered)
         return torch.logit((scale.abs() / extent.clamp(min=1e-30)).clamp(NARROWEST, WIDEST))
 
     @property
@@ -73,8 +75,8 @@ class LearnedClipping:
         with torch.no_grad():
             scale, zero = how.grid.fit(low, high, how.symmetric, how.dtype)
         if zero is None:
-            return straight(torch.maximum(-low, high) / how.grid.span, scale) * self.sign, None
-        scale = straight((high - low) / (most - least), scale)
+            return straight(divided(torch.maximum(-low, high), how.grid.span), scale) * self.sign, None
+        scale = straight(divided(high - low, most - least), scale)
         return scale, straight(least - low / scale, zero)
 
     def weight(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:

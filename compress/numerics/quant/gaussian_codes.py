@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compress.numerics.additive import vector_kmeans
+from compress.numerics.division import divided
 
 Code = Literal["1mad", "3inst", "hyb"]
 CODES: tuple[Code, ...] = get_args(Code)
@@ -47,7 +48,7 @@ def one_mad(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
     """Section 3.1.1, algorithm 1: the sum of the four bytes of a x + b, of mean 510, divided by its deviation."""
     found = (states.long() * 34038481 + 76625530) & 0xFFFFFFFF
     bytes_ = found[:, None] >> torch.arange(0, 32, 8, device=found.device) & 255
-    return (bytes_.sum(1) - 510) / DEVIATION
+    return divided((bytes_.sum(1) - 510).float(), DEVIATION)
 
 
 def three_instructions(states: Int[Tensor, " n"]) -> Float[Tensor, " n"]:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.division import divided
 from compress.numerics.quant.codes import GroupSize, grouped, spread
 from compress.numerics.quant.scales import positive
 
@@ -90,9 +91,9 @@ def fit_bytes(rows: int, width: int, group_size: GroupSize) -> int:
 
 def _fit(parts: Float[Tensor, "rows groups size"], dtype: torch.dtype) -> Float[Tensor, "rows groups"]:
     largest = parts.abs().amax(-1)
-    best, scale = torch.full_like(largest, torch.inf), positive(largest / HIGHEST, dtype)
+    best, scale = torch.full_like(largest, torch.inf), positive(divided(largest, HIGHEST), dtype)
     for step in range(STEPS + 1):
-        tried = positive(largest / HIGHEST * (HIGHEST / OUTLIERS[-1]) ** (step / STEPS), dtype)
+        tried = positive(divided(largest, HIGHEST) * (HIGHEST / OUTLIERS[-1]) ** (step / STEPS), dtype)
         error = _error(parts, tried)
         scale = torch.where(error < best, tried, scale)
         best = torch.minimum(error, best)

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from compress.numerics.division import divided
+
 
 @dataclass(frozen=True)
 class Scaling(ABC):
@@ -160,7 +162,7 @@ class FloatScale(Scaling):
         return True
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-        return positive(extent / span, dtype)
+        return positive(divided(extent, span), dtype)
 
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
         return scale
@@ -178,7 +180,7 @@ class PowerOfTwo(FloatScale):
         return False
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
-        scale = extent / span
+        scale = divided(extent, span)
         fraction, above = torch.frexp(scale)  # scale = fraction * 2^above, 0.5 <= fraction < 1
         top = math.frexp(torch.finfo(dtype).max)[1] - 1
         raised = power((above - (fraction == 0.5).to(above.dtype)).clamp(-149, top)).to(scale.dtype)
@@ -236,7 +238,7 @@ class Float8Scale(Scaling):
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared
         assert shared is not None
-        return positive(extent / span * shared, torch.float8_e4m3fn) / shared
+        return positive(divided(extent, span) * shared, torch.float8_e4m3fn) / shared
 
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
         assert shared is not None
@@ -265,10 +267,10 @@ class DoubleScale(Scaling):
     def fit_shared(
         self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
     ) -> Float[Tensor, " n"] | None:
-        scales = (extent / span).flatten().float()
+        scales = divided(extent, span).flatten().float()
         mean = scales.mean()
         apart = torch.nn.functional.pad((scales - mean).abs(), (0, -scales.numel() % self.block))
-        steps = apart.view(-1, self.block).amax(1) / self.largest
+        steps = divided(apart.view(-1, self.block).amax(1), self.largest)
         return torch.cat([mean[None], torch.where(steps == 0, 1.0, steps)])
 
     def part(
@@ -288,7 +290,7 @@ class DoubleScale(Scaling):
         shared = self.fit_shared(extent, span, None) if shared is None else shared
         assert shared is not None
         mean, steps = shared[0], self._steps(shared, tuple(extent.shape))
-        codes = torch.round((extent / span - mean) / steps).clamp(-127, 127)
+        codes = torch.round((divided(extent, span) - mean) / steps).clamp(-127, 127)
         codes = codes + (mean + codes * steps <= 0)  # a scale is above zero
         return mean + codes * steps
 
@@ -331,9 +333,8 @@ class DynamicDoubleScale(DoubleScale):
         mean, steps = shared[0], self._steps(shared, tuple(extent.shape))
         levels = dynamic_levels().to(extent.device)
         least = torch.bucketize(-mean / steps, levels, right=True)  # a scale is above zero
-        found = (
-            mean + levels[torch.maximum(self._nearest((extent / span - mean) / steps), least).clamp(max=255)] * steps
-        )
+        nearest = self._nearest((divided(extent, span) - mean) / steps)
+        found = mean + levels[torch.maximum(nearest, least).clamp(max=255)] * steps
         return torch.where(found > 0, found, mean + steps)
 
     def _nearest(self, values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from compress.numerics.division import divided
 from compress.numerics.quant.scales import Scaling, positive
 
 
@@ -53,7 +54,7 @@ class SuperBlock(Scaling):
     def fit_shared(
         self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
     ) -> Float[Tensor, " n"] | None:
-        return self._step(extent / span).flatten()
+        return self._step(divided(extent, span)).flatten()
 
     def shared_of(
         self, scale: Float[Tensor, "out groups"], minimum: Float[Tensor, "out groups"] | None
@@ -65,7 +66,7 @@ class SuperBlock(Scaling):
     def _step(self, values: Float[Tensor, "out groups"]) -> Float[Tensor, "out blocks"]:
         """The float16 step with which the largest value of each super-block is its largest integer."""
         values = torch.nn.functional.pad(values.float(), (0, -values.shape[1] % self.size))
-        return positive(values.view(len(values), -1, self.size).amax(-1) / self.top, torch.float16)
+        return positive(divided(values.view(len(values), -1, self.size).amax(-1), self.top), torch.float16)
 
     def part(
         self, shared: Float[Tensor, " n"] | None, rows: int, groups: int, group: int
@@ -85,7 +86,7 @@ class SuperBlock(Scaling):
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared
         steps = self._steps(shared, extent, 0)
-        return torch.round(extent / span / steps).clamp(1, self.top) * steps
+        return torch.round(divided(extent, span) / steps).clamp(1, self.top) * steps
 
     def encode(self, scale: Float[Tensor, "out groups"], shared: Float[Tensor, " n"] | None) -> Tensor:
         assert self.stored is not None

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.division import divided
 from compress.numerics.quant.bits import pack, packed_width, unpack
 from compress.numerics.quant.scales import Scaling, positive
 
@@ -60,7 +61,7 @@ class TileScale(Scaling):
     def fit_shared(
         self, extent: Float[Tensor, "out groups"], span: float, shared_absmax: float | None
     ) -> Float[Tensor, " n"]:
-        scale = extent / span
+        scale = divided(extent, span)
         return self.shared_of(scale, torch.zeros_like(scale))
 
     def shared_of(
@@ -70,7 +71,7 @@ class TileScale(Scaling):
         for values, above in ((scale, True), (torch.zeros_like(scale) if minimum is None else -minimum, False)):
             least, most = self._ends(values.float())
             least = positive(least, torch.float16) if above else least.half().float()
-            numbers += [least, positive((most - least).clamp(min=0) / self.top, torch.float16)]
+            numbers += [least, positive(divided((most - least).clamp(min=0), self.top), torch.float16)]
         return torch.stack(numbers).flatten()
 
     def _ends(self, values: Float[Tensor, "out groups"]) -> tuple[Tensor, Tensor]:
@@ -99,7 +100,7 @@ class TileScale(Scaling):
 
     def round(self, extent: Tensor, span: float, dtype: torch.dtype, shared: Tensor | None) -> Tensor:
         shared = self.fit_shared(extent, span, None) if shared is None else shared
-        codes, least, step = self._integers(extent / span, shared, 0)
+        codes, least, step = self._integers(divided(extent, span), shared, 0)
         return (least + codes * step).to(extent.dtype)
 
     def encode(

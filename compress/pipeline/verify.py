@@ -277,5 +277,6 @@ def _same_weight(
     assert isinstance(ours, CompressedLinear)
     stored = ours.all_parts[0].dtype
     kinds = (format_.reads_in(ours.scheme, dtype, stored), stored)
-    if not any(torch.equal(theirs.weight, ours.weight_as(kind).to(dtype)) for kind in dict.fromkeys(kinds)):
+    weights = (ours.weight_as(kind).to(theirs.weight.device, dtype) for kind in dict.fromkeys(kinds))
+    if not any(torch.equal(theirs.weight, weight) for weight in weights):
         raise VerificationError(f"{folder}: transformers reads another weight for {name} than was computed")

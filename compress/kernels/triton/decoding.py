@@ -2,10 +2,10 @@
 """Decode weights on the GPU, in Triton: words to numbers, and numbers to weights by their scales.
 
 A unit is the shortest run of codes of a row that fills whole words: 8 codes of 4 bits in an int32, 32 of 3 bits in
-three, 1 code of 8 bits in a byte. The words are read as they are stored, in whole runs of a row. Codes of 2, 4 and 8
-bits are decoded together, two in a register (`paired`), and the columns of the inputs take their order (`turned`). For
-other bits, a tile of units [rows, units] gives one tile of weights for each place in a unit; the weights at one place
-of consecutive units are `per_unit` columns apart.
+three, 1 code of 8 bits in a byte. The words are read as they are stored, in whole runs of a row. Codes of 2 and 4 bits
+are decoded together, two in a register (`paired`), and the columns of the inputs take their order (`turned`). For other
+bits, a tile of units [rows, units] gives one tile of weights for each place in a unit; the weights at one place of
+consecutive units are `per_unit` columns apart.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ def code_at(words, word, rows, units, stride, j: tl.constexpr, bits: tl.constexp
 def pair(word, magic, j: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, top: tl.constexpr):
     """Codes j and j + 16 / bits of words as 16-bit floats, before their offset or factor (`paired`), in one register.
 
-    top: bits of the mantissa. magic: for integers, the number with these bits in both halves, to which the last `top`
-    bits of a code are added; a variable, since an instruction takes one constant alone.
+    top: bits of the mantissa. magic: for integers, the number with these bits in both halves, to which a code is added;
+    a variable, since an instruction takes one constant alone.
     """
     if kind == "integer":
-        least: tl.constexpr = (1 << (bits if bits < top else top)) - 1
-        found = ((word >> (j * bits)) & (least * 0x00010001)) | magic.to(tl.uint32)
+        found = ((word >> (j * bits)) & (((1 << bits) - 1) * 0x00010001)) | magic.to(tl.uint32)
     else:  # e2m1: the sign, and the three bits from the last one of the exponent on
         sign = (word << (12 - 4 * j)) & 0x80008000
         move: tl.constexpr = top - 1 - 4 * j
@@ -84,10 +83,7 @@ def pair(word, magic, j: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, t
 @triton.jit
 def together(a, b, c, d, e, f, g, h, count: tl.constexpr, like: tl.constexpr):
     """The halves of `count` registers [rows, units] as [rows, units * 2 count], those of a register side by side."""
-    if count == 2:
-        low = tl.join(low_of(a), low_of(b))
-        high = tl.join(high_of(a), high_of(b))
-    elif count == 4:
+    if count == 4:
         low = tl.join(tl.join(low_of(a), low_of(c)), tl.join(low_of(b), low_of(d)))
         high = tl.join(tl.join(high_of(a), high_of(c)), tl.join(high_of(b), high_of(d)))
     else:
@@ -123,10 +119,9 @@ def paired(word, magic, bits: tl.constexpr, kind: tl.constexpr, point: tl.conste
     count: tl.constexpr = 16 // bits
     a = pair(word, magic, 0, bits, kind, top)
     b = pair(word, magic, 1, bits, kind, top)
-    c, d, e, f, g, h = a, a, a, a, a, a
-    if count >= 4:
-        c = pair(word, magic, 2, bits, kind, top)
-        d = pair(word, magic, 3, bits, kind, top)
+    c = pair(word, magic, 2, bits, kind, top)
+    d = pair(word, magic, 3, bits, kind, top)
+    e, f, g, h = a, a, a, a
     if count == 8:
         e = pair(word, magic, 4, bits, kind, top)
         f = pair(word, magic, 5, bits, kind, top)
@@ -135,9 +130,6 @@ def paired(word, magic, bits: tl.constexpr, kind: tl.constexpr, point: tl.conste
     value = together(a, b, c, d, e, f, g, h, count, like).to(operand)
     if kind != "integer":
         value = value * (16384.0 if like == tl.float16 else 8.507059173023462e37)  # 2^14, 2^126
-    elif bits > top:  # 8 bits, and 128 as the zero: 128 or 256 is subtracted, as the first bit is 1 or 0
-        a, b = (word & 0x00800080) ^ 0x43804380, ((word >> 8) & 0x00800080) ^ 0x43804380
-        value = value - together(a, b, a, a, a, a, a, a, count, like).to(operand)
     else:
         value = value - ((1 << top) + point)
     return value

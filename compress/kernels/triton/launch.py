@@ -13,9 +13,7 @@ from torch import Tensor
 
 PROGRAMS = "compress.kernels.triton.programs"
 FEW = 16  # rows of inputs up to which they are read where they are
-MOST = 128  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
-FEW_TILE = (128, 4, 4)  # rows of weights, warps and stages of a tile for up to FEW rows of inputs
-WAVES = 4  # programs per multiprocessor that `Tile.split` aims at, so that their reads of memory overlap
+MOST = 64  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
 AT_ONCE = 1024  # elements that `round_rows` holds
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
 COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hundred thousand calls of small batches
@@ -70,17 +68,13 @@ class PackedCodes:
 
     @cached_property
     def bytewise(self) -> PackedCodes:
-        """The same codes of 8 bits, with bytes as words."""
-        return replace(self, words=self.words.view(torch.uint8))
+        """The same, with bytes as words if a code has 8 bits."""
+        return replace(self, words=self.words.view(torch.uint8)) if self.bits == 8 else self
 
     def pairs(self, dtype: torch.dtype) -> bool:
         """Whether the programs decode codes in pairs for operands of this dtype."""
-        integers = self.kind == "integer" and (self.bits in (2, 4) or (self.bits == 8 and self.point == 128))
+        integers = self.kind == "integer" and self.bits in (2, 4)
         return dtype in MAGIC and (integers or self.kind == "e2m1") and self.uniform
-
-    def read_for(self, dtype: torch.dtype, native: bool) -> PackedCodes:
-        """The same with the words that a product with operands of this dtype reads; native: with codes."""
-        return self.bytewise if self.bits == 8 and (native or not self.pairs(dtype)) else self
 
     @property
     def one_scale(self) -> bool:
@@ -122,13 +116,17 @@ class PackedCodes:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of inputs, rows of weights and units that one step of a program multiplies, and its resources."""
+    """Rows of inputs, rows of weights and units that one step of a program multiplies, and its resources.
+
+    waves: programs per multiprocessor that `split` aims at, so that their reads of memory overlap.
+    """
 
     m: int
     n: int
     units: int
     warps: int
     stages: int
+    waves: int
 
     @classmethod
     def of(cls, batch: int, weight: PackedCodes, dtype: torch.dtype, device: torch.device) -> Tile:
@@ -139,14 +137,14 @@ class Tile:
         per_unit, size = weight.per_unit, dtype.itemsize
         wide, at_once = size == 4, per_unit == 1 or weight.pairs(dtype)  # float32 is multiplied without tensor cores
         m = min(max(1 << (batch - 1).bit_length(), FEW), 32 if wide else 128)
-        n, warps, stages = FEW_TILE if m <= FEW else (128, 4 if m == 32 else 8, 3)
+        n, waves = (64, 2) if per_unit == 1 and size == 2 else (128, 4 if m <= FEW else 2)  # measured on an H200
         n = 32 if wide else n
-        units = 128 // max(size, per_unit) if at_once else 16
+        units = 128 // max(per_unit, size if wide else 1) if at_once else 16
         waiting = units * (m * per_unit * size + n * (weight.bits * per_unit // 8 + 4))  # bytes of a step
-        stages = max(1, min(stages, shared_memory(device) // waiting))
+        stages = max(1, min(4 if m <= 32 else 3, shared_memory(device) // waiting))
         if not at_once or weight.kind == "table":
             stages = 1  # the many loads of each place would wait, too
-        return cls(m, n, units, warps, stages)
+        return cls(m, n, units, 8 if m > 32 else 4, stages, waves)
 
     def tiles(self, batch: int, rows: int) -> int:
         """The number of tiles of the output."""
@@ -155,7 +153,7 @@ class Tile:
     def split(self, batch: int, rows: int, units: int, device: torch.device) -> int:
         """Units per program, so that a product of few tiles also uses the whole device."""
         steps, tiles = math.ceil(units / self.units), self.tiles(batch, rows)
-        parts = max(1, min(steps, WAVES * multiprocessors(device) // tiles))
+        parts = max(1, min(steps, self.waves * multiprocessors(device) // tiles))
         return math.ceil(steps / parts) * self.units
 
 
@@ -182,7 +180,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units].
+    """Inputs of `product`: [batch, width], or `laid` as [batch, places, units] or as columns that are `turned`.
 
     row, place: elements between rows and places. scale: for codes, of each row.
     """
@@ -194,13 +192,15 @@ class Inputs:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, places: int) -> Inputs:
-        """Floats [batch, width]. Many rows are copied first, so that the columns of one place are a run."""
-        if x.shape[0] <= FEW or places == 1:
+    def of(cls, x: Tensor, plan: Plan) -> Inputs:
+        """Floats [batch, width]. Many rows are copied first, in the order in which the program reads columns."""
+        per_unit = plan.weight.per_unit
+        if x.shape[0] <= FEW or per_unit == 1:
             return cls(x, x.stride(0), 0, False)
-        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % places))
-        found = padded.view(len(x), -1, places).transpose(1, 2).contiguous()
-        return cls(found, found.stride(0), found.stride(1), True)
+        padded = torch.nn.functional.pad(x, (0, -x.shape[1] % per_unit))
+        shape = (len(x), -1, 2, per_unit // 2) if plan.places == 1 else (len(x), 1, -1, per_unit)
+        found = padded.view(shape).transpose(2, 3).contiguous()
+        return cls(found, found.stride(0), found.stride(2), True)
 
     @classmethod
     def rounded(cls, x: Tensor, rounding: Rounding, places: int) -> Inputs:
@@ -300,7 +300,7 @@ class Plan:
     @classmethod
     def of(cls, weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
         """dtype: of the inputs. native: codes of inputs and weights are multiplied."""
-        weight = weight.read_for(dtype, native)
+        weight = weight.bytewise
         tile = Tile.of(batch, weight, torch.int8 if native else dtype, device)
         length = tile.split(batch, weight.rows, weight.units, device)
         at_once = weight.per_unit == 1 or weight.pairs(dtype)
@@ -331,7 +331,7 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
     if count > 1:
         parts = torch.empty(count, *y.shape, dtype=torch.float32, device=device)
         arrived = counters(device, plan.grid[0])
-    inputs = Inputs.of(x, plan.places) if rounding is None else Inputs.rounded(x, rounding, plan.places)
+    inputs = Inputs.of(x, plan) if rounding is None else Inputs.rounded(x, rounding, plan.places)
     programs().product[plan.grid](
         inputs.x, y if inputs.scale is None else inputs.scale, *used.pointers, y if bias is None else bias, y, parts,
         arrived, batch, used.rows, used.width, used.units, plan.length, used.words.shape[1], used.group,
@@ -344,7 +344,7 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
 
 def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     """The weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
-    weight = weight.read_for(dtype, False)
+    weight = weight.bytewise
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
     rows, units, interpreted = 32, 128 // weight.per_unit, out.device.type == "cpu"
     programs().weights[(math.ceil(weight.rows / rows), math.ceil(weight.units / units))](

@@ -78,14 +78,15 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
     """x W^T for a tile of rows of x and of W and one of the parts of its units.
 
     Tiles are [rows of W, rows of x], since tensor cores multiply few rows of x as their second operand. x: [batch,
-    width]; laid: [batch, places, units], `x_row` and `x_place` apart. at_once: all codes of a unit are decoded together
-    (`paired`, or bytes); else those of one place after the other. scaled: where scales are multiplied: with the sums of
-    the "tile", with those of every "step" (in which rows have one scale each), or with each "weight". uniform: the
-    columns of a unit have one scale. exact: the dtype of the operands holds scales. direct: the GPU converts 8-bit
-    floats. rounded: x holds codes with a scale per row. native: codes of both are multiplied. whole: steps have no
-    column that the weight has not; after the last column, any code may stand in the words. like: the dtype to which
-    weights are rounded; operand: in which they are multiplied. split: sums of parts are kept in `parts` [part, batch,
-    rows], and the last program of a tile adds them in their order; `arrived` [tiles] counts, and is zero again.
+    width]; laid: [batch, places, units], `x_row` and `x_place` apart, or columns that are `turned`. at_once: all codes
+    of a unit are decoded together (`paired`, or bytes); else those of one place after the other. scaled: where scales
+    are multiplied: with the sums of the "tile", with those of every "step" (in which rows have one scale each), or with
+    each "weight". uniform: the columns of a unit have one scale. exact: the dtype of the operands holds scales. direct:
+    the GPU converts 8-bit floats. rounded: x holds codes with a scale per row. native: codes of both are multiplied.
+    whole: steps have no column that the weight has not; after the last column, any code may stand in the words. like:
+    the dtype to which weights are rounded; operand: in which they are multiplied. split: sums of parts are kept in
+    `parts` [part, batch, rows], and the last program of a tile adds them in their order; `arrived` [tiles] counts, and
+    is zero again.
     """
     tiles = tl.cdiv(batch, block_m)
     m = (tl.program_id(0) % tiles).to(tl.int64) * block_m + tl.arange(0, block_m)
@@ -109,8 +110,10 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
                                     operand, single, scale_kind, zero_kind, group_kind)  # fmt: skip
         for j in tl.static_range(1 if at_once else per_unit):
             columns = start * per_unit + k if at_once else u * per_unit + j
-            some = inputs_at(x, m, j * x_place + u if laid else columns, u < units if laid else columns < width, x_row,
-                             whole, turn, per_unit)  # fmt: skip
+            at, there = columns, columns < (units * per_unit if laid else width)
+            if laid and not at_once:
+                at, there = j * x_place + u, u < units
+            some = inputs_at(x, m, at, there, x_row, whole, turn and not laid, per_unit)
             value = values_at(words, word, table, magic, n, u, columns < width, stride, j, like, bits, per_unit, kind,
                               point, turn, direct, native, whole, operand, some.dtype)  # fmt: skip
             if scaled == "weight":

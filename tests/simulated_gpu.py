@@ -3,7 +3,6 @@
 Inside of `simulated(monkeypatch)`, `torch.device("cuda")` exists. A tensor that is moved to it, made on it or computed
 from its tensors is marked by its storage. An operation on a marked and an unmarked tensor raises as on a GPU, and so do
 `numpy()`, `data_ptr()`, operations with CPU kernels only, and random numbers of a generator on the CPU. Results equal
-those `numpy()`, `data_ptr()`, operations with CPU kernels only, and random numbers of a generator on the CPU. Results equal
 those of the CPU, but tensors are multiplied by the rounded reciprocal of a Python number instead of divided, as CUDA
 does. Not simulated: memory, streams, and CUDA's other numerics.
 """

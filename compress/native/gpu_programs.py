@@ -106,7 +106,7 @@ def sum_groups(weights, importance, scale, zero, error, squares, products, count
         w = tl.load(weights + (at * size)[:, None] + k[None, :], mask=there, other=0.0)
         h = tl.load(importance + group[:, None] + k[None, :], mask=there, other=0.0)
         code = code_of(w, each, low, lowest, highest, zeros)
-        level = code - low if zeros else code
+        level = tl.where(there, code - low if zeros else code, 0.0)  # 0 / 0 where a scale is 0
         off = level * each - w
         total = tl.fma(h * off, off, total)
         if summed:

@@ -2,8 +2,8 @@
 
     python tests/kernels/compile_programs.py CAPABILITY... < CASES
 
-A case is {"grid": name, "group": size, "rounding": name or "", "dtype": name, "batch": n, "zeros": bool, "rows": n}. It runs in a process
-without Triton's interpreter. `rows` may be left out. Tensors have no data, and every launch compiles instead.
+A case is {"grid": name, "group": size, "rounding": name or "", "dtype": name, "batch": n, "zeros": bool, "rows": n, "shared": n}. It runs in a process
+without Triton's interpreter. The last two may be left out. Tensors have no data, and every launch compiles instead.
 """
 
 import inspect
@@ -29,9 +29,6 @@ TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
     torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
-
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
-
 
 PROGRAMS = launch.programs()
 
@@ -100,7 +97,7 @@ def compiled(case, capability):
     packed = codes.wrapped(part.to("meta"))
     compiler = Compiler(PROGRAMS, GPUTarget("cuda", capability, 32))
     launch.programs = lambda: compiler
-    launch.shared_memory = lambda device: SHARED_MEMORY[capability]
+    launch.shared_memory = lambda device: case.get("shared", 99 << 10)  # bytes of a block; those of capability 8.9
     x = torch.empty(case["batch"], 512, dtype=DTYPES[case["dtype"]], device="meta")
     codes.product(x, packed, torch.empty(len(weight), dtype=x.dtype, device="meta"), case["rounding"])
     return compiler.found

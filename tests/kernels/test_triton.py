@@ -1,10 +1,12 @@
 """The Triton programs compute what plain torch computes: on a GPU, or in Triton's interpreter (`tests/conftest.py`)."""
 
+import gc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +53,9 @@ def on_this_device():
         patch.delenv(VARIABLE, raising=False)  # "none" would switch these off, too
         patch.setattr(KERNEL, "device", DEVICE.type)
         patch.setattr(dispatch, "KERNELS", [KERNEL])
+        gpu.installed.cache_clear()
         yield
+    gpu.installed.cache_clear()
 
 
 def here(*shape, seed=0, dtype=torch.float32):
@@ -104,15 +108,15 @@ def test_integers_of_any_shape(rows, width, grid, group, symmetric, dtype, batch
 
 @settings(max_examples=15)
 @given(
-    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int4", "int8", "fp8_e4m3", "nf4"]),
+    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int3", "int4", "int8", "fp8_e4m3", "nf4"]),
     st.sampled_from([32, 64, "channel"]), st.booleans(), st.sampled_from([INT8, E4M3, E5M2]), st.booleans(),
-    st.sampled_from([1, 5, 17]), st.integers(0, 999),
+    st.sampled_from([torch.float32, torch.float16]), st.sampled_from([1, 5, 17]), st.integers(0, 999),
 )  # fmt: skip
-def test_rounded_inputs_of_any_shape(rows, width, grid, group, symmetric, inputs, static, batch, seed):
+def test_rounded_inputs_of_any_shape(rows, width, grid, group, symmetric, inputs, static, dtype, batch, seed):
     group = min(group, width) if isinstance(group, int) else group
     part = part_of(rows, width, grid, group, symmetric or not grid.startswith("int"), seed)
     scale = torch.tensor([0.02]) if static else None
-    check(part, here(batch, width, seed=seed + 1), InputRounding.of(inputs, scale).to(DEVICE))
+    check(part, here(batch, width, seed=seed + 1, dtype=dtype), InputRounding.of(inputs, scale).to(DEVICE))
 
 
 OTHERS = [name for name in GRIDS if not name.startswith("int")] + ["int4_signed", "int3_k", "int6_k"]
@@ -233,11 +237,56 @@ def test_codes_after_the_last_column_do_not_count():
 def test_sums_of_splits():
     """A product of few tiles is divided among programs, and the parts are added in one order."""
     part, x = part_of(20, 2100, "int8", 128, False), here(3, 2100)
-    weight = part.prepared(KERNEL).bytewise
+    weight = part.prepared(KERNEL)
     assert Tile.of(3, weight, torch.float32, DEVICE).split(3, 20, weight.units, DEVICE) < weight.units
     check(part, x, None, here(20, seed=4))
     check(part, x[:1], None, here(20, seed=4))
     assert torch.equal(dispatch.linear(x, [part], None, None), dispatch.linear(x, [part], None, None))
+
+
+def test_counters_of_calls_that_may_run_at_once_are_apart():
+    counters = launch.Counters(DEVICE)
+    first, second = counters.of_stream(1, 10), counters.of_stream(2, 10)
+    assert first.data_ptr() != second.data_ptr() and counters.of_stream(1, 7).data_ptr() == first.data_ptr()
+    assert len(counters.of_stream(1, 5000)) >= 5000  # more tiles
+    graphs = [counters.of_graph(tiles) for tiles in (3, 4)]
+    assert [len(each) for each in graphs] == [3, 4] and graphs[1].data_ptr() == graphs[0].data_ptr() + 3 * 4
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+def test_replays_beside_other_calls():
+    """A graph of split products gives the bits of its first call, while calls on another stream count, too."""
+    part, x = part_of(300, 4096, "int4", 128), here(2, 4096, dtype=torch.bfloat16)
+    wanted, graph = dispatch.linear(x, [part], None, None), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [dispatch.linear(x, [part], None, None) for _ in range(5)]
+    other = torch.cuda.Stream()
+    for _ in range(50):
+        graph.replay()
+        with torch.cuda.stream(other):
+            eager = dispatch.linear(x, [part], None, None)
+        torch.cuda.synchronize()
+        assert all(torch.equal(each, wanted) for each in (*found, eager))
+
+
+def test_forgotten_weights_are_freed_at_once():
+    part = part_of(20, 64, "int8", "channel")
+    dispatch.linear(here(2, 64), [part], None, None)
+    dispatch.linear(here(70, 64, dtype=torch.float16), [part], None, None)
+    packed = weakref.ref(part.prepared(KERNEL))
+    gc.disable()
+    try:
+        part.forget_prepared()
+        assert packed() is None
+    finally:
+        gc.enable()
+
+
+def test_plans_do_not_grow_with_every_length():
+    part = part_of(20, 64, "int8", "channel")
+    for batch in range(1, 200):
+        launch.plan_of(part.prepared(KERNEL), batch, torch.float16, True, DEVICE)
+    assert len(part.prepared(KERNEL).plans) < 12
 
 
 def test_which_calls_are_left_to_torch(monkeypatch):
@@ -332,7 +381,12 @@ def watched(product, calls):
 
 
 CASES = {  # the programs of each way to compute a product
-    "float inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 512, "zeros": True},
+    "float inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 64, "zeros": True},
+    "many inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 512, "zeros": True},
+    "bytes": {"grid": "int8", "group": "channel", "rounding": "", "dtype": "float16", "batch": 64, "zeros": False},
+    "integers of 4 bits": {"grid": "int4", "group": "channel", "rounding": "int8", "dtype": "bfloat16", "batch": 16, "zeros": False},
+    "integers of 3 bits": {"grid": "int3", "group": "channel", "rounding": "int8", "dtype": "bfloat16", "batch": 64, "zeros": False},
+    "codes of groups": {"grid": "int4", "group": 128, "rounding": "int8", "dtype": "bfloat16", "batch": 128, "zeros": False},
     "one row": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 1, "zeros": False},
     "integers": {"grid": "int8", "group": "channel", "rounding": "int8", "dtype": "float16", "batch": 1, "zeros": False},
     "8-bit floats": {"grid": "fp8_e4m3", "group": "channel", "rounding": "fp8_e4m3", "dtype": "bfloat16", "batch": 64, "zeros": False},
@@ -340,10 +394,8 @@ CASES = {  # the programs of each way to compute a product
     "block floats": {"grid": "nvfp4", "group": 16, "rounding": "", "dtype": "bfloat16", "batch": 8, "zeros": False},
     "float32": {"grid": "nf4", "group": 64, "rounding": "", "dtype": "float32", "batch": 64, "zeros": False},
 }  # fmt: skip
+SOME = "one row", "8-bit floats", "block floats", "integers of 4 bits"
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
-
-
-SOME = "one row", "8-bit floats", "block floats"
 
 
 @pytest.mark.parametrize(
@@ -360,9 +412,9 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     settings["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_programs.py"), str(capability)],
-        input="\n".join(map(json.dumps, cases)), env=settings, capture_output=True, text=True, check=False,
+        input="\n".join(json.dumps(case | {"shared": SHARED_MEMORY[capability]}) for case in cases), env=settings, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"product", "round_rows"} == {each["program"] for each in found}
+    assert {"product", "round_rows"} <= {each["program"] for each in found} <= {"product", "round_rows", "weights"}
     assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found

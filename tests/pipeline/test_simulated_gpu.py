@@ -10,6 +10,7 @@ from simulated_gpu import GPU, simulated
 
 import compress
 from compress import AWQ, GPTQ, RTN, Distill, LLMInt8, SmoothQuant, SparseGPT, Wanda
+from compress.native import gpus
 
 PASSES = {
     "rtn": [RTN(weights="int4", group_size=32)],
@@ -29,6 +30,10 @@ ALIKE = {"gptq": 0.9, "sparsegpt": 0.97}
 def no_kernels(monkeypatch):
     """Triton's programs read memory of a real device."""
     monkeypatch.setenv("COMPRESS_KERNELS", "none")
+    gpus.installed.cache_clear()
+    yield
+    monkeypatch.undo()
+    gpus.installed.cache_clear()
 
 
 def tensors(folder):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 PROGRAMS = "compress.kernels.triton.programs"
 FEW = 16  # rows of inputs up to which they are read where they are
 MOST = 64  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
+KEPT = 64  # plans of a weight
 AT_ONCE = 1024  # elements that `round_rows` holds
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
 COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hundred thousand calls of small batches
@@ -23,10 +24,10 @@ COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hu
 class PackedCodes:
     """The weights of a part as the programs read them; the words, and mostly all tensors, are those of the part.
 
-    words: int32 [out, words], as in `weights.codes`; or uint8, one code each (`bytewise`). scale: [out or 1, groups];
+    words: int32 [out, words], as in `weights.codes`; or uint8 for codes of 8 bits. scale: [out or 1, groups];
     zero: zero points or minima, or None. shared: float32 [1], divides scales that are stored as 8-bit floats. table:
     float32 [2^bits], or None. index: int32 [in], the group of each column, or None. The kinds are those of `decoding`.
-    group: columns per scale; 0: all. plans: of products so far, by rows and dtype of the inputs, and `native`.
+    group: columns per scale; 0: all. plans: some of those of products so far, by what they depend on.
     """
 
     words: Tensor
@@ -43,7 +44,7 @@ class PackedCodes:
     kind: str
     scale_kind: str
     zero_kind: str
-    plans: dict[tuple[int, torch.dtype, bool], Plan] = field(default_factory=dict, repr=False)
+    plans: dict[tuple[int, int, torch.dtype, bool], Plan] = field(default_factory=dict, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -66,15 +67,14 @@ class PackedCodes:
         """Units of a row."""
         return math.ceil(self.width / self.per_unit)
 
-    @cached_property
-    def bytewise(self) -> PackedCodes:
-        """The same, with bytes as words if a code has 8 bits."""
-        return replace(self, words=self.words.view(torch.uint8)) if self.bits == 8 else self
-
     def pairs(self, dtype: torch.dtype) -> bool:
         """Whether the programs decode codes in pairs for operands of this dtype."""
         integers = self.kind == "integer" and self.bits in (2, 4)
         return dtype in MAGIC and (integers or self.kind == "e2m1") and self.uniform
+
+    def at_once(self, dtype: torch.dtype) -> bool:
+        """Whether all codes of a unit are decoded together for operands of this dtype."""
+        return self.per_unit == 1 or self.pairs(dtype)
 
     @property
     def one_scale(self) -> bool:
@@ -135,15 +135,19 @@ class Tile:
         ptxas spills hardly a register of these (`tests/kernels/compile_programs.py`).
         """
         per_unit, size = weight.per_unit, dtype.itemsize
-        wide, at_once = size == 4, per_unit == 1 or weight.pairs(dtype)  # float32 is multiplied without tensor cores
-        m = min(max(1 << (batch - 1).bit_length(), FEW), 32 if wide else 128)
+        wide, at_once = size == 4, weight.at_once(dtype)  # float32 is multiplied without tensor cores
+        m = rows_of_tile(batch, dtype)
         n, waves = (64, 2) if per_unit == 1 and size == 2 else (128, 4 if m <= FEW else 2)  # measured on an H200
         n = 32 if wide else n
-        units = 128 // max(per_unit, size if wide else 1) if at_once else 16
-        waiting = units * (m * per_unit * size + n * (weight.bits * per_unit // 8 + 4))  # bytes of a step
-        stages = max(1, min(4 if m <= 32 else 3, shared_memory(device) // waiting))
+        units = 32 if size == 1 else 16  # columns of the smallest product
+        if at_once:
+            units = 128 // max(per_unit, size if wide else 1)
+        scales = 4 * n * units if weight.scaled(units * per_unit) == "weight" else 0
+        read = units * (m * per_unit * size + n * weight.bits * per_unit // 8) + scales  # bytes of a step
+        turned = (m + n) * units * per_unit * size if at_once and per_unit > 1 else 0  # on their way to tensor cores
+        stages = max(1, min(4 if m <= 32 else 3, (shared_memory(device) - turned) // read))
         if not at_once or weight.kind == "table":
-            stages = 1  # the many loads of each place would wait, too
+            stages = 1  # a step loads more than `read` counts: of every place, or from the table
         return cls(m, n, units, 8 if m > 32 else 4, stages, waves)
 
     def tiles(self, batch: int, rows: int) -> int:
@@ -192,13 +196,12 @@ class Inputs:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, plan: Plan) -> Inputs:
+    def of(cls, x: Tensor, per_unit: int, places: int) -> Inputs:
         """Floats [batch, width]. Many rows are copied first, in the order in which the program reads columns."""
-        per_unit = plan.weight.per_unit
         if x.shape[0] <= FEW or per_unit == 1:
             return cls(x, x.stride(0), 0, False)
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % per_unit))
-        shape = (len(x), -1, 2, per_unit // 2) if plan.places == 1 else (len(x), 1, -1, per_unit)
+        shape = (len(x), -1, 2, per_unit // 2) if places == 1 else (len(x), 1, -1, per_unit)
         found = padded.view(shape).transpose(2, 3).contiguous()
         return cls(found, found.stride(0), found.stride(2), True)
 
@@ -217,6 +220,11 @@ class Inputs:
             given=static is not None, like=language(like), integer=rounding.integer, block=AT_ONCE,
         )  # fmt: skip
         return cls(codes, units * places, units, places > 1, scale)
+
+
+def rows_of_tile(batch: int, dtype: torch.dtype) -> int:
+    """Rows of inputs of a tile, a power of two. dtype: of the operands."""
+    return min(max(1 << (batch - 1).bit_length(), FEW), 32 if dtype.itemsize == 4 else 128)
 
 
 @cache
@@ -287,11 +295,9 @@ def counters(device: torch.device, tiles: int) -> Tensor:
 class Plan:
     """How the products of a weight with some rows of inputs are computed: programs [tiles, parts] with their options.
 
-    weight: with the words that are read. places: of a unit, if the codes of each place are decoded apart, or 1. length:
-    units of a part.
+    places: of a unit, if the codes of each place are decoded apart, or 1. length: units of a part.
     """
 
-    weight: PackedCodes
     places: int
     grid: tuple[int, int]
     length: int
@@ -300,42 +306,56 @@ class Plan:
     @classmethod
     def of(cls, weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
         """dtype: of the inputs. native: codes of inputs and weights are multiplied."""
-        weight = weight.bytewise
-        tile = Tile.of(batch, weight, torch.int8 if native else dtype, device)
-        length = tile.split(batch, weight.rows, weight.units, device)
-        at_once = weight.per_unit == 1 or weight.pairs(dtype)
+        operand = torch.int8 if native else dtype
+        tile = Tile.of(batch, weight, operand, device)
+        length, at_once = tile.split(batch, weight.rows, weight.units, device), weight.at_once(operand)
         columns = tile.units * weight.per_unit
         interpreted = device.type == "cpu"  # Triton's interpreter cannot multiply bfloat16
+        # weights are rounded once, by the product of a number and a scale that the dtype holds
+        exact = weight.scale.dtype == dtype or (weight.scale_kind == "e8m0" and dtype == torch.bfloat16)
         options = weight.options | {
             "uniform": weight.uniform, "scaled": weight.scaled(columns), "at_once": at_once,
             "whole": weight.width % columns == 0, "direct": not interpreted, "native": native,
-            "exact": weight.scale.dtype == dtype or (weight.scale_kind == "e8m0" and dtype == torch.bfloat16),
+            "single": exact and weight.uniform and weight.zero_kind == "none" and weight.kind != "table",
             "like": language(dtype), "operand": language(torch.float32 if interpreted else dtype),
             "block_m": tile.m, "block_n": tile.n, "block_u": tile.units, "num_warps": tile.warps,
             "num_stages": tile.stages,
         }  # fmt: skip
         grid = tile.tiles(batch, weight.rows), math.ceil(weight.units / length)
-        return cls(weight, 1 if at_once else weight.per_unit, grid, length, options)
+        return cls(1 if at_once else weight.per_unit, grid, length, options)
+
+
+def plan_of(weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, device: torch.device) -> Plan:
+    """`Plan.of`, kept for the next call."""
+    m = rows_of_tile(batch, torch.int8 if native else dtype)
+    key = m, math.ceil(batch / m), dtype, native
+    if (plan := weight.plans.get(key)) is None:
+        if len(weight.plans) >= KEPT:
+            weight.plans.clear()
+        plan = weight.plans[key] = Plan.of(weight, batch, dtype, native, device)
+    return plan
 
 
 def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
     """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
     batch, device = x.shape[0], x.device
-    if batch > MOST and rounding is None and (weight.bits == 8 or weight.pairs(x.dtype)) and x.dtype in MAGIC:
+    if batch > MOST and rounding is None and weight.at_once(x.dtype) and x.dtype in MAGIC:
         return torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
-    key = batch, x.dtype, native
-    plan = weight.plans.get(key) or weight.plans.setdefault(key, Plan.of(weight, *key, device))
-    count, used = plan.grid[1], plan.weight
+    plan = plan_of(weight, batch, x.dtype, native, device)
+    count = plan.grid[1]
     y = torch.empty(batch, weight.rows, dtype=x.dtype, device=device)
     parts, arrived = y, weight.words
     if count > 1:
         parts = torch.empty(count, *y.shape, dtype=torch.float32, device=device)
         arrived = counters(device, plan.grid[0])
-    inputs = Inputs.of(x, plan) if rounding is None else Inputs.rounded(x, rounding, plan.places)
+    if rounding is None:
+        inputs = Inputs.of(x, weight.per_unit, plan.places)
+    else:
+        inputs = Inputs.rounded(x, rounding, plan.places)
     programs().product[plan.grid](
-        inputs.x, y if inputs.scale is None else inputs.scale, *used.pointers, y if bias is None else bias, y, parts,
-        arrived, batch, used.rows, used.width, used.units, plan.length, used.words.shape[1], used.group,
-        used.scale_stride, inputs.row, inputs.place, MAGIC.get(x.dtype, 0), **plan.options, biased=bias is not None,
+        inputs.x, y if inputs.scale is None else inputs.scale, *weight.pointers, y if bias is None else bias, y, parts,
+        arrived, batch, weight.rows, weight.width, weight.units, plan.length, weight.words.shape[1], weight.group,
+        weight.scale_stride, inputs.row, inputs.place, MAGIC.get(x.dtype, 0), **plan.options, biased=bias is not None,
         rounded=inputs.scale is not None, laid=inputs.laid, split=count > 1,
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )  # fmt: skip
@@ -344,7 +364,6 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
 
 def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     """The weight [rows, width] in float16 or bfloat16, for codes that are decoded at once."""
-    weight = weight.bytewise
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
     rows, units, interpreted = 32, 128 // weight.per_unit, out.device.type == "cpu"
     programs().weights[(math.ceil(weight.rows / rows), math.ceil(weight.units / units))](

@@ -71,7 +71,7 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
             per_split, stride, group, scale_stride, x_row, x_place, magic, bits: tl.constexpr, per_unit: tl.constexpr,
             kind: tl.constexpr, point: tl.constexpr, scale_kind: tl.constexpr, zero_kind: tl.constexpr,
             group_kind: tl.constexpr, uniform: tl.constexpr, scaled: tl.constexpr, at_once: tl.constexpr,
-            exact: tl.constexpr, direct: tl.constexpr, biased: tl.constexpr, rounded: tl.constexpr,
+            single: tl.constexpr, direct: tl.constexpr, biased: tl.constexpr, rounded: tl.constexpr,
             native: tl.constexpr, laid: tl.constexpr, whole: tl.constexpr, split: tl.constexpr, like: tl.constexpr,
             operand: tl.constexpr, precision: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
             block_u: tl.constexpr):  # fmt: skip
@@ -81,12 +81,12 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
     width]; laid: [batch, places, units], `x_row` and `x_place` apart, or columns that are `turned`. at_once: all codes
     of a unit are decoded together (`paired`, or bytes); else those of one place after the other. scaled: where scales
     are multiplied: with the sums of the "tile", with those of every "step" (in which rows have one scale each), or with
-    each "weight". uniform: the columns of a unit have one scale. exact: the dtype of the operands holds scales. direct:
-    the GPU converts 8-bit floats. rounded: x holds codes with a scale per row. native: codes of both are multiplied.
-    whole: steps have no column that the weight has not; after the last column, any code may stand in the words. like:
-    the dtype to which weights are rounded; operand: in which they are multiplied. split: sums of parts are kept in
-    `parts` [part, batch, rows], and the last program of a tile adds them in their order; `arrived` [tiles] counts, and
-    is zero again.
+    each "weight". uniform: the columns of a unit have one scale. single: numbers and scales are multiplied in the dtype
+    of the operands, which holds both. direct: the GPU converts 8-bit floats. rounded: x holds codes with a scale per
+    row. native: codes of both are multiplied. whole: steps have no column that the weight has not; after the last
+    column, any code may stand in the words. like: the dtype to which weights are rounded; operand: in which they are
+    multiplied. split: sums of parts are kept in `parts` [part, batch, rows], and the last program of a tile adds them
+    in their order; `arrived` [tiles] counts, and is zero again.
     """
     tiles = tl.cdiv(batch, block_m)
     m = (tl.program_id(0) % tiles).to(tl.int64) * block_m + tl.arange(0, block_m)
@@ -95,7 +95,6 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
     m, n = tl.minimum(m, batch - 1), tl.minimum(n, rows - 1)  # no mask is needed; what is computed twice is not stored
     integers: tl.constexpr = native and kind == "integer"
     turn: tl.constexpr = at_once and per_unit > 1
-    single: tl.constexpr = exact and uniform and zero_kind == "none"  # weights are rounded once, by the product of both
     k = tl.arange(0, (per_unit if at_once else 1) * block_u)
     total = tl.zeros([block_n, block_m], tl.int32 if integers else tl.float32)
     sums = tl.zeros([block_m], tl.float32)  # of the inputs, for zero points

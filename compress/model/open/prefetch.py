@@ -89,7 +89,7 @@ def read(
 
 def copied(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The tensors on a device. When this returns, the copies are complete, so that page-locked memory is free again."""
-    found = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    found = {name: tensor.to(device, non_blocking=device.type == "cuda") for name, tensor in tensors.items()}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found

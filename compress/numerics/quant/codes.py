@@ -27,7 +27,8 @@ GroupSize = int | Literal["channel", "tensor"]
 MSE_NORM = 2.4  # GPTQ reference code (quant.py): the exponent of the clipping search
 MSE_STEPS = 30  # shrink factors tried per group: 1.00, 0.98, ... 0.40 (the reference: 80 of step 0.01 down to 0.2)
 MSE_SHRINK = 0.60  # the largest fraction of the range that is cut off
-CHUNK = 1 << 25  # weights per step of a scale search; limits each temporary tensor to 128 MiB
+CHUNK = 1 << 22  # weights per step of a search; limits each temporary tensor to about 16 MiB
+GPU_CHUNK = 1 << 25  # the same on a GPU, where small steps take the time of their launches
 CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors: 2.5 times as fast
 
 
@@ -288,7 +289,7 @@ def _least_error_of_ends(
 
 def _power_error(parts: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The sum of |w - Q(w)|^MSE_NORM over each group, computed in chunks of rows (or of one long group)."""
-    chunk = CACHED if parts.device.type == "cpu" else CHUNK
+    chunk = CACHED if parts.device.type == "cpu" else GPU_CHUNK
     rows = max(1, chunk // parts[0].numel())
     columns = max(1, chunk // parts.shape[1]) if rows == 1 else parts.shape[2]
     found = torch.zeros_like(scale)

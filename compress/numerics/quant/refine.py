@@ -20,7 +20,7 @@ from compress.numerics.column_sweep import PART
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
-GPU_CHUNK = 1 << 26  # the same on a GPU, where each chunk takes some launches per group
+GPU_CHUNK = 1 << 24  # the same on a GPU, where each chunk takes some launches per group
 
 
 def refined(

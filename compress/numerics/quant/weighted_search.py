@@ -23,8 +23,8 @@ CUTS = tuple(-1 + 0.2 * step for step in range(20))
 
 llama.cpp cuts -0.9 to 0.9 steps; weights with large inputs can be worth more.
 """
-CHUNK = 1 << 25  # weights per step; limits each temporary tensor to 128 MiB
-CACHED = 1 << 17  # the same on a processor, whose cache then holds the temporary tensors
+CHUNK = 1 << 17  # weights per step: the cache of a processor holds the temporary tensors
+GPU_CHUNK = 1 << 25  # the same on a GPU, where small steps take the time of their launches
 
 Sums = list[Tensor]
 
@@ -93,7 +93,7 @@ class WeightedSearch:
         limits = self.grid.integers
         if self._at_once and limits is not None:
             return native.group_sums(self.parts, self.importance, Integers(*limits, scale, zero), summed)
-        chunk = min(CHUNK, CACHED) if self.parts.device.type == "cpu" else CHUNK
+        chunk = CHUNK if self.parts.device.type == "cpu" else GPU_CHUNK
         count = max(1, chunk // self.parts[0].numel())
         found = [
             self._tried(part, scale[top : top + count], None if zero is None else zero[top : top + count], summed)

@@ -94,9 +94,10 @@ def wrapped(part: Any) -> PackedCodes:
     rows, width = part.shape
     group = size if isinstance(size, int) and scale.shape[1] > 1 else 0
     point = -getattr(grid, "lowest", 0)
-    words, *others = (None if tensor is None else tensor.detach().contiguous()
-                      for tensor in (part.words, scale, zero, shared, table, index))  # fmt: skip
+    words = part.words.detach().contiguous()
     words = words.view(torch.uint8) if grid.bits == 8 else words
+    others = (None if tensor is None else tensor.detach().contiguous()
+              for tensor in (scale, zero, shared, table, index))  # fmt: skip
     return PackedCodes(words, *others, grid.bits, rows, width, group, point, kind, scale_kind, zero_kind)  # type: ignore[arg-type]
 
 

@@ -22,8 +22,14 @@ Place = tuple[Path, str]
 
 
 def page_locked(tensor: Tensor) -> Tensor:
-    """A copy in memory that the system does not move, which an accelerator reads by itself."""
-    return tensor.pin_memory()
+    """A copy in memory that the system does not move, which an accelerator reads by itself.
+
+    Where the system locks no more pages, as in some containers, it is an ordinary copy, which takes longer to the device.
+    """
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        return tensor.clone()
 
 
 class Prefetch:

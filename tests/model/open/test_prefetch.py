@@ -9,7 +9,7 @@ import compress
 from compress import RTN
 from compress.model.open.opening import Mapped, open_model
 from compress.model.open.packed import open_input
-from compress.model.open.prefetch import Prefetch
+from compress.model.open.prefetch import Prefetch, page_locked
 
 
 class Pinned:
@@ -91,3 +91,13 @@ def test_the_packed_tensors_of_a_checkpoint_are_prefetched(recipe, tmp_path):
         expected = tensors(plain.blocks[block.index])
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(block).items())
     assert pin.count
+
+
+def test_without_pages_to_lock_the_copy_is_an_ordinary_one(monkeypatch):
+    def refused(self):
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refused)
+    tensor = torch.arange(5)
+    found = page_locked(tensor)
+    assert torch.equal(found, tensor) and found.data_ptr() != tensor.data_ptr()

@@ -24,7 +24,7 @@ Place = tuple[Path, str]
 def page_locked(tensor: Tensor) -> Tensor:
     """A copy in memory that the system does not move, which an accelerator reads by itself.
 
-    Where the system locks no more pages, as in some containers, it is an ordinary copy, which takes longer to the device.
+    Where the system locks no more pages, as in some containers, it is an ordinary copy, which is slower to move.
     """
     try:
         return tensor.pin_memory()

@@ -1,10 +1,10 @@
 """Loops over columns in C++, against the same loops in plain torch."""
 
 import ctypes
-from dataclasses import replace
 
 import pytest
 import torch
+from column_cases import GROUPS, check_gptq, check_layouts, check_nan, check_search, expected, problem, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from products import SETS, random
@@ -12,66 +12,10 @@ from products import SETS, random
 from compress.native import columns as native
 from compress.native.columns import Integers
 from compress.native.library import Columns, Groups, library, pointer
-from compress.numerics.linalg import inverse_factor
-from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.refine import refined
-from compress.numerics.quant.rounding import GridOptions, round_columns
-from compress.numerics.quant.weighted_search import WeightedSearch
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
 COUNTS = st.sampled_from([1, 2, 15, 16, 17, 33, 64])
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """plain(compute): its result without the library."""
-
-    def computed(compute):
-        with monkeypatch.context() as without:
-            without.setattr(native, "usable", lambda tensor: False)
-            return compute()
-
-    return computed
-
-
-def hessian_of(width, seed=0):
-    rows = random(2 * width + 8, width, seed=seed)
-    return rows.T @ rows / len(rows) + 0.05 * torch.eye(width)
-
-
-def problem(rows, columns, shared, zeros, masked, seed):
-    """The arguments of a sweep; scales of both signs."""
-    shape = (rows,) if shared else (columns, rows)
-    scale = (0.1 + random(*shape, seed=seed).abs()) * random(*shape, seed=seed + 1).sign()
-    grid = Integers(-8, 7, scale, random(*shape, seed=seed + 2).mul(2).round() if zeros else None)
-    keep = random(columns, rows, seed=seed + 3) > -0.5 if masked else None
-    return random(columns, rows, seed=seed + 4), 0.2 * random(columns, columns, seed=seed + 5), grid, keep
-
-
-def expected(state, matrix, grid, keep, old=None, pivots=None):
-    """(codes, values, moves, wanted) column by column in plain torch."""
-    state, found = state.clone(), []
-    for i in range(len(state)):
-        scale, zero = grid.scale, 0 if grid.zero is None else grid.zero
-        if scale.dim() == 2:
-            scale, zero = scale[i], zero if grid.zero is None else zero[i]
-        wanted = state[i] if old is None else old[i] + state[i] / pivots[i]
-        wanted = wanted if keep is None else wanted * keep[i]
-        codes = (wanted / scale + zero).round().clamp(grid.lowest, grid.highest)
-        value = (codes - zero) * scale
-        move = state[i] - value if old is None else value - old[i]
-        state[i + 1 :] -= matrix[i, i + 1 :, None] * move
-        found.append((codes, value, move, wanted))
-    return [torch.stack(each) for each in zip(*found, strict=True)]
-
-
-def same(found, wanted):
-    """All rows but those in which the last bit of a sum decided a code."""
-    agree = (found.codes == wanted[0]).all(0)
-    assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
-    for mine, other in zip((found.values, found.moves, found.wanted), wanted[1:], strict=True):
-        assert mine is None or torch.allclose(mine[:, agree], other[:, agree], rtol=1e-4, atol=1e-4)
 
 
 @settings(max_examples=60)
@@ -126,24 +70,11 @@ def test_ties_go_to_the_even_code(chosen):
 
 
 def test_nan_stays_in_its_row(chosen):
-    state, matrix, grid, keep = problem(20, 6, True, False, False, 1)
-    state[2, 4] = torch.nan
-    found = native.sweep(state, matrix, grid, keep)
-    assert found.codes[2:, 4].isnan().all() and found.values[2:, 4].isnan().all()
-    others = [row for row in range(20) if row != 4]
-    assert not found.values[:, others].isnan().any() and not found.values[:2].isnan().any()
+    check_nan()
 
 
 def test_tensors_that_are_not_contiguous_and_none_at_all():
-    state, matrix, grid, keep = problem(20, 6, False, True, True, 2)
-    wanted = native.sweep(state, matrix, grid, keep)
-    turned = replace(grid, scale=grid.scale.T.contiguous().T, zero=grid.zero.T.contiguous().T)
-    wide = torch.cat([matrix, matrix], dim=1)
-    for given_matrix in (matrix.T.contiguous().T, wide[:, :6]):
-        found = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
-        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.moves, wanted.moves)
-    assert native.sweep(state[:, :0], matrix, Integers(-8, 7, torch.ones(0))).codes.shape == (6, 0)
-    assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, torch.ones(20))).codes.shape == (0, 20)
+    check_layouts()
 
 
 def test_more_threads_than_rows():
@@ -157,39 +88,15 @@ def test_more_threads_than_rows():
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("group", "order", "regroup"), [(16, True, False), (24, True, True), (16, False, False), ("channel", True, False)])  # fmt: skip
+@pytest.mark.parametrize(("group", "order", "regroup"), GROUPS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, group, order, regroup, masked):
-    weight, hessian = random(21, 136, seed=1), hessian_of(136)
-    columns = hessian.diagonal().argsort(descending=True) if order else None
-    ordered = hessian if columns is None else hessian[columns][:, columns]
-    factor, _ = inverse_factor(ordered, 0.01)
-    mask = random(21, 136, seed=2) > -0.7 if masked else None
-    options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
-
-    def compute():
-        rule = round_columns(weight, factor, options, mask, columns, regroup, keep_wanted=True)
-        kept = weight if mask is None else weight * mask
-        return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
-
-    (mine, better), (other, wanted) = compute(), plain(compute)
-    rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
-    assert rows.float().mean() > 0.8
-    assert torch.allclose(mine.wanted[rows], other.wanted[rows], rtol=1e-3, atol=1e-3)
-    assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
+    check_gptq(plain, symmetric, group, order, regroup, masked)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
-    parts, importance = random(40, 3, 24), random(3, 24, seed=1).abs()
-
-    def search():
-        return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
-
-    (scale, zero), (wanted, wanted_zero) = search(), plain(search)
-    agree = torch.isclose(scale, wanted, rtol=1e-5)
-    assert agree.float().mean() > 0.95 and (zero is None) == symmetric
-    assert zero is None or torch.equal(zero[agree], wanted_zero[agree])
+    check_search(plain, symmetric)
 
 
 def test_what_the_library_takes():

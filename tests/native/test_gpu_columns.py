@@ -5,26 +5,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from column_cases import GROUPS, check_gptq, check_layouts, check_nan, check_search, expected, problem, same
 from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_columns import expected, hessian_of, same
 
 from compress.native import columns as native
 from compress.native import gpu_columns, gpus
 from compress.native.choice import VARIABLE
 from compress.native.columns import Integers, Rounded
 from compress.native.library import library
-from compress.numerics.linalg import inverse_factor
-from compress.numerics.quant.grids import GRIDS
-from compress.numerics.quant.refine import refined
-from compress.numerics.quant.rounding import GridOptions, round_columns
-from compress.numerics.quant.weighted_search import WeightedSearch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -51,37 +45,14 @@ def on_this_device():
     gpus.installed.cache_clear()
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """plain(compute): its result in plain torch."""
-
-    def computed(compute):
-        with monkeypatch.context() as without:
-            without.setattr(native, "usable", lambda tensor: False)
-            return compute()
-
-    return computed
-
-
 def here(*shape, seed=0):
     return random(*shape, seed=seed).to(DEVICE)
-
-
-def problem(rows, columns, bits, shared, zeros, masked, seed):
-    """The arguments of a sweep; scales of both signs."""
-    shape = (rows,) if shared else (columns, rows)
-    scale = (0.1 + here(*shape, seed=seed).abs()) * here(*shape, seed=seed + 1).sign()
-    zero = here(*shape, seed=seed + 2).mul(2).round() if zeros else None
-    grid = Integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, scale, zero)
-    keep = here(columns, rows, seed=seed + 3) > -0.5 if masked else None
-    matrix = here(columns, columns, seed=seed + 5) / columns**0.5
-    return here(columns, rows, seed=seed + 4), 0.5 * matrix, grid, keep
 
 
 @settings(max_examples=25)
 @given(ROWS, COUNTS, BITS, st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, asked, seed):
-    state, matrix, grid, keep = problem(rows, columns, bits, shared, zeros, masked, seed)
+    state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
     before = state.clone()
     found = native.sweep(state, matrix, grid, keep, wanted=asked)
     same(found, expected(state, matrix, grid, keep))
@@ -91,7 +62,7 @@ def test_a_sweep_is_that_of_plain_torch(rows, columns, bits, shared, zeros, mask
 @settings(max_examples=25)
 @given(ROWS, COUNTS, BITS, st.booleans(), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, masked, seed):
-    state, matrix, grid, keep = problem(rows, columns, bits, shared, zeros, masked, seed)
+    state, matrix, grid, keep = problem(rows, columns, shared, zeros, masked, seed, bits, DEVICE)
     old, pivots = here(columns, rows, seed=seed + 6), 1 + here(columns, seed=seed + 7).abs()
     found = native.descend(state, old, matrix, pivots, grid, keep)
     same(found, expected(state, matrix, grid, keep, old, pivots))
@@ -101,7 +72,7 @@ def test_a_descent_is_that_of_plain_torch(rows, columns, bits, shared, zeros, ma
 @pytest.mark.parametrize("tile", [(16, 1, 16, 16), (64, 2, 32, 16), (32, 1, 16, 128)])
 def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
     monkeypatch.setattr(gpu_columns, "TILE", gpu_columns.Tile(*tile))
-    state, matrix, grid, keep = problem(70, native.MOST, 4, False, True, True, 1)
+    state, matrix, grid, keep = problem(70, native.MOST, False, True, True, 1, device=DEVICE)
     same(native.sweep(state, matrix, grid, keep, wanted=True), expected(state, matrix, grid, keep))
 
 
@@ -127,7 +98,7 @@ def test_sums_of_groups(rows, groups, size, bits, zeros, summed, seed):
 
 @pytest.mark.skipif(library() is None or DEVICE.type != "cpu", reason="the interpreter and C++ on the same tensors")
 def test_the_programs_and_the_library_agree(monkeypatch):
-    state, matrix, grid, keep = problem(40, 130, 4, False, True, True, 3)
+    state, matrix, grid, keep = problem(40, 130, False, True, True, 3, device=DEVICE)
     old, pivots, weight = here(130, 40, seed=6), 1 + here(130, seed=7).abs(), here(20, 3, 40, seed=8)
     groups = Integers(-8, 7, 0.2 + here(20, 3).abs())
 
@@ -165,62 +136,24 @@ def test_moves_are_what_is_left_of_the_rounded_value():
 
 
 def test_nan_stays_in_its_row():
-    state, matrix, grid, keep = problem(40, 40, 4, True, False, False, 1)
-    state[2, 4] = torch.nan
-    found = native.sweep(state, matrix, grid, keep)
-    assert found.codes[2:, 4].isnan().all() and found.values[2:, 4].isnan().all()
-    others = [row for row in range(40) if row != 4]
-    assert not found.values[:, others].isnan().any() and not found.values[:2].isnan().any()
+    check_nan(DEVICE)
 
 
 def test_tensors_that_are_not_contiguous_and_none_at_all():
-    state, matrix, grid, keep = problem(20, 6, 4, False, True, True, 2)
-    wanted = native.sweep(state, matrix, grid, keep)
-    turned = replace(grid, scale=grid.scale.T.contiguous().T, zero=grid.zero.T.contiguous().T)
-    wide = torch.cat([matrix, matrix], dim=1)
-    for given_matrix in (matrix.T.contiguous().T, wide[:, :6]):
-        found = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
-        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.moves, wanted.moves)
-    ones = torch.ones(20, device=DEVICE)
-    assert native.sweep(state[:, :0], matrix, Integers(-8, 7, ones[:0])).codes.shape == (6, 0)
-    assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, ones)).codes.shape == (0, 20)
+    check_layouts(DEVICE)
     none = native.group_sums(here(0, 3, 4), here(3, 4), Integers(-8, 7, here(0, 3)), True)
     assert [each.shape for each in none] == [(0, 3)] * 3
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("group", "order", "regroup"), [(16, True, False), (24, True, True), (16, False, False), ("channel", True, False)])  # fmt: skip
+@pytest.mark.parametrize(("group", "order", "regroup"), GROUPS)
 def test_gptq_and_its_refinement_are_those_of_plain_torch(plain, symmetric, group, order, regroup):
-    weight, hessian = here(37, 136, seed=1), hessian_of(136).to(DEVICE)
-    columns = hessian.diagonal().argsort(descending=True) if order else None
-    ordered = hessian if columns is None else hessian[columns][:, columns]
-    factor, _ = inverse_factor(ordered, 0.01)
-    mask = here(37, 136, seed=2) > -0.7 if symmetric else None
-    options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
-
-    def compute():
-        rule = round_columns(weight, factor, options, mask, columns, regroup, keep_wanted=True)
-        kept = weight if mask is None else weight * mask
-        return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
-
-    (mine, better), (other, wanted) = compute(), plain(compute)
-    rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
-    assert rows.float().mean() > 0.8
-    assert torch.allclose(mine.wanted[rows], other.wanted[rows], rtol=1e-3, atol=1e-3)
-    assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
+    check_gptq(plain, symmetric, group, order, regroup, symmetric, DEVICE)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_search_for_scales_is_that_of_plain_torch(plain, symmetric):
-    parts, importance = here(40, 3, 24), here(3, 24, seed=1).abs()
-
-    def search():
-        return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
-
-    (scale, zero), (wanted, wanted_zero) = search(), plain(search)
-    agree = torch.isclose(scale, wanted, rtol=1e-5)
-    assert agree.float().mean() > 0.95 and (zero is None) == symmetric
-    assert zero is None or torch.equal(zero[agree], wanted_zero[agree])
+    check_search(plain, symmetric, DEVICE)
 
 
 def test_what_the_programs_take(monkeypatch):

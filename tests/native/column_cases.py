@@ -1,0 +1,119 @@
+"""Problems for loops over columns, their results in plain torch, and checks that hold for C++ and for Triton's programs."""
+
+from dataclasses import replace
+
+import torch
+from draws import random
+
+from compress.native import columns as native
+from compress.native.columns import Integers
+from compress.numerics.linalg import inverse_factor
+from compress.numerics.quant.grids import GRIDS
+from compress.numerics.quant.refine import refined
+from compress.numerics.quant.rounding import GridOptions, round_columns
+from compress.numerics.quant.weighted_search import WeightedSearch
+
+GROUPS = [(16, True, False), (24, True, True), (16, False, False), ("channel", True, False)]
+"""Group size, whether columns have an order, and whether groups are formed in it."""
+
+
+def hessian_of(width, seed=0):
+    rows = random(2 * width + 8, width, seed=seed)
+    return rows.T @ rows / len(rows) + 0.05 * torch.eye(width)
+
+
+def problem(rows, columns, shared, zeros, masked, seed, bits=4, device="cpu"):
+    """The arguments of a sweep; scales of both signs."""
+
+    def here(*shape, more):
+        return random(*shape, seed=seed + more).to(device)
+
+    shape = (rows,) if shared else (columns, rows)
+    scale = (0.1 + here(*shape, more=0).abs()) * here(*shape, more=1).sign()
+    zero = here(*shape, more=2).mul(2).round() if zeros else None
+    grid = Integers(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, scale, zero)
+    keep = here(columns, rows, more=3) > -0.5 if masked else None
+    return here(columns, rows, more=4), 0.5 * here(columns, columns, more=5) / columns**0.5, grid, keep
+
+
+def expected(state, matrix, grid, keep, old=None, pivots=None):
+    """(codes, values, moves, wanted) column by column in plain torch."""
+    state, found = state.clone(), []
+    for i in range(len(state)):
+        scale, zero = grid.scale, 0 if grid.zero is None else grid.zero
+        if scale.dim() == 2:
+            scale, zero = scale[i], zero if grid.zero is None else zero[i]
+        wanted = state[i] if old is None else old[i] + state[i] / pivots[i]
+        wanted = wanted if keep is None else wanted * keep[i]
+        codes = (wanted / scale + zero).round().clamp(grid.lowest, grid.highest)
+        value = (codes - zero) * scale
+        move = state[i] - value if old is None else value - old[i]
+        state[i + 1 :] -= matrix[i, i + 1 :, None] * move
+        found.append((codes, value, move, wanted))
+    return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+def same(found, wanted):
+    """All rows but those in which the last bit of a sum decided a code."""
+    agree = (found.codes == wanted[0]).all(0)
+    assert agree.float().mean() > 0.9 or agree.numel() - int(agree.sum()) <= 1
+    for mine, other in zip((found.values, found.moves, found.wanted), wanted[1:], strict=True):
+        assert mine is None or torch.allclose(mine[:, agree], other[:, agree], rtol=1e-4, atol=1e-4)
+
+
+def check_nan(device="cpu"):
+    """A NaN stays in its row, and in the columns from its own on."""
+    state, matrix, grid, keep = problem(40, 40, True, False, False, 1, device=device)
+    state[2, 4] = torch.nan
+    found = native.sweep(state, matrix, grid, keep)
+    assert found.codes[2:, 4].isnan().all() and found.values[2:, 4].isnan().all()
+    others = [row for row in range(40) if row != 4]
+    assert not found.values[:, others].isnan().any() and not found.values[:2].isnan().any()
+
+
+def check_layouts(device="cpu"):
+    """Tensors that are not contiguous, and some without elements."""
+    state, matrix, grid, keep = problem(20, 6, False, True, True, 2, device=device)
+    wanted = native.sweep(state, matrix, grid, keep)
+    turned = replace(grid, scale=grid.scale.T.contiguous().T, zero=grid.zero.T.contiguous().T)
+    wide = torch.cat([matrix, matrix], dim=1)
+    for given_matrix in (matrix.T.contiguous().T, wide[:, :6]):
+        found = native.sweep(state.T.contiguous().T, given_matrix, turned, keep.T.contiguous().T)
+        assert torch.equal(found.codes, wanted.codes) and torch.equal(found.moves, wanted.moves)
+    ones = torch.ones(20, device=device)
+    assert native.sweep(state[:, :0], matrix, Integers(-8, 7, ones[:0])).codes.shape == (6, 0)
+    assert native.sweep(state[:0], matrix[:0, :0], Integers(-8, 7, ones)).codes.shape == (0, 20)
+
+
+def check_gptq(plain, symmetric, group, order, regroup, masked, device="cpu"):
+    """A sweep of GPTQ and its refinement; rows in which the last bit of a sum decided a code may differ."""
+    weight, hessian = random(37, 136, seed=1).to(device), hessian_of(136).to(device)
+    columns = hessian.diagonal().argsort(descending=True) if order else None
+    ordered = hessian if columns is None else hessian[columns][:, columns]
+    factor, _ = inverse_factor(ordered, 0.01)
+    mask = random(37, 136, seed=2).to(device) > -0.7 if masked else None
+    options = GridOptions(GRIDS["int4"], group, symmetric, "absmax", torch.float32)
+
+    def compute():
+        rule = round_columns(weight, factor, options, mask, columns, regroup, keep_wanted=True)
+        kept = weight if mask is None else weight * mask
+        return rule, refined(kept, rule.codes, hessian, 1, torch.float32, mask, columns, signed=symmetric)
+
+    (mine, better), (other, wanted) = compute(), plain(compute)
+    rows = (mine.codes.codes == other.codes.codes).all(1) & (better.codes == wanted.codes).all(1)
+    assert rows.float().mean() > 0.8
+    assert torch.allclose(mine.wanted[rows], other.wanted[rows], rtol=1e-3, atol=1e-3)
+    assert torch.allclose(better.dense()[rows], wanted.dense()[rows], rtol=1e-3, atol=1e-4)
+
+
+def check_search(plain, symmetric, device="cpu"):
+    """The search for scales."""
+    parts, importance = random(40, 3, 24).to(device), random(3, 24, seed=1).abs().to(device)
+
+    def search():
+        return WeightedSearch(parts, importance, GRIDS["int4"], symmetric, torch.float32, None, signed=True).best()
+
+    (scale, zero), (wanted, wanted_zero) = search(), plain(search)
+    agree = torch.isclose(scale, wanted, rtol=1e-5)
+    assert agree.float().mean() > 0.95 and (zero is None) == symmetric
+    assert zero is None or torch.equal(zero[agree], wanted_zero[agree])

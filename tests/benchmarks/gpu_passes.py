@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import random_llama
 import torch
 from torch import Tensor
 
@@ -45,6 +46,7 @@ ROOT = Path(__file__).parents[2]
 OTHER_SUMS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # without AVX: sums of other orders
 PARTS = ("codes", "train", "large")
 MB = 10**6
+SHARD_BYTES = 500 * MB
 
 
 def recipes(group: int) -> dict[str, list[dict[str, Any]]]:
@@ -356,53 +358,18 @@ def size_of(folder: Path) -> int:
 
 
 def write_model(arguments: argparse.Namespace, folder: Path) -> None:
-    """Write a Llama of random weights in bfloat16, a shard for each block, and token ids for it."""
-    from accelerate import init_empty_weights
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.intermediate,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.kv_heads,
-        max_position_embeddings=max(8192, arguments.large_length),
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype="bfloat16",
-    )
-    with init_empty_weights():
-        shapes = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    places: dict[str, str] = {}
-    for i, names in enumerate(shards(shapes)):
-        file = f"model-{i:05d}.safetensors"
-        tensors = {name: random_weight(shapes[name], arguments.device).cpu() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    shape = arguments.large_sequences, arguments.large_length
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(arguments.vocabulary, size=shape))
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)  # the last: it says that the model is complete
-
-
-def shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
-    """The names of the tensors of each file: of one block, or of what is outside of the blocks."""
-    found: dict[str, list[str]] = {}
-    for name in shapes:
-        found.setdefault(name.split(".")[2] if ".layers." in name else "outside", []).append(name)
-    yield from found.values()
-
-
-def random_weight(shape: tuple[int, ...], device: str) -> Tensor:
-    """A matrix of standard deviation 0.02, or the ones of a norm."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    return (torch.randn(shape, device=device) * 0.02).bfloat16()
+    """Write a Llama of random weights, a shard for about a block."""
+    shape = {
+        "vocab_size": arguments.vocabulary,
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.heads,
+        "num_key_value_heads": arguments.kv_heads,
+        "max_position_embeddings": max(8192, arguments.large_length),
+    }
+    ids = arguments.large_sequences, arguments.large_length
+    random_llama.write(folder, shape, ids, SHARD_BYTES, arguments.device)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import random_llama
+
 MB = 10**6
 LIBRARIES_MB = 600
 INTERVAL_SECONDS = 0.005
@@ -94,62 +96,18 @@ def block_numbers(arguments: argparse.Namespace) -> int:
 
 
 def build(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write a Llama of random weights, a shard at a time, and token ids for it."""
-    import numpy as np
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+    """Write a Llama of random weights of about the size that is asked for."""
     ends = 2 * arguments.vocabulary * arguments.hidden
     blocks = round((arguments.model_mb * MB / 2 - ends) / block_numbers(arguments))
-    config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.intermediate,
-        num_hidden_layers=max(blocks, 1),
-        num_attention_heads=arguments.hidden // 64,
-        max_position_embeddings=arguments.length,
-        bos_token_id=0,
-        eos_token_id=1,
-        dtype="bfloat16",
-    )
-    with init_empty_weights():
-        shapes = {name: tuple(t.shape) for name, t in AutoModelForCausalLM.from_config(config).state_dict().items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_shards(folder, shapes, arguments.shard_mb * MB)
-    config.architectures = ["LlamaForCausalLM"]
-    ids = np.random.default_rng(0).integers(arguments.vocabulary, size=(arguments.sequences, arguments.length))
-    np.save(folder / "ids.npy", ids)
-    config.save_pretrained(folder)  # the last: it says that the model is complete
-
-
-def write_shards(folder: Path, shapes: dict[str, tuple[int, ...]], shard_bytes: int) -> None:
-    """Write random tensors of these shapes in safetensors files of about a size, with their index."""
-    import torch
-    from safetensors.torch import save_file
-
-    torch.manual_seed(0)
-    parts: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        size = 2 * torch.Size(shape).numel()
-        if parts[-1] and held + size > shard_bytes:
-            parts.append([])
-            held = 0
-        parts[-1].append(name)
-        held += size
-    places = {}
-    for i, names in enumerate(parts, 1):
-        file = f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        save_file({name: random_weight(shapes[name]) for name in names}, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-
-
-def random_weight(shape: tuple[int, ...]) -> Any:
-    """A matrix of standard deviation 0.02, or the ones of a norm."""
-    import torch
-
-    return torch.ones(shape, dtype=torch.bfloat16) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
+    shape = {
+        "vocab_size": arguments.vocabulary,
+        "hidden_size": arguments.hidden,
+        "intermediate_size": arguments.intermediate,
+        "num_hidden_layers": max(blocks, 1),
+        "num_attention_heads": arguments.hidden // 64,
+        "max_position_embeddings": arguments.length,
+    }
+    random_llama.write(folder, shape, (arguments.sequences, arguments.length), arguments.shard_mb * MB)
 
 
 def measure(model: Path, name: str, arguments: argparse.Namespace, ahead: bool) -> dict[str, Any]:

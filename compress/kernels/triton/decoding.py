@@ -172,7 +172,7 @@ def scale_at(scale, zero, shared, index, rows, columns, width, group, stride, sc
         bits = found.to(tl.int32)
         found = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
     elif scale_kind == "e4m3":
-        found = numbers(found.to(tl.int32), shared, "e4m3", 0, False) / tl.load(shared)
+        found = tl.div_rn(numbers(found.to(tl.int32), shared, "e4m3", 0, False), tl.load(shared))
     found = found.to(tl.float32)
     low = tl.zeros_like(found) if zero_kind == "none" else tl.load(zero + place).to(tl.float32)
     return found, low

@@ -25,7 +25,7 @@ except ImportError:
 TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17,
          "Q6_K": 18}  # fmt: skip
 
-PROMPT, TOKENS, PREFILL, WARM_UP = 16, 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
+TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
 
 
 def quantize(source: str, out: str, kind: str, importance: str | None = None) -> None:
@@ -68,16 +68,17 @@ def losses(path: str, ids_path: str, out: str) -> None:
 
 
 def speed(path: str, threads: str) -> None:
-    """Print tokens per second for each line "decode" or "prefill" of the standard input."""
+    """Print tokens per second for each line "decode N" or "prefill" of the standard input."""
     model = llama_cpp.Llama(
-        path, n_ctx=PREFILL + 8, n_batch=PREFILL, verbose=False, n_threads=int(threads), n_threads_batch=int(threads)
+        path, n_ctx=0, n_batch=PREFILL, verbose=False, n_threads=int(threads), n_threads_batch=int(threads)
     )
     print("> ready", flush=True)
-    ids = np.random.default_rng(0).integers(model.n_vocab(), size=PREFILL).tolist()
+    ids = np.random.default_rng(0).integers(model.n_vocab(), size=model.n_ctx()).tolist()
     for line in sys.stdin:
         model.reset()
-        if line.strip() == "decode":
-            model.eval(ids[:PROMPT])
+        figure, *context = line.split()
+        if figure == "decode":
+            model.eval(ids[: int(*context)])
             times = []
             for _ in range(TOKENS):
                 begin = perf_counter()
@@ -86,7 +87,7 @@ def speed(path: str, threads: str) -> None:
             rate = 1 / median(times[WARM_UP:])
         else:
             begin = perf_counter()
-            model.eval(ids)
+            model.eval(ids[:PREFILL])
             rate = PREFILL / (perf_counter() - begin)
         print(f"> {rate}", flush=True)
 

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/peer_transformers.py dense|compiled|torchao|load[-int8|-plain] SOURCE DTYPE
 
-Prints "> ready" when the model is loaded, and then, for each line "decode" or "prefill" of the standard input, "> " and
-tokens per second. `dense` and `compiled`: by transformers alone, DTYPE is that of the weights; `torchao`: DTYPE is int8
+Prints "> ready" when the model is loaded, and then, for each line "decode N" or "prefill" of the standard input, "> "
+and tokens per second, of the first after a prompt of N tokens. `dense` and `compiled`: by transformers alone, DTYPE is that of the weights; `torchao`: DTYPE is int8
 or int4, bfloat16 otherwise; `load`: by compress.load, `load-plain`: without recorded steps.
 """
 
@@ -19,7 +19,7 @@ sys.path.pop(0)  # transformers would take kernels.py in this folder for a packa
 import torch
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-PROMPT, TOKENS, PREFILL, WARM_UP = 16, 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
+TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
 
 
 class Clock(StoppingCriteria):
@@ -74,8 +74,9 @@ def main() -> None:
     model = loaded(*sys.argv[1:4])
     print("> ready", flush=True)
     for line in sys.stdin:
-        if line.strip() == "decode":
-            rate = 1 / median(seconds(model, PROMPT, TOKENS)[WARM_UP:])
+        figure, *context = line.split()
+        if figure == "decode":
+            rate = 1 / median(seconds(model, int(*context), TOKENS)[WARM_UP:])
         else:
             rate = PREFILL / seconds(model, PREFILL, 1)[0]
         print(f"> {rate}", flush=True)

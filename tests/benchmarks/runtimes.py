@@ -1,7 +1,7 @@
 """Decoding and prefill of one model in several programs, in turns: transformers, torchao, compress and llama.cpp.
 
     python tests/benchmarks/runtimes.py MODEL [CHECKPOINT ...] [--gguf FILE] [--llama-python PATH] [--torchao-python PATH]
-        [--threads 2] [--rounds 5] [--compiled]
+        [--threads 2] [--rounds 5] [--compiled] [--contexts 16 1900]
 
 MODEL: the dense folder, measured in float32 and bfloat16 by transformers and, with --torchao-python, through torchao in
 int8 and int4. CHECKPOINT: loaded by compress, also with activations="int8", and with compile=False (transformers
@@ -10,8 +10,8 @@ torch.compile. Every program is a process of its own; all are loaded, and then m
 round, so that they meet the same machine. --llama-python and --torchao-python: a Python with llama-cpp-python or torchao, if it is not this one. One
 JSON line per program:
 
-    name, decode (tokens per second, 1 sequence, after a prompt of 16 tokens), prefill (of 512 tokens), decode_ratio,
-    prefill_ratio (median over the rounds of its rate relative to the faster dense model of that round)
+    name, decode N (tokens per second, 1 sequence, after a prompt of N tokens), prefill (of 512 tokens), and for each of
+    them its ratio (median over the rounds of its rate relative to the faster dense model of that round)
 
 and first one with the machine: instruction_set, threads, read_gbps.
 """
@@ -30,7 +30,6 @@ from compress.evaluate.speed import PREFILL, read_bandwidth
 from compress.native.library import instruction_set
 
 HERE = Path(__file__).parent
-FIGURES = "decode", "prefill"
 DENSE = "transformers float32", "transformers bfloat16"
 
 
@@ -91,10 +90,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[16])
     given = parser.parse_args()
+    figures = [*(f"decode {context}" for context in given.contexts), "prefill"]
     started = [Program(name, command, given.threads) for name, command in programs(given).items()]
-    rates: dict[str, dict[str, list[float]]] = {p.name: {figure: [] for figure in FIGURES} for p in started}
-    for figure in FIGURES:
+    rates: dict[str, dict[str, list[float]]] = {p.name: {figure: [] for figure in figures} for p in started}
+    for figure in figures:
         for turn in range(given.rounds + 1):
             for program in started:
                 rate = program.measure(figure)
@@ -104,13 +105,13 @@ def main() -> None:
     print(json.dumps(machine | {"read_gbps": round(read_bandwidth() / 1e9, 1)}))
     for name, found in rates.items():
         best = {
-            figure: [max(both) for both in zip(*(rates[d][figure] for d in DENSE), strict=True)] for figure in FIGURES
+            figure: [max(both) for both in zip(*(rates[d][figure] for d in DENSE), strict=True)] for figure in figures
         }
         ratios = {
-            f"{figure}_ratio": round(
+            f"{figure}, ratio": round(
                 median(one / other for one, other in zip(found[figure], best[figure], strict=True)), 2
             )
-            for figure in FIGURES
+            for figure in figures
         }
         print(json.dumps({"name": name} | {key: round(median(value), 1) for key, value in found.items()} | ratios))
 

@@ -52,9 +52,15 @@ def remember_storage(model: PreTrainedModel, stored: torch.dtype) -> None:
     vars(model)[STORAGE] = stored
 
 
+def widened_from(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype of the checkpoint of a model whose activations are wider; None for another model."""
+    found: torch.dtype | None = vars(model).get(STORAGE)
+    return found
+
+
 def storage_of(model: PreTrainedModel) -> torch.dtype:
     """The dtype in which scales and dense tensors of a model are stored if nothing else is asked for."""
-    return vars(model).get(STORAGE) or next(model.parameters()).dtype
+    return widened_from(model) or next(model.parameters()).dtype
 
 
 def widened(stored: torch.dtype | None) -> list[str]:

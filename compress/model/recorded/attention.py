@@ -9,18 +9,31 @@ import torch
 from torch.fx import Node
 
 from compress.model.recorded.layout import NotRecordedError, Value
-from compress.model.recorded.lower import VIEWS, Lowering, as_view
+from compress.model.recorded.lower import VIEWS, Lowering, as_view, is_view
 
 aten = torch.ops.aten
 RESHAPES = {aten.view.default, *VIEWS}
+WIDENED = torch.bfloat16, torch.float32
+"""A dtype of keys and values in a cache, and that of a model that computes with them."""
 
 
-def feeds_attention(node: Node) -> bool:
-    """Whether the keys or values of attention are all that a node is used for, after a change of shape."""
+def feeds_attention(node: Node, through: Callable[[Any], bool] = RESHAPES.__contains__) -> bool:
+    """Whether the keys or values of attention are all that a node is used for, after a change of shape.
+
+    through: whether an operation is such a change.
+    """
     users = list(node.users)
-    if users and all(user.target in RESHAPES for user in users):
-        return all(feeds_attention(user) for user in users)
+    if users and all(through(user.target) for user in users):
+        return all(feeds_attention(user, through) for user in users)
     return bool(users) and all(user.target in ATTENTION and node in user.args[1:3] for user in users)
+
+
+def converted(lowering: Lowering, node: Node, x: Value, **_: Any) -> Value:
+    """A copy in the dtype of the result. Attention alone reads keys and values of a cache as they are stored."""
+    dtype = node.meta["val"].dtype
+    if (x.dtype, dtype) == WIDENED and feeds_attention(node, lambda t: t is aten.clone.default or is_view(t)):
+        return x
+    return lowering.map("copy", lowering.fresh(node.meta["val"].shape, dtype), [x])
 
 
 def clone(lowering: Lowering, node: Node, x: Value, **_: Any) -> Value:
@@ -84,4 +97,6 @@ def shared_heads(k: Value, v: Value, heads: int) -> int:
 
 
 ATTENTION: dict[Any, Callable[..., Any]] = {aten._scaled_dot_product_flash_attention_for_cpu.default: attend}
-SHAPES: dict[Any, Callable[..., Any]] = {aten.clone.default: clone, **dict.fromkeys(RESHAPES, reshape)}
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten.clone.default: clone, aten._to_copy.default: converted, **dict.fromkeys(RESHAPES, reshape)
+}  # fmt: skip

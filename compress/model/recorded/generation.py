@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from compress.kernels import dispatch
 from compress.model.objective import text_config
+from compress.model.open.computation import widened_from
 from compress.model.recorded.decoding import RecordedDecoding
 
 LENGTHS = 128
@@ -26,7 +27,26 @@ HOOKS = "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_co
 NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
 
 
-class DecodingLayer(StaticLayer):
+class StoredLayer(StaticLayer):
+    """Keys and values of a fixed length that are kept in a dtype of their own, and given in that of the model.
+
+    stored: None: in that of the model.
+    """
+
+    stored: torch.dtype | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Add keys and values, and return all."""
+        new, stored = (key_states, value_states), self.stored or key_states.dtype
+        keys, values = super().update(*[one.to(stored) for one in new], *args, **kwargs)
+        return keys.to(key_states.dtype), values.to(value_states.dtype)
+
+
+class DecodingWindow(StoredLayer, StaticSlidingWindowLayer):
+    """Keys and values of a sliding window."""
+
+
+class DecodingLayer(StoredLayer):
     """Keys and values of a fixed length, of which the prompt sees its own alone."""
 
     def __init__(self, max_cache_len: int) -> None:
@@ -39,12 +59,11 @@ class DecodingLayer(StaticLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Add keys and values. The prompt gets its own back: empty places behind them would only take time."""
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        found = super().update(key_states, value_states, *args, **kwargs)
         if self.prompted:
-            return keys, values
+            return found
         self.prompted = True
-        count = key_states.shape[-2]
-        return keys[:, :, :count], values[:, :, :count]
+        return key_states, value_states
 
     def reset(self) -> None:
         """Forget all keys."""
@@ -53,13 +72,20 @@ class DecodingLayer(StaticLayer):
 
 
 class DecodingCache(StaticCache):
-    """A cache whose steps are recorded."""
+    """A cache whose steps are recorded, in the dtype of `cache_dtype`."""
 
     def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
         super().__init__(config=text_config(model.config), max_cache_len=max_cache_len)
+        layers: list[Any] = list(self.layers)
         if getattr(model, "_supports_attention_backend", False):  # others may make masks of a length of their own
-            layers = [DecodingLayer(max_cache_len) if type(layer) is StaticLayer else layer for layer in self.layers]
-            self.layers: Any = layers
+            layers = [DecodingLayer(max_cache_len) if type(layer) is StaticLayer else layer for layer in layers]
+        dtype = cache_dtype(model)
+        for i, layer in enumerate(layers):
+            if type(layer) is StaticSlidingWindowLayer:
+                layers[i] = DecodingWindow(layer.max_cache_len, layer.max_cache_len)
+            if isinstance(layers[i], StoredLayer):
+                layers[i].stored = dtype
+        self.layers: Any = layers
 
 
 class RecordedGeneration:
@@ -129,4 +155,14 @@ def cache_bytes(model: PreTrainedModel, batch: int, length: int) -> float:
         return float("inf")
     heads = getattr(config, "num_key_value_heads", None) or count
     width = getattr(config, "head_dim", None) or config.hidden_size // count
-    return 2 * config.num_hidden_layers * batch * heads * width * length * model.dtype.itemsize
+    return 2 * config.num_hidden_layers * batch * heads * width * length * cache_dtype(model).itemsize
+
+
+def cache_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of keys and values: that of the checkpoint where its activations are wider.
+
+    Attention by other code than torch's would convert all of them in each step, so they then have that of the model.
+    """
+    stored = widened_from(model)
+    fused = getattr(text_config(model.config), "_attn_implementation", None) == "sdpa"
+    return stored if fused and stored is torch.bfloat16 else model.dtype

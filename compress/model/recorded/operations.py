@@ -122,11 +122,6 @@ def masked_fill(lowering: Lowering, node: Node, x: Value, mask: Value, value: An
     return lowering.map("choose", like(lowering, node), [mask, *operands(lowering, value, x)])
 
 
-def copied(lowering: Lowering, node: Node, x: Value, *_: Any, **__: Any) -> Value:
-    """A copy in the dtype of the result."""
-    return lowering.map("copy", like(lowering, node), [x])
-
-
 def copied_into(lowering: Lowering, node: Node, x: Value, y: Value, *_: Any) -> Value:
     """x with the numbers of y; x is changed."""
     return lowering.map("copy", x, [y])
@@ -292,7 +287,6 @@ TABLE: dict[Any, Callable[..., Any]] = {
     aten.where.self: choose,
     aten.masked_fill.Scalar: masked_fill,
     aten.masked_fill.Tensor: masked_fill,
-    aten._to_copy.default: copied,
     aten.copy_.default: copied_into,
     aten.bitwise_not.default: booleans(of_one("not")),
     aten.cat.default: cat,

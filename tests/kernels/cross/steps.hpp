@@ -195,7 +195,7 @@ inline void check_places(Library &library, Random &random, bool there) {
 
 inline void check_attention(Library &library, Random &random) {
     const int64_t batch = random.between(1, 2), heads = random.between(1, 3), queries = random.between(1, 4);
-    const int64_t keys = random.of<int64_t>({1, 5, 33, 100}), width = random.of<int64_t>({3, 16, 40, 64}), out = random.of<int64_t>({5, 16, 64});
+    const int64_t keys = random.of<int64_t>({1, 5, 33, 256, 257, 700}), width = random.of<int64_t>({3, 16, 40, 64}), out = random.of<int64_t>({5, 16, 64});
     const int type = static_cast<int>(random.below(2));
     Numbers q(random, type, batch * heads * queries * width), k(random, type, batch * heads * keys * width), v(random, type, batch * heads * keys * out);
     Guarded<float> mask(batch * keys);

@@ -17,10 +17,11 @@ import compress
 from compress import GPTQ, RTN
 from compress.kernels import dispatch
 from compress.model.open.compiled import compile_generation
+from compress.model.open.computation import remember_storage
 from compress.model.recorded import decoding as decoding_module
 from compress.model.recorded import generation as generation_module
 from compress.model.recorded.decoding import RecordedDecoding
-from compress.model.recorded.generation import LENGTHS
+from compress.model.recorded.generation import LENGTHS, cache_dtype, fixed_cache
 from compress.native.library import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no C++ library")
@@ -156,6 +157,30 @@ def test_a_prompt_is_computed_without_the_places_behind_it(pico_model):
     assert prompt is None or prompt.shape[-1] == 7
     assert step.shape[-1] == 1024
     assert torch.equal(found[:, :40], eager(pico_model, ids, 33))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_keys_and_values_have_the_dtype_of_the_checkpoint(family, tiny, monkeypatch):
+    """They are rounded as the checkpoint's dtype has them, in recorded steps and in those of the model."""
+    model = tiny(family)
+    if family == "gemma3":
+        model = tiny(family, sliding_window=10)
+    remember_storage(model, torch.bfloat16)
+    ids = torch.arange(2, 8)[None]
+    cache = fixed_cache(model, 128)
+    wanted = model.generate(
+        ids, past_key_values=cache, disable_compile=True, max_new_tokens=16, min_new_tokens=16, **GREEDY
+    )
+    assert {layer.keys.dtype for layer in cache.layers} == {torch.bfloat16}
+    found = recording(model)
+    assert torch.equal(recorded(model, ids, 16), wanted)
+    assert found.reason is None
+    assert found.otherwise.count == 0
+    remember_storage(model, torch.float32)
+    assert cache_dtype(model) is torch.float32
+    remember_storage(model, torch.bfloat16)
+    model.config._attn_implementation = "eager"
+    assert cache_dtype(model) is torch.float32
 
 
 def test_a_cache_is_freed_after_its_text(pico_model):

@@ -189,6 +189,33 @@ def test_several_queries_and_shared_keys_without_repeats():
     compared(lambda q, k, v: [attend(q, k, v, enable_gqa=True), attend(q.view(2, 2, 3, 8), k, v)], q, k, v)
 
 
+@pytest.mark.parametrize("keys", [3, 700])
+def test_attention_reads_keys_and_values_as_they_are_stored(keys):
+    q, new = drawn(2, 6, 1, 16), drawn(2, 2, 1, 16, seed=3)
+    k, v = (drawn(2, 2, keys, 16, seed=i, dtype=torch.bfloat16) for i in (1, 2))
+
+    def step(q, new):
+        k.index_copy_(2, torch.tensor([1]), new.to(k.dtype))
+        wide = [x.float()[:, :, None].expand(-1, -1, 3, -1, -1).reshape(2, 6, keys, 16) for x in (k, v)]
+        return [F.scaled_dot_product_attention(q, *wide)]
+
+    recorded = compared(step, q, new, state=[k, v])
+    assert recorded.steps.slots[0].numel() < k.nbytes or keys < 700, "no copies"
+
+
+def test_attention_of_many_keys_is_joined_from_parts():
+    q, k, v = drawn(1, 4, 1, 8), drawn(1, 2, 700, 8, seed=1), drawn(1, 2, 700, 8, seed=2)
+    bias = torch.zeros(1, 1, 1, 700)
+    attend = lambda q, k, v: [F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)]  # noqa: E731
+    compared(attend, q, k, v)
+    bias[..., 256:512] = -torch.inf  # the second part
+    compared(attend, q, k, v)
+    bias[..., :256] = -200.0  # the first one is too far from the last
+    compared(attend, q, k, v)
+    k[:, 1, 600] = torch.nan
+    compared(attend, q, k, v)
+
+
 def test_dense_products():
     x, weight, bias = drawn(3, 1, 40), drawn(24, 40, seed=1), drawn(24, seed=2)
     step = compared(lambda x: [F.linear(x, weight, bias), F.linear(x, weight)], x)

@@ -179,7 +179,7 @@ def test_keys_and_values_have_the_dtype_of_the_checkpoint(family, tiny, monkeypa
     remember_storage(model, torch.float32)
     assert cache_dtype(model) is torch.float32
     remember_storage(model, torch.bfloat16)
-    model.config._attn_implementation = "eager"
+    model.set_attn_implementation("eager")
     assert cache_dtype(model) is torch.float32
 
 

@@ -16,22 +16,25 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.data.dataset_rows import OFFLINE
 from compress.data.opening import needs_tokenizer, opening_tokens, special_tokens_around
+from compress.data.recorded import check_recorded, recorded_sample
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
 from compress.model.inputs import text_lengths
-from compress.model.kinds import described, reads_whole_texts, texts_in_row
+from compress.model.kinds import RECORDED, described, kind_of, reads_whole_texts, texts_in_row
 from compress.model.objective import text_config
+from compress.model.recordings import longest
 from compress.model.structure.ends import vocabulary_size
 
 
 class TextUse(BaseModel):
     """The use of a text in a run, for its report.
 
-    part: calibration or test. sequences, length: of the chosen ids. sha256: of the documents; of the ids, if they are
-    stored or sampled. documents: their number, None for stored or sampled ids. tokens: of all documents, before
-    sequences are chosen. forms, template, skipped: as `Texts`. bos: whether each sequence begins with the
-    beginning-of-sequence token that `sample` was given.
+    part: calibration or test. sequences, length: of the chosen ids; of recordings the most target tokens. sha256: of
+    the documents; of the ids, if they are stored, sampled or recorded. documents: their number, None for stored or
+    sampled ids. tokens: of all documents, before sequences are chosen; of recordings the targets of the chosen ones.
+    forms, template, skipped: as `Texts`. bos: whether each sequence begins with the beginning-of-sequence token that
+    `sample` was given.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +57,7 @@ class TextUse(BaseModel):
     def of_ids(cls, text: str, part: str, ids: Int[Tensor, "sequences length"], bos: bool = False) -> TextUse:
         """The use of stored or sampled ids."""
         return cls(
-            text=text, part=part, sequences=ids.shape[0], length=ids.shape[1], sha256=corpus_sha256(ids), bos=bos
+            text=text, part=part, sequences=ids.shape[0], length=longest(ids), sha256=corpus_sha256(ids), bos=bos
         )
 
 
@@ -299,13 +302,18 @@ def model_sample(
     For an encoder or a classifier, each window is placed between the special tokens that its tokenizer adds to a text;
     they count in `length`. For an encoder with a decoder, so is each half of a window (`model.inputs`). For other
     models, each sequence begins with the tokens that the tokenizer adds before a text (`opening_tokens`). Every
-    sequence is full, so that none needs padding. The ids of a .npy file are not changed.
+    sequence is full, so that none needs padding. The ids of a .npy file are not changed. A model that hears recordings
+    gets those of `data.recorded`.
 
     Raises CalibrationError: no such text, too little text, ids outside the vocabulary, sequences longer than the
     model's positions, or a model without a tokenizer.
     """
     source = as_source(source)
     check_text(model, tokenizer, source, part, count, length)
+    if kind_of(model) is RECORDED:
+        recorded = recorded_sample(model, tokenizer, source, part, count, length, seed)
+        use = TextUse.of_ids(source.label, part, recorded.ids)
+        return recorded.ids, use.model_copy(update={"documents": recorded.of, "tokens": recorded.tokens})
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if needed is not None and length is not None and reads_whole_texts(model):
         before, after = special_tokens_around(needed)
@@ -345,6 +353,9 @@ def check_text(
     Raises CalibrationError: an unknown source, a missing file, no tokenizer, stored ids of another shape, sequences
     longer than the model's positions or too short for a loss.
     """
+    if kind_of(model) is RECORDED:
+        check_recorded(model, tokenizer, source, part)
+        return
     check_source(source, part)
     needed = None if source.stored else needs_tokenizer(tokenizer, part)
     if source.stored:

@@ -96,7 +96,7 @@ def read_texts(source: str | TextSource, part: Part, tokenizer: PreTrainedTokeni
     if path.suffix == ".txt":
         return Texts([read_file(path)])
     if path.suffix in (".jsonl", ".json"):
-        return _documents(_json_lines(path) if path.suffix == ".jsonl" else _json_list(path), reader, source)
+        return _documents(json_rows(path), reader, source)
     raise CalibrationError(_no_text(name))
 
 
@@ -230,6 +230,11 @@ def read_file(path: Path) -> str:
         raise CalibrationError(f"calibration: cannot read {path}: {error.strerror}; {OFFLINE}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"calibration: {path} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a .jsonl or .json file, with the place of each. Raises CalibrationError."""
+    return _json_lines(path) if path.suffix == ".jsonl" else _json_list(path)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
 from compress.model.inputs import prompt_length
+from compress.model.kinds import answers_prompts
 from compress.numerics.statistics import mean
 
 TOKENS = 96  # of an answer; enough to see a loop
@@ -69,7 +70,7 @@ class Generation(Evaluator):
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
         """The token ids and texts of all answers. Raises NumericError for NaN logits."""
-        if not context.settings.generation or context.tokenizer is None or not model.can_generate():
+        if not context.settings.generation or context.tokenizer is None or not answers_prompts(model):
             return None
         tell = context.telling(f"answers of {context.model}")
         results = context.store.results("generation")

@@ -17,6 +17,7 @@ from compress.evaluate.store import Results, digest_of
 from compress.evaluate.windows import Window, WindowTask, measure_windows
 from compress.model.kinds import is_headless
 from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.model.recordings import longest
 from compress.numerics.statistics import mean, ratio
 
 LARGEST = 700  # nats; exp overflows a float64 above 709
@@ -52,6 +53,7 @@ class Difference(Record):
 class TextQuality(Record):
     """The scores of both models on one text of [windows, length] token ids. sha256: of the ids.
 
+    The length of recordings is that of the longest transcript.
     stride: see `WindowTask`. difference: paired by window. divergence: of the compressed model from the base.
     """
 
@@ -130,7 +132,7 @@ class Perplexity(Evaluator):
         for name, ids in context.texts.items():
             facts = {
                 "windows": ids.shape[0],
-                "length": ids.shape[1],
+                "length": longest(ids),
                 "sha256": corpus_sha256(ids),
                 "stride": settings.stride,
             }

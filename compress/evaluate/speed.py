@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
-from compress.model.kinds import described
+from compress.model.kinds import answers_prompts, described
 from compress.model.linear import CompressedLinear
 from compress.model.objective import text_config
 from compress.model.open.gguf_codes import checkpoint_of
@@ -140,8 +140,8 @@ def longest(model: PreTrainedModel) -> int:
 
 def check_generates(model: PreTrainedModel) -> None:
     """Raise ModelError for a model that decodes no tokens."""
-    if not model.can_generate():
-        raise ModelError(f"model: {described(model)} and decodes none; bench a model that generates text")
+    if not answers_prompts(model):
+        raise ModelError(f"model: {described(model)} and decodes no prompt; bench a model that generates text")
 
 
 @torch.no_grad()
@@ -210,8 +210,8 @@ class Speed(Evaluator):
     result_type: ClassVar[Any] = SpeedResult
 
     def measure(self, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any] | None:
-        """The base is loaded whole, next to the checkpoint. None for a model that decodes no tokens."""
-        if not context.settings.speed or not model.can_generate():
+        """The base is loaded whole, next to the checkpoint. None for a model that decodes no prompts."""
+        if not context.settings.speed or not answers_prompts(model):
             return None
         models = {"compressed": model}
         if context.base is not None:

@@ -1,4 +1,5 @@
-"""The inputs of a model for rows of token ids: the ids themselves, or a source text and its target text.
+"""The inputs of a model for rows of integers: token ids, a source text and its target text, or a recording and its
+transcript (`model.recordings`).
 
 A row of a model with an encoder and a decoder holds two texts of equal length, the source first. The encoder reads the
 source. The decoder reads the target shifted to the right by its start token, as in training (teacher forcing). Where
@@ -14,8 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from compress.errors import ModelError
-from compress.model.kinds import kind_of, texts_in_row
+from compress.errors import CalibrationError, ModelError
+from compress.model.kinds import RECORDED, described, kind_of, texts_in_row
+from compress.model.recordings import IGNORED, is_recorded, longest, read
 
 Ids = Int[Tensor, "rows length"]
 
@@ -31,16 +33,43 @@ def source_and_target(ids: Ids) -> tuple[Ids, Ids]:
     return source, target
 
 
+def check_rows(model: nn.Module, ids: Ids, where: str = "calibration") -> None:
+    """Raise CalibrationError for token ids of a model that hears recordings, or recordings of another model."""
+    hears, recorded = kind_of(model) is RECORDED, is_recorded(ids)
+    if hears and not recorded:
+        raise CalibrationError(
+            f"{where}: {described(model)}, and these are token ids; give a mapping with {model.main_input_name} and "
+            "labels"
+        )
+    if recorded and not hears:
+        raise CalibrationError(f"{where}: {described(model)}, and these are recordings; give token ids")
+
+
 def inputs_of(model: nn.Module, ids: Ids) -> dict[str, Any]:
-    """The arguments with which a model reads rows of token ids. Raises ModelError for a decoder without start token."""
+    """The arguments with which a model reads rows; recordings have features of one shape.
+
+    Raises ModelError for a decoder without start token.
+    """
+    if is_recorded(ids):
+        found, name = read(ids), str(model.main_input_name)
+        return {name: found.features.to(_read_in(model)), "decoder_input_ids": shifted(model, found.targets)}
     if texts_in_row(model) == 1:
         return {"input_ids": ids}
     source, target = source_and_target(ids)
     return {"input_ids": source, "decoder_input_ids": shifted(model, target)}
 
 
+def _read_in(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model reads features, that of the first weights of its encoder."""
+    encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
+    return next(parameter.dtype for parameter in encoder.parameters() if parameter.is_floating_point())
+
+
 def shifted(model: nn.Module, target: Ids) -> Ids:
-    """The inputs of a decoder whose answers are the tokens of `target`, by the model's own rule if it has one."""
+    """The inputs of a decoder whose answers are the tokens of `target`, by the model's own rule if it has one.
+
+    Tokens behind the end of a target (IGNORED) become padding, which no token before it reads.
+    """
     start = getattr(getattr(model, "config", None), "decoder_start_token_id", None)
     own = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if own is not None:
@@ -50,7 +79,9 @@ def shifted(model: nn.Module, target: Ids) -> Ids:
             raise _without_start(model) from error
     if start is None:
         raise _without_start(model)
-    return torch.cat([target.new_full((len(target), 1), start), target[:, :-1]], dim=1)
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    read_before = target[:, :-1].masked_fill(target[:, :-1] == IGNORED, padding)
+    return torch.cat([target.new_full((len(target), 1), start), read_before], dim=1)
 
 
 def _without_start(model: nn.Module) -> ModelError:
@@ -66,7 +97,9 @@ def prompt_length(model: nn.Module, ids: Ids) -> int:
 
 
 def shape_of_answer(model: nn.Module, ids: Ids) -> tuple[int, ...]:
-    """The shape of a model's answer to rows of token ids, without its last axis."""
+    """The shape of a model's answer to rows, without its last axis."""
+    if is_recorded(ids):
+        return ids.shape[0], longest(ids)
     kind = kind_of(model)
     if kind is not None and not kind.each:
         return (ids.shape[0],)

@@ -15,6 +15,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from compress.model.recordings import FEATURES
+
 Compared = Literal["tokens", "classes", "labels", "score", "spans", "embeddings"]
 """What is compared of two models: probabilities of tokens, of classes, of each label for itself, one score, the start
 and the end of a span, or embeddings."""
@@ -29,8 +31,8 @@ class Kind:
 
     name: what a model of it is or does, as messages say it. auto: transformers' auto class, by which it is told. task:
     the hub's name for its task. compared: what is compared by default. each: whether the answer has a row for every
-    token; otherwise one for every sequence. texts: the texts in a row of token ids, one after the other: 2 for a model
-    with an encoder and a decoder.
+    token; otherwise one for every sequence. texts: the texts that a sequence consists of: 2 for a model with an encoder
+    and a decoder, a recording and its transcript included.
     """
 
     name: str
@@ -54,6 +56,10 @@ MASKED = Kind("predicts masked tokens", "AutoModelForMaskedLM", "fill-mask", "to
 PAIRED = Kind(
     "predicts target tokens from a source text", "AutoModelForSeq2SeqLM", "text2text-generation", "tokens", texts=2
 )  # fmt: skip
+RECORDED = Kind(
+    "transcribes recordings", "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition", "tokens", texts=2
+)
+"""Models with an encoder of recordings and a decoder of their transcripts; the features are their main input."""
 HEADLESS = (
     Kind(
         "is a sequence classifier", "AutoModelForSequenceClassification", "text-classification", "classes", each=False
@@ -65,8 +71,8 @@ HEADLESS = (
 """The kinds without a language-model head."""
 
 SUPPORTED = (
-    "supported are models that predict next, masked or target tokens, and without a language-model head encoders, "
-    "sequence classifiers, token classifiers and models for extractive question answering"
+    "supported are models that predict next, masked or target tokens, or transcripts of recordings, and without a "
+    "language-model head encoders, sequence classifiers, token classifiers and models for extractive question answering"
 )
 
 
@@ -97,7 +103,8 @@ def kind_of(model: nn.Module) -> Kind | None:
     if is_masked(type(model), config):
         return MASKED
     if getattr(config, "is_encoder_decoder", False):
-        return PAIRED if listed(type(model), config, PAIRED.auto) else None
+        known = RECORDED if model.main_input_name in FEATURES else PAIRED
+        return known if listed(type(model), config, known.auto) else None
     if model.get_output_embeddings() is not None:
         return CAUSAL
     return next((kind for kind in HEADLESS if listed(type(model), config, kind.auto)), None)
@@ -114,9 +121,14 @@ def reads_whole_texts(model: nn.Module) -> bool:
 
 
 def texts_in_row(model: nn.Module) -> int:
-    """The texts in a row of token ids of a model: 2 for a source and its target, otherwise 1."""
+    """The texts in a sequence of a model: 2 for a source, or a recording, and its target, otherwise 1."""
     kind = kind_of(model)
     return 1 if kind is None else kind.texts
+
+
+def answers_prompts(model: PreTrainedModel) -> bool:
+    """Whether a model generates text from a prompt of text."""
+    return model.can_generate() and kind_of(model) is not RECORDED
 
 
 def described(model: nn.Module) -> str:

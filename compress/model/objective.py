@@ -1,4 +1,4 @@
-"""The objectives on a text: predict next tokens, masked tokens, or the tokens of a target text, or none at all."""
+"""The objectives on a text: predict next, masked or target tokens, or those of a transcript, or none at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.modeling_outputs import Seq2SeqLMOutput, SequenceClassifierOutput
 
 from compress.errors import CalibrationError, ModelError, RecipeError
 from compress.model.inputs import inputs_of, source_and_target
@@ -20,16 +20,16 @@ from compress.model.kinds import (
     DISTRIBUTIONS,
     HEADLESS,
     PAIRED,
+    RECORDED,
     Compared,
     answer_of,
     described,
     is_masked,
     kind_of,
 )
+from compress.model.recordings import IGNORED as IGNORED
+from compress.model.recordings import by_shape, targets_in
 from compress.model.structure.ends import vocabulary_size
-
-IGNORED = -100
-"""The label of ignored positions, the default of torch's losses."""
 
 MASKED_SHARE = 0.15  # Devlin 2019, section 3.1: the fraction of masked tokens; below: fractions of the masked tokens
 SHOWN_AS_MASK = 0.8
@@ -170,6 +170,40 @@ class TargetTokens:
 
 
 @dataclass(frozen=True)
+class TranscriptTokens:
+    """Predict each token of a transcript from its recording and from the tokens before it (`model.recordings`).
+
+    The rows of a batch may have transcripts of several lengths. Then all logits and targets, one row after the other,
+    count as those of one sequence, so that no place is padding.
+    """
+
+    of: ClassVar[str] = TargetTokens.of
+    learns: ClassVar[bool] = True
+
+    def read(self, model: nn.Module, ids: Tensor, rows: Sequence[int], **asked: Any) -> Any:
+        found: dict[int, Tensor] = {}
+        for group in by_shape(ids, targets=False):
+            part = ids[group]
+            logits = run_on(model, part, **asked).logits
+            counts = part[:, 1].tolist()
+            found |= {row: one[:count] for row, one, count in zip(group, logits, counts, strict=True)}
+        each = [found[row] for row in range(len(ids))]
+        equal = len({len(one) for one in each}) == 1
+        return Seq2SeqLMOutput(logits=torch.stack(each) if equal else torch.cat(each)[None])  # pyright: ignore
+
+    def targets(self, ids: Int[Tensor, "rows length"], rows: Sequence[int]) -> Int[Tensor, "rows places"]:
+        found = targets_in(ids)
+        known = found != IGNORED
+        return found if bool(known.all()) else found[known][None]
+
+    def answers(self, logits: Tensor, ids: Tensor, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return logits.flatten(0, 1), self.targets(ids, rows).flatten()
+
+    def predictions(self, output: Any) -> Tensor:
+        return output.logits
+
+
+@dataclass(frozen=True)
 class Outputs:
     """The objective of a model without a language-model head: a text has no targets, only a teacher has outputs.
 
@@ -240,6 +274,8 @@ def objective_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
         return Outputs(described(model), kind.compared_in(model.config))
     if kind is PAIRED:
         return TargetTokens()
+    if kind is RECORDED:
+        return TranscriptTokens()
     if not is_masked(type(model), model.config):
         return NEXT_TOKENS
     size = vocabulary_size(model)
@@ -268,7 +304,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def run_on(model: nn.Module, ids: Int[Tensor, "rows length"], **asked: Any) -> Any:
-    """Run a model on rows of token ids, without a cache. asked: further arguments of the model."""
+    """Run a model on rows of ids, without a cache. asked: further arguments of the model."""
     return model(**inputs_of(model, ids), **without_cache(model), **asked)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from jaxtyping import Int
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from compress.api.passes import Step
 from compress.api.processes import Processes
 from compress.errors import CalibrationError, UserError
+from compress.model.recordings import batches, is_recorded
 
 
 def own_batches(
@@ -26,7 +28,8 @@ def own_batches(
 
 def _batches(ids: Tensor, batch: int) -> list[tuple[int, Tensor]]:
     """The batches with the numbers of their first sequences."""
-    return [(i * batch, part) for i, part in enumerate(ids.split(batch))]
+    parts = batches(ids, batch)
+    return list(zip(accumulate([len(part) for part in parts[:-1]], initial=0), parts, strict=True))
 
 
 def check_divided(
@@ -44,10 +47,12 @@ def check_divided(
     least = min(len(part) for _, part in _batches(ids, batch))
     for where, step, _ in steps:
         if step.requires.batches and least < size:
+            remedy = f"use calibration.batch: {size} or more that divides the {count} sequences"
+            if is_recorded(ids):  # a batch has transcripts of one length
+                remedy = "use a shorter calibration.length, to which more transcripts are cut"
             raise CalibrationError(
                 f"{where}: learns in steps of one calibration batch, and the {size} processes of the launcher need a "
-                f"sequence of each, but one has {least}; use calibration.batch: {size} or more that divides the "
-                f"{count} sequences, or launch fewer processes"
+                f"sequence of each, but one has {least}; {remedy}, or launch fewer processes"
             )
 
 

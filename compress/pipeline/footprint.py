@@ -19,13 +19,14 @@ from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.text_source import TextSource
 from compress.model.inputs import text_lengths
-from compress.model.kinds import is_headless, texts_in_row
+from compress.model.kinds import RECORDED, is_headless, kind_of, texts_in_row
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.save import outside_state
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import find_ends
+from compress.model.structure.front import front_of, target_positions
 from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
 from compress.pipeline.texts import texts_of
@@ -91,13 +92,22 @@ class Footprint:
         if not any(step.requires.data for _, step, _ in self.steps):
             sequences = batch  # as `run` does
         self.sequences, self.batch, self.tokens = sequences, batch, sequences * self.length
-        self.lengths = text_lengths(texts_in_row(self.opened.model), self.length)
+        self.lengths = self._lengths()
         self.itemsize = self.opened.dtype.itemsize
         described = text_config(self.opened.config)
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
         self.outside, self.ends = outside_state(self.opened), find_ends(self.opened.model)
+
+    def _lengths(self) -> list[int]:
+        """The tokens of a sequence in each stack; of recordings those of the longest transcript that may be."""
+        model = self.opened.model
+        if kind_of(model) is not RECORDED:
+            return text_lengths(texts_in_row(model), self.length)
+        known = [count for count in (self.length, target_positions(model)) if count]
+        self.length = min(known, default=0)
+        return [front_of(model).positions, self.length]
 
     @property
     def states_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from compress.errors import ModelError
 from compress.model.inputs import prompt_length
-from compress.model.kinds import described
+from compress.model.kinds import answers_prompts, described
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.load import load
 
@@ -22,8 +22,10 @@ def generate_text(
     Raises ModelError for a model that generates no text or has no tokenizer, and for an empty prompt.
     """
     model, tokenizer = load(checkpoint_of(source), dtype, activations=activations)
-    if not model.can_generate():
-        raise ModelError(f"model: {described(model)} and generates no text; measure it with compress eval")
+    if not answers_prompts(model):
+        raise ModelError(
+            f"model: {described(model)} and generates no text from a prompt; measure it with compress eval"
+        )
     if tokenizer is None:
         raise ModelError(f"model: {source} has no tokenizer; add its tokenizer files to the folder")
     if plain or tokenizer.chat_template is None:

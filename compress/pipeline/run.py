@@ -11,7 +11,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +29,6 @@ from compress.evaluate.store import Store, digest_of
 from compress.formats.containers.files import told_of_writing, write_text
 from compress.formats.native import Native
 from compress.model.linear import CompressedLinear
-from compress.model.objective import text_config
 from compress.model.open.experts import open_experts
 from compress.model.open.hub import at_commit
 from compress.model.open.load import load
@@ -39,6 +37,7 @@ from compress.model.open.opening import OpenModel
 from compress.model.open.packed import Packed, open_input, with_masks
 from compress.model.open.sentence import pooling_in
 from compress.model.open.supported import check_supported
+from compress.model.recordings import batches, beginning
 from compress.model.saving import guard_saving
 from compress.model.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
@@ -57,7 +56,7 @@ from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, sto
 from compress.pipeline.servers import settled_check
 from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import in_memory, open_original, open_source, open_teacher
-from compress.pipeline.texts import calibration_ids, eval_ids
+from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
@@ -139,7 +138,7 @@ def default_folder(recipe: Recipe | str | Path) -> Path:
 def apply(
     model: PreTrainedModel,
     passes: Pass | Sequence[Pass],
-    calibration: Tensor | None = None,
+    calibration: Tensor | Mapping[str, Any] | None = None,
     batch: int = 4,
     journal: Journal | None = None,
     teacher: PreTrainedModel | None = None,
@@ -151,7 +150,8 @@ def apply(
     Save the result with `compress.save`, or with `save_pretrained` if no layer is quantized.
 
     passes: a list, or one pass; also as recipes spell them, such as [{"scheme": "W4A16"}]. calibration: token ids
-    [sequences, length]; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
+    [sequences, length]; for a model that hears recordings a mapping with input_features (or input_values) and labels,
+    as of transformers; required unless all passes are data-free. batch: sequences per batch. teacher: the uncompressed
     model, for passes that learn from it; by default a copy of the model. tokenizer: provides the mask token, for passes
     that train a masked language model or compute its loss. masks: 'keep': the zeros of a dense linear with more than a
     fifth of zeros stay zero; 'forget': they are ordinary weights.
@@ -169,26 +169,21 @@ def apply(
     for log in open_experts(model):
         journal.add("note", "model", log)
     opened = in_memory(model, tokenizer)
-    ModelShell(opened).check()
+    sample = ModelShell(opened).check()
     for log in with_masks(opened, masks=masks).notes:
         journal.add("note", "model", log)
     context = Run(opened.device, opened.dtype, journal=journal, format=Native())
     steps, _ = resolve(passes, opened, context.format)
     if calibration is None and any(step.requires.data for step in passes):
         raise CalibrationError("calibration: these passes need token ids, an integer tensor [sequences, length]")
-    if calibration is not None and (calibration.dim() != 2 or not calibration.numel()):
-        shape = list(calibration.shape)
-        raise CalibrationError(f"calibration: holds no tokens ({shape}); use token ids [sequences, length]")
-    ids = (
-        torch.arange(PROBE_TOKENS)[None] % text_config(model.config).vocab_size if calibration is None else calibration
-    )
-    batches = [] if calibration is None else list(ids.split(batch))
-    context.calibration = calibration
+    ids = None if calibration is None else given_ids(model, calibration)
+    probe = probe_without_data(model, sample, PROBE_TOKENS) if ids is None else beginning(ids, PROBE_TOKENS)
+    context.calibration = ids
     context.open_teacher = teachers(passes, model, teacher, opened)
     check_original_given(steps, teacher is not None)
     context.open_original = None if teacher is None else partial(in_memory, teacher)
     context.lm_objective = lm_objective_for(steps, opened)
-    engine(steps, opened, batches, ids[:1, :PROBE_TOKENS], context, Memory())
+    engine(steps, opened, [] if ids is None else batches(ids, batch), probe, context, Memory())
     return model
 
 
@@ -290,13 +285,13 @@ def _at_commit(recipe: Recipe, opened: OpenModel) -> dict[str, str]:
 def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint."""
     ids, batch = job.ids, job.recipe.calibration.batch
-    probe, batches = ids[:1, :PROBE_TOKENS], own_batches(ids, batch, job.context.processes)
+    probe, own = beginning(ids, PROBE_TOKENS), own_batches(ids, batch, job.context.processes)
     if not any(step.requires.data for _, step, _ in job.steps):
-        batches = [ids[:batch]]  # no pass calibrates; one batch is enough to measure errors
+        own = batches(ids, batch)[:1]  # no pass calibrates; one batch is enough to measure errors
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)
-    engine(job.steps, job.opened, batches, probe, job.context, sink)
+    engine(job.steps, job.opened, own, probe, job.context, sink)
 
 
 def finish(job: Job) -> Result:

@@ -17,10 +17,9 @@ from compress.errors import TargetError
 from compress.formats.base import Format
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
-from compress.model.structure.ends import vocabulary_size
 from compress.model.structure.links import block_signature, find_groups
 from compress.recipe.schema import Recipe
-from compress.stream.capture import CHECKED_TOKENS, UNRUNNABLE, Call, ModelShell
+from compress.stream.capture import UNRUNNABLE, Call, ModelShell
 from compress.weights.layer import LayerScheme
 
 MOST = 64
@@ -32,8 +31,8 @@ def fused_sets(opened: OpenModel) -> list[tuple[str, ...]]:
 
     Blocks run on tensors without data. A block that cannot run so has no sets.
     """
-    ids = torch.arange(CHECKED_TOKENS)[None] % vocabulary_size(opened.model)
     shell, captured = ModelShell(opened), None
+    ids = shell.check()
     known: dict[object, list[tuple[str, ...]]] = {}
     found = []
     for block in opened.blocks:

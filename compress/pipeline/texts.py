@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -10,9 +13,14 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
+from compress.errors import CalibrationError
 from compress.evaluate.windows import evaluation_ids
+from compress.model.inputs import check_rows
 from compress.model.kinds import described, is_headless
+from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
+from compress.model.recordings import is_recorded, rows_of, stacked
+from compress.model.structure.front import check_recordings
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -44,10 +52,34 @@ def calibration_ids(recipe: Recipe, opened: OpenModel) -> tuple[Tensor, list[Tex
     Raises CalibrationError: the text is missing or too short, ids exceed the vocabulary, or there is no tokenizer.
     """
     samples = [_calibration_sample(recipe, text, count, opened) for text, count in recipe.calibration.texts()]
-    ids = torch.cat([ids for ids, _ in samples])
+    ids = stacked([ids for ids, _ in samples])
     if len(samples) > 1:
         ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(recipe.seed))]
     return ids, [use for _, use in samples]
+
+
+def given_ids(model: PreTrainedModel, given: Tensor | Mapping[str, Any]) -> Tensor:
+    """The calibration ids that a caller gives: token ids, or the features and labels of recordings.
+
+    Raises CalibrationError for empty ids, and for those of another kind of model.
+    """
+    if isinstance(given, Mapping):
+        ids = rows_of(given)
+    else:
+        ids = given
+        if ids.dim() != 2 or not ids.numel():
+            raise CalibrationError(
+                f"calibration: holds no tokens ({list(ids.shape)}); use token ids [sequences, length]"
+            )
+    check_rows(model, ids)
+    if is_recorded(ids):
+        check_recordings(model, ids, [f"calibration: recording {i}" for i in range(len(ids))])
+    return ids
+
+
+def probe_without_data(model: PreTrainedModel, sample: Tensor, tokens: int) -> Tensor:
+    """The sequence on which passes without calibration prove their rewrites. sample: with which the model runs."""
+    return sample if is_recorded(sample) else torch.arange(tokens)[None] % text_config(model.config).vocab_size
 
 
 def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, opened: OpenModel) -> Sample:

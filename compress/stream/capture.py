@@ -18,16 +18,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError, NumericError
-from compress.model.inputs import shape_of_answer, text_lengths
-from compress.model.kinds import SUPPORTED, answer_of, texts_in_row
+from compress.model.inputs import shape_of_answer
+from compress.model.kinds import SUPPORTED, answer_of
 from compress.model.objective import run_on
 from compress.model.open.experts import exercised
 from compress.model.open.opening import OpenModel, is_finite
+from compress.model.recordings import beginning, is_recorded
 from compress.model.structure.blocks import Block, hidden_argument, hidden_of, stack_of
-from compress.model.structure.ends import vocabulary_size
+from compress.model.structure.front import samples_for
 from compress.stream.store import ActivationStore
 
-CHECKED_TOKENS = 4
+LEARNED_TOKENS = 4
 UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
 """The exceptions of a model's forward pass that lacks an argument, such as an image."""
 
@@ -87,7 +88,7 @@ def hold(calls: dict[int, Call], store: ActivationStore) -> dict[int, Call]:
 
 @dataclass
 class Captured:
-    """The inputs of the blocks of one stack for one batch of token ids.
+    """The inputs of the blocks of one stack for one batch of ids.
 
     hidden: the input of the first block. calls: one per block, by the index of the block.
     """
@@ -147,10 +148,6 @@ class ModelShell:
     def stacks(self) -> int:
         """The number of stacks of the model."""
         return self._opened.blocks[-1].stack + 1
-
-    def lengths(self, ids: Int[Tensor, "batch length"]) -> list[int]:
-        """The numbers of tokens of each row that the stacks see."""
-        return text_lengths(texts_in_row(self._opened.model), ids.shape[1])
 
     def capture(self, ids: Int[Tensor, "batch length"], stack: int = 0, given: Tensor | None = None) -> Captured:
         """Run the model on token ids while its blocks return their input, and record the arguments of a stack's blocks.
@@ -279,7 +276,7 @@ class ModelShell:
             raise _Enough(first_block(args, kwargs))
 
         try:
-            self._run(ids[:1, :4], learn)
+            self._run(beginning(ids, LEARNED_TOKENS), learn)
         except _Enough as learned:
             output = learned.args[0]
         else:
@@ -312,17 +309,36 @@ class ModelShell:
         finally:
             self._sketching = False
 
-    def check(self) -> None:
-        """Run the model on a few token ids while its blocks return their input; weights of blocks are not read.
+    def check(self) -> Int[Tensor, "1 length"]:
+        """Run the model on a sample while its blocks return their input; weights of blocks are not read.
 
-        Raises ModelError unless the model runs on token ids alone, calls every block once and one after the other,
-        returns the answer of its kind, and writes no weight of a block.
+        Returns the sample: a few token ids, or a recording. Raises ModelError unless the model runs on it alone, calls
+        every block once and one after the other, returns the answer of its kind, and writes no weight of a block.
         """
         model = self._opened.model
-        size = vocabulary_size(model)
         blocks = self._opened.blocks
         before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
-        ids = torch.arange(CHECKED_TOKENS)[None] % size
+        *others, last = samples_for(model)
+        try:
+            ids = next((one for one in others if self._runs(one) is None), last)
+            if ids is last and (error := self._runs(last)) is not None:
+                alone = "recordings" if is_recorded(last) else "token ids"
+                raise ModelError(
+                    f"model: {type(model).__name__} does not run on {alone} alone ({type(error).__name__}: {error}); "
+                    f"{SUPPORTED}"
+                ) from error
+        finally:
+            self._forms.clear()
+        for name, parameter, version in before:
+            if parameter._version != version:
+                raise ModelError(
+                    f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
+                    "compressed; use another model"
+                )
+        return ids
+
+    def _runs(self, ids: Int[Tensor, "1 length"]) -> Exception | None:
+        """Run the model on a sample; returns the error with which it cannot. Raises ModelError for other faults."""
         try:
             hidden = None
             for stack in range(self.stacks):
@@ -332,18 +348,8 @@ class ModelShell:
         except torch.OutOfMemoryError:
             raise
         except UNRUNNABLE as error:
-            raise ModelError(
-                f"model: {type(model).__name__} does not run on token ids alone ({type(error).__name__}: {error}); "
-                f"{SUPPORTED}"
-            ) from error
-        finally:
-            self._forms.clear()
-        for name, parameter, version in before:
-            if parameter._version != version:
-                raise ModelError(
-                    f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
-                    "compressed; use another model"
-                )
+            return error
+        return None
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compress.api.context import Run
@@ -55,10 +56,16 @@ class SweepState:
         for i, ids in enumerate(batches):
             found = shell.capture(ids, block.stack, self.hidden[i])
             self.hidden[i], self.calls[i] = found.hidden, hold(found.calls, given)
+            self.tokens[i] = {*self.tokens[i], tokens_of(found.hidden)}
             self.reference_calls[i] = self.calls[i]
             if self.reference is not None:
                 found = shell.capture(ids, block.stack, self.reference[i])
                 self.reference[i], self.reference_calls[i] = found.hidden, hold(found.calls, of_reference)
+
+
+def tokens_of(hidden: Float[Tensor, "batch length width"]) -> int:
+    """The tokens of a batch in a stack."""
+    return hidden.shape[:-1].numel()
 
 
 def captured(
@@ -76,7 +83,7 @@ def captured(
             state.reference.append(found.hidden)
         state.calls.append(found.calls)
         state.reference_calls.append(found.calls)
-        state.tokens.append({len(ids) * length for length in shell.lengths(ids)})
+        state.tokens.append({tokens_of(found.hidden)})
     return state
 
 

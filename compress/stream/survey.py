@@ -18,6 +18,7 @@ from compress.api.passes import Survey
 from compress.model.linear import CompressedLinear
 from compress.model.open.experts import in_experts
 from compress.model.open.opening import InMemory, OpenModel
+from compress.model.recordings import batches, beginning
 from compress.model.structure.blocks import Block, find_blocks
 from compress.stream.block_inputs import Inputs
 from compress.stream.capture import ModelShell
@@ -83,8 +84,8 @@ def survey_model(model: PreTrainedModel, survey: Survey, names: Sequence[str], r
     ids = run.calibration
     tasks = [SurveyTask(where, survey, names, {})]
     if survey.whole:
-        survey.prepare(model, names, ids.split(BATCH), run)
-    shell, texts = ModelShell(opened), (ids[:1, :PROBE], ids.split(BATCH))
+        survey.prepare(model, names, batches(ids, BATCH), run)
+    shell, texts = ModelShell(opened), (beginning(ids, PROBE), batches(ids, BATCH))
     with torch.no_grad():
         state = captured(shell, *texts, run.store_bytes, run.work)
         found = run_surveys(

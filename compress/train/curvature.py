@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -21,6 +22,7 @@ from compress.errors import NumericError, TargetError
 from compress.model.kinds import DISTRIBUTIONS, answer_of, kind_of
 from compress.model.linear import CompressedLinear, shape_of
 from compress.model.objective import run_on
+from compress.model.structure.blocks import find_blocks, hidden_argument
 
 Told = Callable[[int], None]
 """Called with the number of sequences that are done."""
@@ -86,7 +88,7 @@ def weight_curvature(
     with ExitStack() as stack, torch.enable_grad():
         for name, module in modules.items():
             stack.callback(module.register_forward_hook(watched(name)).remove)
-        stack.enter_context(_from_the_embedding(model))
+        stack.enter_context(_from_the_inputs(model))
         for done, row in enumerate(rows, start=1):
             loss, count = surprise(model, row, draws(row, seed))
             loss.backward()
@@ -99,14 +101,24 @@ def weight_curvature(
 
 
 @contextmanager
-def _from_the_embedding(model: nn.Module) -> Iterator[None]:
-    """Derivatives start at the output of the input embedding, so that no parameter needs one."""
+def _from_the_inputs(model: nn.Module) -> Iterator[None]:
+    """Derivatives start at the output of the input embedding, so that no parameter needs one.
+
+    Those of a stack of blocks that reads recordings start at its input.
+    """
+
+    def begin(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        hidden = hidden_argument(args, kwargs)
+        if not hidden.requires_grad:
+            hidden.requires_grad_()
+
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    handle = embedding.register_forward_hook(lambda module, given, output: output.requires_grad_())
-    try:
+    first = {block.stack: block.module for block in reversed(find_blocks(model))}
+    with ExitStack() as stack:
+        stack.callback(embedding.register_forward_hook(lambda module, given, output: output.requires_grad_()).remove)
+        for block in first.values():
+            stack.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
         yield
-    finally:
-        handle.remove()
 
 
 def hessian_traces(

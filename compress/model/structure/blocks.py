@@ -1,7 +1,7 @@
 """Find the blocks of a model: the list of equal modules that the hidden states pass through in order.
 
-Such a list is a stack. Most models have one. A model of the kind `PAIRED` has two: the blocks of its encoder, then
-those of its decoder, which also read the last hidden states of the encoder.
+Such a list is a stack. Most models have one. A model with an encoder and a decoder has two: the blocks of its encoder,
+then those of its decoder, which also read the last hidden states of the encoder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.errors import ModelError
-from compress.model.kinds import PAIRED, kind_of
+from compress.model.kinds import texts_in_row
 from compress.model.linear import linears
 
 
@@ -55,7 +55,7 @@ def stack_of(blocks: Sequence[Block], number: int) -> list[Block]:
 
 def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
     """For each stack, the prefixes of the parts of a model that may contain it; the first that has a list does."""
-    if not isinstance(model, PreTrainedModel) or kind_of(model) is not PAIRED:
+    if not isinstance(model, PreTrainedModel) or texts_in_row(model) == 1:
         return [[*_parts_with_embeddings(model), ""]]
     names = {id(module): name for name, module in model.named_modules()}
     parts = [names.get(id(part)) for part in (model.get_encoder(), model.get_decoder())]

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from encoders import tokenizer
-from model_families import ENCODERS, STRUCTURES, VOCAB, tiny_model
+from model_families import ENCODERS, RECORDED, STRUCTURES, VOCAB, tiny_model
+from safetensors.torch import save_file
 from tolerances import LOGITS
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -190,9 +191,15 @@ class Family:
         tiny_model(name).save_pretrained(folder / "model")
         if name in ENCODERS:
             tokenizer().save_pretrained(folder / "model")  # training needs a mask token
-        ids = torch.randint(VOCAB, (4, 24), generator=torch.Generator().manual_seed(0))
-        np.save(folder / "ids.npy", ids.numpy())
-        self.ids = ids[:2]
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(VOCAB, (4, 24), generator=draw)
+        self.source, self.ids = folder / "ids.npy", ids[:2]
+        if name in RECORDED:
+            given = {"input_features": torch.randn(4, 8, 24, generator=draw), "labels": ids[:, :12].contiguous()}
+            self.source, self.ids = folder / "recordings.safetensors", {key: each[:2] for key, each in given.items()}
+            save_file(given, self.source)
+        else:
+            np.save(self.source, ids.numpy())
 
     @cached_property
     def logits(self) -> Tensor:
@@ -203,7 +210,7 @@ class Family:
         """Plan, run and reload the recipe of a pass. Raises AssertionError for a wrong result."""
         recipe = compress.Recipe(
             model=str(self.folder / "model"),
-            calibration=compress.Calibration(source=str(self.folder / "ids.npy"), sequences=None, length=None),
+            calibration=compress.Calibration(source=str(self.source), sequences=None, length=None),
             passes=read_passes(CHAINS[key]),
             save=compress.Save(format="native", verify="own"),
             eval=None,
@@ -236,8 +243,14 @@ def refusal(work) -> str:
     return ""
 
 
-def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits of a model, without a cache; an encoder reads the first half of each row, a decoder the second."""
+def logits_of(model: PreTrainedModel, ids: Tensor | dict[str, Tensor]) -> Tensor:
+    """The logits of a model, without a cache; an encoder reads the first half of each row, a decoder the second.
+
+    ids: of a model that hears recordings, the features and labels.
+    """
+    if isinstance(ids, dict):
+        with torch.no_grad():
+            return model(**ids).logits.float()
     half = ids.shape[1] // 2
     paired = {"input_ids": ids[:, :half].contiguous(), "labels": ids[:, half:].contiguous()}
     with torch.no_grad():

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedModel,
 )
 
@@ -54,6 +55,10 @@ t5 = {**paired, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_dec
 bart = {
     **paired, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "forced_eos_token_id": None,
+}  # fmt: skip
+whisper = {
+    **{key: value for key, value in bart.items() if key != "max_position_embeddings"}, "num_mel_bins": 8,
+    "max_source_positions": 12, "max_target_positions": 32, "suppress_tokens": [], "begin_suppress_tokens": [],
 }  # fmt: skip
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,12 +116,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mbart": ("mbart", bart),
     "pegasus": ("pegasus", bart),
     "marian": ("marian", bart),
+    "whisper": ("whisper", whisper),
 }  # fmt: skip
 """The model type and the configuration of a family by name. New ones come from transformers, not from this table."""
 
 ENCODERS = {"bert", "modernbert", "albert"}
 PAIRS = {"t5", "t5-gated", "bart", "mbart", "pegasus", "marian"}
 """Those with an encoder and a decoder, of 2 and 3 blocks."""
+RECORDED = {"whisper"}
+"""The same, with an encoder of recordings: of 8 bins and 24 frames each."""
 
 STRUCTURES = {
     "llama": "RMSNorm, grouped-query attention, gated feed-forward, head of its own",
@@ -149,6 +157,7 @@ STRUCTURES = {
     "t5-gated": "the same with a gated feed-forward and logits that are not scaled (T5 v1.1)",
     "bart": "encoder and decoder, LayerNorm after each part, biases, learned positions, GELU",
     "pegasus": "encoder and decoder, LayerNorm before each part, biases, fixed positions, ReLU",
+    "whisper": "encoder of recordings behind two convolutions, and decoder; LayerNorm before each part, biases but on keys",
 }
 """The families of the matrix, and what is special about each."""
 
@@ -167,7 +176,8 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     config = config_of(family, **changes)
     torch.manual_seed(seed)
     kind: Any = AutoModelForMaskedLM if family in ENCODERS else AutoModelForCausalLM
-    auto: Callable[..., PreTrainedModel] = (AutoModelForSeq2SeqLM if family in PAIRS else kind).from_config
+    kind = AutoModelForSeq2SeqLM if family in PAIRS else AutoModelForSpeechSeq2Seq if family in RECORDED else kind
+    auto: Callable[..., PreTrainedModel] = kind.from_config
     model = auto(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn_like(parameter)

@@ -24,6 +24,7 @@ from compress.model.embedding import layer_of
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears
 from compress.model.open.computation import storage_of
+from compress.model.open.files import read_processor
 from compress.model.open.load import load
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.save import (
@@ -59,8 +60,9 @@ def save(
     """Write a model in memory to a folder, which `compress.load` reads; returns the folder. The model does not change.
 
     format: as `save.format` of a recipe: 'native' stores all that passes make, 'compressed-tensors' is also read by
-    transformers, 'dense' stores dequantized weights, which any program reads. tokenizer: is saved too. dtype: of scales
-    and dense tensors; 'auto': that of the model's parameters. sparse, embedding, head: as in `save` of a recipe.
+    transformers, 'dense' stores dequantized weights, which any program reads. tokenizer: is saved too, as are the files
+    of a processor in the folder that the model was loaded from. dtype: of scales and dense tensors; 'auto': that of the
+    model's parameters. sparse, embedding, head: as in `save` of a recipe.
 
     The folder appears when all its files are complete and the compressed layers were read back bit for bit.
 
@@ -72,6 +74,8 @@ def save(
     target = FORMATS[format].configured(embedding, head)
     storage = storage_of(model) if dtype == "auto" else DTYPES[dtype]
     opened = OpenModel(model, find_blocks(model), InMemory(), tokenizer, "model", "", first.device, first.dtype)
+    if model.name_or_path and (source := Path(model.name_or_path)).is_dir():
+        opened.processor = read_processor(source)
     _check_outside(opened)
     if reason := target.refuses_model(ends_of(opened)):
         raise SaveError(f"save: format {format}: {reason}; use another format, such as native")

@@ -48,13 +48,13 @@ UNSUPPORTED = {
     ),
     "T5Model": (
         lambda: transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
-        "is an encoder-decoder model without a language-model head, or for another input than text",
+        "is an encoder-decoder model without a language-model head, or for other inputs than text and sound",
     ),
     "BartForSequenceClassification": (
         lambda: transformers.BartConfig(**ENCODER_DECODER, max_position_embeddings=64),
-        "is an encoder-decoder model without a language-model head, or for another input than text",
+        "is an encoder-decoder model without a language-model head, or for other inputs than text and sound",
     ),
-    "WhisperForConditionalGeneration": (
+    "WhisperModel": (
         lambda: transformers.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=16),
         "does not take token ids",
     ),

@@ -117,7 +117,9 @@ def test_the_command_prints_a_column_for_each_model(pico, tiny_folder):
 def test_a_model_that_decodes_nothing_is_an_error(tiny_folder):
     with pytest.raises(ModelError, match="activations: the model has no layers of integer codes"):
         speed.bench(tiny_folder("llama"), activations="int8")
-    with pytest.raises(ModelError, match="predicts masked tokens and decodes no prompt; bench a model that generates text"):
+    with pytest.raises(
+        ModelError, match="predicts masked tokens and decodes no prompt; bench a model that generates text"
+    ):
         speed.bench(tiny_folder("bert"))
 
 

@@ -21,7 +21,8 @@ SETTINGS = (
         help="What is measured: quick, standard, full, or a YAML file; options replace values.",
     ),
     click.option(
-        "--text", multiple=True, help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; none for no text."
+        "--text", multiple=True,
+        help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; recordings: a .jsonl file; none for no text.",
     ),
     click.option(
         "--windows",

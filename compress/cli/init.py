@@ -32,15 +32,17 @@ class InitCommand(click.Command):
     "-o", "--out", type=click.Path(path_type=Path), default=Path("recipe.yaml"), show_default=True,
     help="The file to write.",
 )  # fmt: skip
+@click.option("--text", "source", default="embedded", show_default=True,
+              help="Text of the calibration and the evaluation, or a list of recordings.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
 @click.option("--no-check", "check", is_flag=True, default=True, flag_value=False,
               help="Do not open the model to see whether the recipe fits.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def init(model: str, target: str, out: Path, overwrite: bool, check: bool, as_json: bool) -> None:
+def init(model: str, target: str, out: Path, source: str, overwrite: bool, check: bool, as_json: bool) -> None:
     """Write a commented recipe for MODEL to start from, and see that it can be planned."""
     with without_collection():
         from compress.pipeline.starting import start_recipe
-    made = start_recipe(model, target, out, overwrite, check)
+    made = start_recipe(model, target, out, overwrite, check, source)
     sizes = None
     if made.planned is not None:
         sizes = {name: getattr(made.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PreTrainedModel, PreTrainedTokenizerBase
@@ -126,14 +126,30 @@ def _chosen(of: int, path: Path, part: Part, count: int | None, seed: int | None
     return torch.randperm(of, generator=torch.Generator().manual_seed(seed))[:count].tolist()
 
 
+def count_in(source: TextSource, part: Part) -> int:
+    """The number of all recordings of a source. Raises CalibrationError for a file that cannot be read."""
+    path = Path(str(source.source))
+    if path.suffix != STORED:
+        return sum(1 for _ in json_rows(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.get_slice(LABELS).get_shape()[0] if LABELS in file.keys() else 0  # noqa: SIM118  no mapping
+    except (OSError, SafetensorError) as error:
+        raise _no_tensors(path, part, error) from error
+
+
+def _no_tensors(path: Path, part: Part, error: Exception) -> CalibrationError:
+    return CalibrationError(
+        f"{part}: {path} is no {STORED} file ({one_line(error)}); write it with safetensors.torch.save_file"
+    )
+
+
 def _stored(path: Path, part: Part, length: int | None) -> Rows:
     """The recordings in a .safetensors file, each with at most `length` target tokens. Raises CalibrationError."""
     try:
         given: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CalibrationError(
-            f"{part}: {path} is no .safetensors file ({one_line(error)}); write it with safetensors.torch.save_file"
-        ) from error
+        raise _no_tensors(path, part, error) from error
     if LABELS in given and given[LABELS].dim() == 2:
         given[LABELS] = given[LABELS][:, :length]
     return rows_of(given, f"{part}: {path}")

@@ -17,6 +17,7 @@ from compress.api.memory import STORE_BYTES, ProblemSize
 from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.api.samples import Sample
 from compress.data.ids import extent
+from compress.data.recorded import count_in
 from compress.data.text_source import TextSource
 from compress.model.inputs import text_lengths
 from compress.model.kinds import RECORDED, is_headless, kind_of, texts_in_row
@@ -88,11 +89,14 @@ class Footprint:
     def __post_init__(self) -> None:
         calibration = self.recipe.calibration
         sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
+        if not sequences and kind_of(self.opened.model) is RECORDED:
+            sequences = count_in(calibration, "calibration")
         batch = min(calibration.batch, sequences)
         if not any(step.requires.data for _, step, _ in self.steps):
             sequences = batch  # as `run` does
-        self.sequences, self.batch, self.tokens = sequences, batch, sequences * self.length
         self.lengths = self._lengths()
+        self.length = sum(self.lengths)
+        self.sequences, self.batch, self.tokens = sequences, batch, sequences * self.length
         self.itemsize = self.opened.dtype.itemsize
         described = text_config(self.opened.config)
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
@@ -106,8 +110,7 @@ class Footprint:
         if kind_of(model) is not RECORDED:
             return text_lengths(texts_in_row(model), self.length)
         known = [count for count in (self.length, target_positions(model)) if count]
-        self.length = min(known, default=0)
-        return [front_of(model).positions, self.length]
+        return [front_of(model).positions, min(known, default=0)]
 
     @property
     def states_bytes(self) -> int:

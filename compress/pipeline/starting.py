@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from compress.errors import CalibrationError, OutputError, RecipeError, TargetEr
 from compress.formats.containers.files import write_text
 from compress.pipeline.plan import Plan, plan
 from compress.recipe.schema import Recipe
-from compress.recipe.targets import LENGTH, Start, choose, group_sizes, read_target, recipe_text
+from compress.recipe.targets import EMBEDDED, LENGTH, Start, choose, group_sizes, read_target, recipe_text
 
 SMALLER_GROUPS, SHORTER = (64, 32, 16), (256, 128, 64)
 """Group sizes and lengths that are tried for models whose widths and contexts need them."""
@@ -28,11 +29,13 @@ class Started:
     planned: Plan | None = None
 
 
-def start_recipe(model: str, target: str, path: Path, overwrite: bool = False, check: bool = True) -> Started:
+def start_recipe(
+    model: str, target: str, path: Path, overwrite: bool = False, check: bool = True, source: str = EMBEDDED
+) -> Started:
     """Write the recipe of a target for a model, after a plan of it has succeeded.
 
     A group size that the model's widths do not allow, and sequences longer than its context, are made smaller.
-    check: False: write it without a look at the model.
+    check: False: write it without a look at the model. source: of the calibration and of the evaluation.
 
     Raises RecipeError for a target, OutputError for a file that is there, and the errors of `plan`.
     """
@@ -41,33 +44,34 @@ def start_recipe(model: str, target: str, path: Path, overwrite: bool = False, c
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: is there already; write another name after -o, or --overwrite to replace it")
     start = choose(read_target(target))
-    made = _fitted(start, model, target, path) if check else Started(path, start, _spelled(start, model, target, path))
+    spell = partial(_spelled, start, model, target, path, source)
+    made = _fitted(start, path, spell) if check else Started(path, start, spell())
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, made.text)
     return made
 
 
 def _spelled(
-    start: Start, model: str, target: str, path: Path, group: int | None = None, length: int = LENGTH,
+    start: Start, model: str, target: str, path: Path, source: str, group: int | None = None, length: int = LENGTH,
     measure: str = "perplexity",
 ) -> str:  # fmt: skip
-    return recipe_text(start, model, target, path.as_posix(), group, length, measure)
+    return recipe_text(start, model, target, path.as_posix(), group, length, measure, source)
 
 
-def _fitted(start: Start, model: str, target: str, path: Path, measure: str = "perplexity") -> Started:
+def _fitted(start: Start, path: Path, spell: Callable[..., str], measure: str = "perplexity") -> Started:
     """The first variant that can be planned. Raises the error of the last one where there is none.
 
     A model without a language-model head gets agreement in place of perplexity.
     """
     first = last = None
     for group, length, changed in _variants(start):
-        text = _spelled(start, model, target, path, group, length, measure)
+        text = spell(group, length, measure)
         try:
             planned = plan(Recipe.from_text(text, str(path)))
         except RecipeError as error:
             if error.path != ("eval", measure):
                 raise
-            return _fitted(start, model, target, path, "agreement")
+            return _fitted(start, path, spell, "agreement")
         except (TargetError, CalibrationError) as error:
             first, last = first or error, error
             continue

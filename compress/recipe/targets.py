@@ -22,9 +22,11 @@ WORDS = "_words.yaml"
 SEQUENCES, LENGTH = 64, 512
 """Of calibration: minutes for a small model on a CPU."""
 
+EMBEDDED = "embedded"
+BETTER = "comes with Python; better: wikitext, c4, ultrachat, or a .txt or .jsonl file of yours"
 CALIBRATION = """\
 calibration:                  # text that shows the model's usual inputs; errors on it are kept small
-  source: embedded            # comes with Python; better: wikitext, c4, ultrachat, or a .txt or .jsonl file of yours
+  source: {source:<19} # {about}
   sequences: {sequences:<16} # more lose a little less and take longer
   length: {length:<19} # tokens of a sequence
 """
@@ -127,11 +129,11 @@ def listed() -> str:
 
 def recipe_text(
     start: Start, model: str, target: str, path: str, group_size: int | None = None, length: int = LENGTH,
-    measure: str = "perplexity",
+    measure: str = "perplexity", source: str = EMBEDDED,
 ) -> str:  # fmt: skip
     """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence.
 
-    measure: of quality, perplexity or agreement.
+    measure: of quality, perplexity or agreement. source: of the calibration and of the evaluation.
     """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
@@ -144,8 +146,10 @@ def recipe_text(
     if group_size is not None:
         body = re.sub(r"(group_size: )\d+ *", lambda found: f"{found[1]}{group_size}".ljust(len(found[0])), body)
     if start.sequences is not None:
-        lines.append(CALIBRATION.format(sequences=start.sequences, length=length).rstrip())
-    return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length, measure=f"{measure}: [embedded]")])
+        about = {"source": _scalar(source), "about": BETTER if source == EMBEDDED else "or another one"}
+        lines.append(CALIBRATION.format(sequences=start.sequences, length=length, **about).rstrip())
+    measured = f"{measure}: [{_scalar(source)}]"
+    return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length, measure=measured)])
 
 
 def group_sizes(start: Start) -> list[int]:

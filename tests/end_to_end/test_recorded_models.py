@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 from encoders import tokenizer
 from model_families import tiny_model
-from speech import extractor, sweep, write_model, write_recordings
+from speech import TEXTS, extractor, sweep, write_model, write_recordings
 from tolerances import LOGITS
 from transformers import (
     AutoModelForSpeechSeq2Seq,
@@ -152,12 +152,22 @@ def test_run_stores_what_apply_computes(asked, folder, rows, tmp_path):
     assert torch.equal(logits_of(stored, rows[:1]), logits_of(model, rows[:1]))
 
 
-def test_the_plan_knows_bytes_and_memory(asked, tmp_path):
+def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
     planned = compress.plan(asked(GPTQ(**INT4)), time=True)
     report = compress.run(asked(GPTQ(**INT4)), tmp_path).report
     assert planned.checkpoint_bytes == report["predicted"]["tensor_bytes"]
-    parts = [need.parts for need in planned.fit.needs if "decoder" in need.where]
-    assert any(part.get("outputs of the stack before") == 6 * 12 * 32 * 4 for part in parts)
+    every = compress.plan(asked(GPTQ(**INT4), calibration=Calibration(source=recordings, sequences=None, length=None)))
+    for fit in (planned.fit, every.fit):
+        parts = [need.parts for need in fit.needs if "decoder" in need.where]
+        assert any(part.get("outputs of the stack before") == 6 * 12 * 32 * 4 for part in parts)
+
+
+def test_a_recipe_to_start_from(folder, tmp_path):
+    more, path = write_recordings(tmp_path / "more", TEXTS * 11), tmp_path / "start.yaml"
+    done = CliRunner().invoke(main, ["init", folder, "--text", more, "-o", str(path)])
+    assert done.exit_code == 0 and path.read_text().count(more) == 2, done.output
+    compress.plan(compress.Recipe.from_yaml(path))
+    assert "embedded holds none; write calibration: " in refused("init", folder, "-o", tmp_path / "other.yaml")
 
 
 # Statistics and losses

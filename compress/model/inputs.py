@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from compress.errors import CalibrationError, ModelError
 from compress.model.kinds import RECORDED, described, kind_of, texts_in_row
@@ -48,8 +49,11 @@ def check_rows(model: nn.Module, ids: Ids, where: str = "calibration") -> None:
 def inputs_of(model: nn.Module, ids: Ids) -> dict[str, Any]:
     """The arguments with which a model reads rows; recordings have features of one shape.
 
+    model: also as several processes that train it hold it.
     Raises ModelError for a decoder without start token.
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     if is_recorded(ids):
         found, name = read(ids), str(model.main_input_name)
         return {name: found.features.to(_read_in(model)), "decoder_input_ids": shifted(model, found.targets)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, agreement, finish, start
+from speech import write_model, write_recordings
 
 from compress.formats.containers.files import file_sha256
 
@@ -75,6 +76,26 @@ def test_processes_write_what_one_writes(processes, alone, recipes, tmp_path):
         ]
         assert losses[0]["base"]["loss"] == pytest.approx(losses[1]["base"]["loss"], rel=1e-5)
         assert losses[0]["compressed"]["loss"] == pytest.approx(losses[1]["compressed"]["loss"], rel=1e-2)
+
+
+def test_processes_share_recordings(tmp_path):
+    """Batches of transcripts of one length, of which some processes have none."""
+    model, clips = write_model(tmp_path / "model"), write_recordings(tmp_path / "clips")
+    passes = "[{gptq: {weights: int4, group_size: 16}}, {distill: {steps: 2, batch: 2, train: [scales, norms]}}]"
+    path = tmp_path / "recorded.yaml"
+    path.write_text(
+        f"model: {model}\ncalibration: {{source: {clips}, sequences: 6}}\npasses: {passes}\n"
+        f"save: {{format: native, verify: own}}\neval: {{perplexity: [{clips}], windows: 6}}\n"
+    )
+    losses = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        run(processes, out, [str(path)])
+        quality = json.loads((out / "recorded" / "report.json").read_text())["perplexity"][0]
+        losses.append([quality[which]["loss"] for which in ("base", "compressed")])
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5)
+    assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-2)
+    assert agreement(tmp_path / "1" / "recorded", tmp_path / "2" / "recorded") > SHARES["segments"]
 
 
 def kept(folder: Path) -> int:

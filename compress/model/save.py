@@ -18,7 +18,7 @@ from compress.model.linear import CompressedLinear, linears
 from compress.model.open.opening import OpenModel
 from compress.model.open.stored import INDEX
 from compress.model.saving import MASKED_KEY
-from compress.model.structure.ends import compressed_ends, find_ends
+from compress.model.structure.ends import compressed_ends, end_layer, find_ends
 from compress.numerics.dtypes import dtype_name
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity, sparsities
 from compress.weights.codes import CodesPart
@@ -94,6 +94,12 @@ def outside_state(opened: OpenModel) -> dict[str, Tensor]:
     state = sorted(opened.model.state_dict().items())
     kept = {name: tensor for name, tensor in state if not name.startswith(prefixes) and name not in tied}
     return {n: t for n, t in kept.items() if not n.startswith(ends or ("\0",)) or n.removesuffix(".bias") + "." in ends}
+
+
+def outside_dense(opened: OpenModel) -> dict[str, Tensor]:
+    """`outside_state`, with the weights of mapped ends as tensors without values in the dtype of computation."""
+    shapes = {name: end_layer(opened.model, end).shape for name, end in opened.mapped_ends.items()}
+    return outside_state(opened) | {n: torch.empty(s, dtype=opened.dtype, device="meta") for n, s in shapes.items()}
 
 
 def outside_tensors(

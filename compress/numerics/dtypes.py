@@ -26,6 +26,10 @@ SAFETENSORS |= {  # those that newer versions of torch have
 }
 
 
+SLICE = 1 << 22
+"""Numbers of a slice of a tensor that is cast or rounded in slices."""
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return 'float32' for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -49,6 +53,29 @@ def fast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of computation for weights in `dtype`: float32 for bfloat16 that the processor computes slowly."""
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not has_bfloat16_products()
     return torch.float32 if slow else dtype
+
+
+def in_slices(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Views of a tensor along its first dimension, of at most `SLICE` numbers where a row has no more."""
+    if tensor.numel() <= SLICE:
+        return (tensor,)
+    return tensor.split(max(1, SLICE * len(tensor) // tensor.numel()))
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of a floating tensor rounded to a narrower dtype, in its own; itself if that changes none.
+
+    A slice is rounded at a time, so that a large tensor takes memory for one copy at most.
+    """
+    narrower = tensor.is_floating_point() and torch.finfo(dtype).bits < torch.finfo(tensor.dtype).bits
+    if not narrower or tensor.is_meta:
+        return tensor
+    if all(torch.equal(part.to(dtype).to(part.dtype), part) for part in in_slices(tensor)):
+        return tensor
+    found = torch.empty_like(tensor)
+    for to, part in zip(in_slices(found), in_slices(tensor), strict=True):
+        to.copy_(part.to(dtype))
+    return found
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

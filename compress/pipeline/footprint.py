@@ -22,14 +22,16 @@ from compress.data.text_source import TextSource
 from compress.model.inputs import text_lengths
 from compress.model.kinds import RECORDED, is_headless, kind_of, texts_in_row
 from compress.model.objective import text_config
-from compress.model.open.opening import OpenModel
+from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.resident import held_bytes
-from compress.model.save import outside_state
+from compress.model.open.stored_ends import stored_ends
+from compress.model.save import outside_dense
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import find_ends
 from compress.model.structure.front import front_of, target_positions
 from compress.numerics.quant.codes import groups_in
 from compress.pipeline.resolve import storage_dtype
+from compress.pipeline.sources import maps_ends
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.train.options import TrainingOptions
@@ -102,7 +104,7 @@ class Footprint:
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
-        self.outside, self.ends = outside_state(self.opened), find_ends(self.opened.model)
+        self.outside, self.ends = outside_dense(self.opened), find_ends(self.opened.model)
 
     def _lengths(self) -> list[int]:
         """The tokens of a sequence in each stack; of recordings those of the longest transcript that may be."""
@@ -124,9 +126,10 @@ class Footprint:
     def needs(self) -> list[Need]:
         """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
-        always = {"tensors outside of the blocks": self.held(self.outside)}
+        where = "tensors outside of the blocks"
+        always, whole_ends = {where: self.held(self._unmapped())}, {where: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
-        found = [Need(EVALUATION, always | evaluated)]
+        found = [Need(EVALUATION, whole_ends | evaluated)]
         if whole:
             always["all blocks"] = self._all_blocks()
         for i, (label, step, names) in enumerate(self.steps):
@@ -158,6 +161,14 @@ class Footprint:
         if storage_dtype(self.recipe, self.opened).itemsize < self.itemsize:
             return sum(tensor.nbytes for tensor in tensors.values())
         return held_bytes(self.opened, tensors)
+
+    def _unmapped(self) -> dict[str, Tensor]:
+        """The tensors outside of the blocks without the embedding and the head if the passes run with mapped ones."""
+        weights = self.opened.weights
+        if not isinstance(weights, Mapped) or not maps_ends(self.recipe):
+            return self.outside
+        mapped = stored_ends(self.opened.model, weights.files, self.opened.dtype)
+        return {name: tensor for name, tensor in self.outside.items() if name not in mapped}
 
     def block_key(self, block: Block) -> tuple[object, ...]:
         """A key that determines the memory of a block: its shapes, and the steps of each of its linears."""

@@ -20,7 +20,7 @@ from compress.model.kv_cache import attentions_containing
 from compress.model.linear import kind_of, linears
 from compress.model.open.opening import OpenModel, read_config
 from compress.model.open.packed import open_input, starting_sparsities
-from compress.model.save import outside_state
+from compress.model.save import outside_dense
 from compress.model.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
 from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
@@ -322,7 +322,7 @@ def _rest_bytes(
     format_: that of the checkpoint; None: all in `storage`.
     """
     apart = {f"{name}.weight" for end in ends for name in end.names}
-    found = {name: tensor for name, tensor in outside_state(opened).items() if name not in apart}
+    found = {name: tensor for name, tensor in outside_dense(opened).items() if name not in apart}
     for block in opened.blocks:
         inside = tuple(f"{name}." for name in linears(block.module))
         state = block.module.state_dict().items()

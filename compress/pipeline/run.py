@@ -34,7 +34,7 @@ from compress.model.open.hub import at_commit
 from compress.model.open.load import load
 from compress.model.open.masks import MaskPolicy
 from compress.model.open.opening import OpenModel
-from compress.model.open.packed import Packed, open_input, with_masks
+from compress.model.open.packed import Packed, with_masks
 from compress.model.open.sentence import pooling_in
 from compress.model.open.supported import check_supported
 from compress.model.recordings import batches, beginning
@@ -55,7 +55,7 @@ from compress.pipeline.provenance import RECIPE_FILE, UNKNOWN, identity, written
 from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, storage_dtype, teachers
 from compress.pipeline.servers import settled_check
 from compress.pipeline.snapshot import OUTSIDE
-from compress.pipeline.sources import in_memory, open_original, open_source, open_teacher
+from compress.pipeline.sources import in_memory, open_original, open_source, open_start, open_teacher
 from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
@@ -219,7 +219,7 @@ def prepare(
     """
     check_folder(out)
     device = device_of(recipe.device)
-    opened = open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, not recipe.passes)
+    opened = open_start(recipe, device)
     for log in opened.notes:
         journal.add("note", "model", log)
     sensitivity_of(out, opened.fingerprint)  # an error in it before the run, not at its end
@@ -227,6 +227,7 @@ def prepare(
     format_ = recipe.save.target().stored_in(storage)
     context = Run(opened.device, storage, recipe.seed, format_, recipe.save.sparse, journal, processes=processes)
     planned = plan_of(recipe, opened, memory_bytes, strict=True)
+    opened.map_ends()  # the check in the plan has read them
     assert planned.fit is not None
     recipe, context.store_bytes = with_batch(recipe, planned.fit.batch), planned.fit.store_bytes
     stated, recorded = written(recipe), _at_commit(recipe, opened)

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager
 from os.path import expanduser
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.api.passes import ModelPass
 from compress.errors import RecipeError
 from compress.model.open.opening import InMemory, OpenModel
 from compress.model.open.packed import open_input
@@ -18,6 +20,22 @@ from compress.recipe.yaml import plain_values, read_file
 
 RECIPE = "recipe.yaml"
 """The recipe in the folder of a run."""
+
+
+def open_start(recipe: Recipe, device: torch.device) -> OpenModel:
+    """Open the model that a run starts with. Raises ModelError."""
+    codes, narrow = not recipe.passes, maps_ends(recipe)
+    return open_input(recipe.model, recipe.dtype, device, recipe.trust_remote_code, recipe.masks, codes, narrow)
+
+
+def maps_ends(recipe: Recipe) -> bool:
+    """Whether embedding and head may stay mapped, in a narrower dtype of their file (`stored_ends`).
+
+    Not if a pass or a survey computes with the whole model, or if they are rounded: by the format, or to a dtype.
+    """
+    surveys = [step.survey() for step in recipe.passes]
+    whole = any(isinstance(step, ModelPass) for step in recipe.passes) or any(each and each.whole for each in surveys)
+    return not whole and recipe.save.dtype == "auto" and recipe.save.target().file is None
 
 
 def original_of(source: str) -> str:

@@ -20,7 +20,7 @@ from compress.errors import NumericError, TargetError, VerificationError
 from compress.model.linear import CompressedLinear, linears, parts_of
 from compress.model.save import stored_sparsity
 from compress.model.structure.blocks import Block
-from compress.numerics.dtypes import bytes_of
+from compress.numerics.dtypes import bytes_of, rounded
 from compress.numerics.histogram import LayerHistograms, histogram
 from compress.numerics.metrics import relative_error
 from compress.weights.base import InputTransform, WeightPart
@@ -258,9 +258,7 @@ def round_to_storage(module: nn.Module, run: Run) -> None:
     for name, tensor in module.named_parameters():
         if name in run.ends:
             continue
-        storage = run.format.stored_dtype(tensor.shape, run.storage)
-        if tensor.is_floating_point() and torch.finfo(storage).bits < torch.finfo(tensor.dtype).bits:
-            tensor.data = tensor.data.to(storage).to(tensor.dtype)
+        tensor.data = rounded(tensor.data, run.format.stored_dtype(tensor.shape, run.storage))
     for part in module.modules():
         if isinstance(part, WeightPart):
             part.round_to(run.storage)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import linear
 from typing_extensions import Self
 
-from compress.numerics.dtypes import DTYPES
+from compress.numerics.dtypes import DTYPES, in_slices, rounded
 from compress.numerics.sparse.positions import Kept, Value
 from compress.weights.base import PartScheme, TensorSpec, WeightPart
 from compress.weights.fields import read_dtype
@@ -67,11 +68,16 @@ class DensePart(WeightPart):
         return self.weight[ids].to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        if self.weight.dtype == x.dtype:
+            return linear(x, self.weight, bias)
+        # Some rows are cast at a time: a copy of a whole head would be the largest tensor of a run.
+        parts = in_slices(self.weight)
+        biases = [None] * len(parts) if bias is None else bias.split(len(parts[0]))
+        found = [linear(x, part.to(x.dtype), own) for part, own in zip(parts, biases, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
     def round_to(self, dtype: torch.dtype) -> None:
-        if torch.finfo(dtype).bits < torch.finfo(self.weight.dtype).bits:
-            self.weight.data = self.weight.data.to(dtype).to(self.weight.dtype)
+        self.weight.data = rounded(self.weight.data, dtype)
 
     def in_storage(self, dtype: torch.dtype) -> DensePart:
         if self.scheme.dtype is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from compress.errors import ModelError, did_you_mean
@@ -72,3 +73,11 @@ def widened(stored: torch.dtype | None) -> list[str]:
         f"this processor has no instructions for {name} products, so the computation is in float32, block by block; "
         f"the weights stay mapped and are stored in {name} (dtype: {name} computes in it)"
     ]
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move all tensors that are not on the meta device: computed buffers such as rotary frequencies."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)

@@ -39,3 +39,12 @@ def fingerprint_of(folder: Path, paths: list[Path]) -> str:
                 file.seek(i * size // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    """What differs if a file is replaced or changed: its number on the disk, its size and the time of its change."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns

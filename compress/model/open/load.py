@@ -20,7 +20,7 @@ from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, r
 from compress.model.linear import linears, replace_linear, shape_of
 from compress.model.open import opening as opening
 from compress.model.open.compiled import compile_generation, record_generation
-from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage
+from compress.model.open.computation import compute_dtype, inference_dtype, remember_storage, to_device
 from compress.model.open.experts import open_experts
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.inference import (
@@ -95,7 +95,7 @@ def load(
             fill(model, "", tensors, schemes, found.format, found.dtype, found.stored)
         _read_dense(found, device)
         tie(model)
-        opening.to_device(model, device)
+        to_device(model, device)
     scales = opening.Mapped(found.stored, found.dtype, device)
     fill_caches(model, "", scales.read([name for name in found.stored if name.endswith(SCALES)]), found.caches)
     model.eval().requires_grad_(False)

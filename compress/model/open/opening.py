@@ -28,9 +28,9 @@ from compress.errors import ModelError, one_line
 from compress.model.kv_cache import CONFIG_KEY
 from compress.model.linear import linears
 from compress.model.open import gguf
-from compress.model.open.computation import compute_dtype, widened
+from compress.model.open.computation import compute_dtype, to_device, widened
 from compress.model.open.experts import open_experts
-from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.files import fingerprint_of, read_processor, stamp_of
 from compress.model.open.hub import check_revision, fetch
 from compress.model.open.limits import limited, limited_modules
 from compress.model.open.matching import lacking, match
@@ -39,10 +39,12 @@ from compress.model.open.prefetch import Prefetch, copied, read
 from compress.model.open.reading import Reading
 from compress.model.open.sentence import read_sentence_files
 from compress.model.open.stored import by_file, headers_of, opened_file, stored_tensors
+from compress.model.open.stored_ends import map_ends, stored_ends
 from compress.model.open.supported import check_supported, class_of
 from compress.model.open.tokenizer import read_tokenizer
 from compress.model.open.untrusted import check_config, check_folder, read_json
 from compress.model.structure.blocks import Block, find_blocks
+from compress.model.structure.ends import End, tie
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError)
 """The exceptions of transformers for a config.json with missing or wrong entries."""
@@ -155,7 +157,7 @@ class OpenModel:
     fingerprint: a digest of configuration and weights. dtype: of the computation. processor: the text of each of
     `PROCESSOR_FILES` and of the files of sentence-transformers that exists. narrow: the 16-bit dtype that holds the
     weights of the source; None: the source needs wider ones, or is unknown. widened_from: the dtype of the checkpoint
-    if `auto` chose a wider one for the computation. commit: of a model of the hub.
+    if `auto` chose a wider one for the computation. commit: of a model of the hub. mapped_ends: see `stored_ends`.
     """
 
     model: PreTrainedModel
@@ -171,6 +173,7 @@ class OpenModel:
     narrow: torch.dtype | None = None
     widened_from: torch.dtype | None = None
     commit: str | None = None
+    mapped_ends: dict[str, End] = field(default_factory=dict)
 
     @property
     def storage(self) -> torch.dtype:
@@ -197,6 +200,10 @@ class OpenModel:
         for following in self.blocks[block.index + 1 : block.index + 2]:
             self.weights.ask(following)
 
+    def map_ends(self) -> None:
+        """Map the ends of `mapped_ends` again, so that the pages that were read leave the process."""
+        map_ends(self.model, self.mapped_ends, self.weights)
+
     @contextmanager
     def streaming(self) -> Iterator[PreTrainedModel]:
         """The whole model, ready to run: each block's weights are loaded for its forward pass only."""
@@ -209,15 +216,6 @@ class OpenModel:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def stamp_of(path: Path) -> tuple[int, ...]:
-    """What differs if a file is replaced or changed: its number on the disk, its size and the time of its change."""
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def assign(module: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -249,11 +247,13 @@ def check_finite(prefix: str, tensors: dict[str, Tensor], files: Mapping[str, tu
 
 
 def open_model(
-    source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False
-) -> OpenModel:
+    source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False,
+    narrow_ends: bool = False,
+) -> OpenModel:  # fmt: skip
     """Open a model by hub id (also OWNER/NAME@REVISION), local folder, or path of a .gguf file.
 
-    dtype: the dtype of computation: 'auto' (that of the checkpoint), 'float32', 'bfloat16' or 'float16'.
+    dtype: the dtype of computation: 'auto' (that of the checkpoint), 'float32', 'bfloat16' or 'float16'. narrow_ends:
+    see `read_outside`.
 
     Raises ModelError: not found, unreadable, truncated, no safetensors, missing tensors, NaN in the weights outside the
     blocks (those inside are checked when a block is loaded).
@@ -284,18 +284,28 @@ def open_model(
         )
         return OpenModel(whole, find_blocks(whole), InMemory(), fingerprint=fingerprint, notes=notes, **common)
     blocks = find_blocks(model)
-    read_outside(model, blocks, weights := Mapped(files, compute, device))
-    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, **common)
+    ends = read_outside(model, blocks, weights := Mapped(files, compute, device), narrow_ends)
+    return OpenModel(model, blocks, weights, fingerprint=fingerprint, notes=notes, mapped_ends=ends, **common)
 
 
-def read_outside(model: PreTrainedModel, blocks: list[Block], weights: Mapped) -> None:
-    """Read the tensors outside of the blocks. Raises ModelError."""
+def read_outside(
+    model: PreTrainedModel, blocks: list[Block], weights: Mapped, narrow_ends: bool = False
+) -> dict[str, End]:
+    """Read the tensors outside of the blocks. Raises ModelError.
+
+    narrow_ends: embedding and head stay in a narrower dtype of their file (`stored_ends`); returns these.
+    """
     inside = tuple(f"{block.name}." for block in blocks)
-    tensors = weights.read([name for name in weights.files if not name.startswith(inside)], waited=True)
+    ends = stored_ends(model, weights.files, weights.dtype) if narrow_ends else {}
+    names = [name for name in weights.files if not name.startswith(inside) and name not in ends]
+    tensors = weights.read(names, waited=True)
     check_finite("", tensors, weights.files)
+    check_finite("", weights.read_raw(list(ends), waited=True), weights.files)
     assign(model, tensors)
-    model.tie_weights()
+    map_ends(model, ends, weights)
+    tie(model)
     to_device(model, weights.device)
+    return ends
 
 
 def empty_model(folder: Path, config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -336,14 +346,6 @@ def _built(
                 f"model: transformers {transformers.__version__} cannot build {kind.__name__} from "
                 f"{folder}/config.json ({type(error).__name__}: {error}); correct the file, or fetch it again"
             ) from error
-
-
-def to_device(model: nn.Module, device: torch.device) -> None:
-    """Move all tensors that are not on the meta device: computed buffers such as rotary frequencies."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
 
 
 def folder_of(source: str) -> Path:

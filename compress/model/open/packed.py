@@ -21,13 +21,13 @@ from compress.model.kv_cache import CONFIG_KEY, SCALES
 from compress.model.linear import CompressedLinear, linears, renew_linear
 from compress.model.open import opening
 from compress.model.open.computation import widened
-from compress.model.open.files import fingerprint_of, read_processor
+from compress.model.open.files import fingerprint_of, read_processor, stamp_of
 from compress.model.open.gguf_codes import checkpoint_of
 from compress.model.open.hub import commit_of
 from compress.model.open.load import describe, fill, fill_caches, masked_in, weights_in_codes
 from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, recorded_masks, told, zeros_of
 from compress.model.open.narrow import narrow_dtype
-from compress.model.open.opening import Mapped, OpenModel, stamp_of
+from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.sentence import read_sentence_files
 from compress.model.open.supported import check_supported
 from compress.model.open.untrusted import read_json
@@ -128,12 +128,13 @@ def is_compressed(source: str) -> bool:
 
 def open_input(
     source: str, dtype: str = "auto", device: torch.device | None = None, trust_remote_code: bool = False,
-    masks: MaskPolicy = "keep", codes: bool = False,
+    masks: MaskPolicy = "keep", codes: bool = False, narrow_ends: bool = False,
 ) -> OpenModel:  # fmt: skip
     """Open a model as `open_model` does; it may also be a compressed checkpoint or the result of pruning.
 
     masks: 'keep': pruned weights stay zero; 'forget': the zeros of linears that are not quantized are ordinary weights.
     codes: a .gguf file of another program keeps its codes, if they are known; otherwise it is a dense model.
+    narrow_ends: embedding and head of a dense model stay in a narrower dtype of their file.
 
     Raises ModelError.
     """
@@ -143,7 +144,8 @@ def open_input(
     if any(getattr(config, key, None) is not None for key in STATED):
         opened = _open_compressed(folder, source, dtype, device or torch.device("cpu"), trust_remote_code)
     else:
-        opened = replace(opening.open_model(str(folder), dtype, device, trust_remote_code), source=source)
+        opened = opening.open_model(str(folder), dtype, device, trust_remote_code, narrow_ends)
+        opened = replace(opened, source=source)
         masked_in(opened.config)
     return with_masks(replace(opened, commit=commit_of(folder)), recorded, masks)
 

@@ -56,6 +56,22 @@ class Kept(NamedTuple):
         drawn = chances.multinomial(SAMPLES, replacement=True, generator=generator)
         return cls(ids, logs.half(), rest.half(), drawn, every.gather(-1, drawn).clamp(min=LEAST).half())
 
+    @classmethod
+    def in_chunks(cls, logits: Float[Tensor, "targets vocabulary"], top_k: int, rows: int) -> Kept:
+        """As `of`, some rows at a time.
+
+        Results go to tensors that hold all rows. Small tensors that stay, between large ones that are freed, would
+        keep the allocator from using this memory again: twice that of the logits.
+        """
+        whole: Kept | None = None
+        for i, part in enumerate(logits.split(rows)):
+            found = cls.of(part, top_k, seed=i)
+            whole = whole or cls(*(tensor.new_empty(len(logits), *tensor.shape[1:]) for tensor in found))
+            for to, tensor in zip(whole, found, strict=True):
+                to[i * rows : i * rows + len(part)] = tensor
+        assert whole is not None
+        return whole
+
     def save(self, path: Path) -> None:
         """Write a file atomically."""
         short = bool((self.ids < SHORT_IDS).all()) and bool((self.drawn < SHORT_IDS).all())

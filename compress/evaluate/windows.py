@@ -107,9 +107,8 @@ def _compared(logits: Tensor, positions: Tensor, index: int, top_k: int, task: W
     """Keep the base model's tokens, or compare a variant with them, some rows at a time."""
     path, size = task.path(index), rows_of_chunk(logits.shape[-1])
     if task.which == "base":
-        kept = [Kept.of(part, top_k, seed=i) for i, part in enumerate(logits.split(size))]
         path.parent.mkdir(parents=True, exist_ok=True)
-        Kept(*(torch.cat(parts) for parts in zip(*kept, strict=True))).save(path)
+        Kept.in_chunks(logits, top_k, size).save(path)
         return {}
     known = Kept.load(path)
     kl: list[float] = []

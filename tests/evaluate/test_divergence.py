@@ -1,5 +1,8 @@
 """KL divergence on kept tokens against the KL over the whole vocabulary."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -60,6 +63,33 @@ def test_kept_tokens_come_back_from_disk(vocabulary, tmp_path):
     ids = 2 if vocabulary < 1 << 16 else 4
     tensors = 3 * (8 + SAMPLES) * (ids + 2) + 3 * 2
     assert tensors <= (tmp_path / "kept.safetensors").stat().st_size < tensors + 600
+
+
+def test_chunks_are_kept_as_the_rows_of_each():
+    base = logits(3, rows=10)
+    found = Kept.in_chunks(base, 8, rows=4)
+    wanted = [Kept.of(part, 8, seed=i) for i, part in enumerate(base.split(4))]
+    assert all(torch.equal(a, torch.cat(parts)) for a, parts in zip(found, zip(*wanted, strict=True), strict=True))
+
+
+ALLOCATED = """
+import torch
+from compress.api.memory import PeakMemory
+from compress.evaluate.divergence import Kept
+base = torch.randn(1, 1 << 18).expand(192, -1)
+with PeakMemory() as nothing:
+    pass
+with PeakMemory() as found:
+    Kept.in_chunks(base, 64, rows=16)
+print(found.peak_bytes - nothing.peak_bytes)
+"""
+
+
+def test_many_chunks_take_the_memory_of_one():
+    chunk_bytes = 16 * (1 << 18) * 4
+    command = [sys.executable, "-c", ALLOCATED]  # the allocator of a new process, as in a run
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(done.stdout) < 16 * chunk_bytes  # small tensors that stay between those of a chunk: 24
 
 
 def test_certain_predictions_stay_finite():

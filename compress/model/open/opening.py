@@ -202,7 +202,8 @@ class OpenModel:
 
     def map_ends(self) -> None:
         """Map the ends of `mapped_ends` again, so that the pages that were read leave the process."""
-        map_ends(self.model, self.mapped_ends, self.weights)
+        if isinstance(self.weights, Mapped):
+            map_ends(self.model, self.mapped_ends, self.weights)
 
     @contextmanager
     def streaming(self) -> Iterator[PreTrainedModel]:
@@ -299,8 +300,7 @@ def read_outside(
     ends = stored_ends(model, weights.files, weights.dtype) if narrow_ends else {}
     names = [name for name in weights.files if not name.startswith(inside) and name not in ends]
     tensors = weights.read(names, waited=True)
-    check_finite("", tensors, weights.files)
-    check_finite("", weights.read_raw(list(ends), waited=True), weights.files)
+    check_finite("", tensors | weights.read_raw(list(ends), waited=True), weights.files)
     assign(model, tensors)
     map_ends(model, ends, weights)
     tie(model)

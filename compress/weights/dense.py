@@ -68,13 +68,17 @@ class DensePart(WeightPart):
         return self.weight[ids].to(dtype)
 
     def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
-        if self.weight.dtype == x.dtype:
-            return linear(x, self.weight, bias)
-        # Some rows are cast at a time: a copy of a whole head would be the largest tensor of a run.
         parts = in_slices(self.weight)
-        biases = [None] * len(parts) if bias is None else bias.split(len(parts[0]))
-        found = [linear(x, part.to(x.dtype), own) for part, own in zip(parts, biases, strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found, -1)
+        if self.weight.dtype == x.dtype or len(parts) == 1:
+            return linear(x, self.weight.to(x.dtype), bias)
+        # Some rows are cast at a time: a copy of a whole head would be the largest tensor of a run. Outputs that stay
+        # between the casts would keep the allocator from using their memory again.
+        found, start = x.new_empty(*x.shape[:-1], len(self.weight)), 0
+        for part in parts:
+            rows = slice(start, start + len(part))
+            found[..., rows] = linear(x, part.to(x.dtype), None if bias is None else bias[rows])
+            start = rows.stop
+        return found
 
     def round_to(self, dtype: torch.dtype) -> None:
         self.weight.data = rounded(self.weight.data, dtype)

@@ -16,6 +16,7 @@ from compress.model.open.opening import open_model
 from compress.model.structure.ends import find_ends
 from compress.numerics import dtypes
 from compress.pipeline.sources import maps_ends
+from compress.weights.dense import DensePart
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -40,6 +41,19 @@ def test_logits_are_those_of_a_copy_in_float32(narrow, ids, monkeypatch):
         with torch.no_grad(), plain_torch():
             found.append(opened.model(input_ids=ids()).logits)
     assert found[1].dtype is torch.float32 and torch.allclose(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_in_slices_is_that_of_the_whole(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=draw) for shape in ((50, 8), (50,), (2, 3, 8)))
+    part, results = DensePart.of(weight.bfloat16()), []
+    for size in (1 << 22, 64):
+        monkeypatch.setattr(dtypes, "SLICE", size)
+        inputs = x.clone().requires_grad_()
+        output = part.product(inputs, bias)
+        output.square().sum().backward()
+        results.append((output.detach(), inputs.grad))
+    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-5) for one, other in zip(*results, strict=True))
 
 
 def test_the_dtype_of_the_file_needs_no_copy(narrow, pico):

@@ -5,9 +5,16 @@ import wave
 from pathlib import Path
 
 import numpy as np
+import torch
 from encoders import tokenizer
 from model_families import tiny_model
-from transformers import WhisperFeatureExtractor
+from transformers import (
+    MoonshineConfig,
+    MoonshineForConditionalGeneration,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
 
 RATE = 16000
 TEXTS = ["w5 w6 w7", "w8 w9 w10", "w11 w12 w13 w14 w15", "w16", "w17 w18 w19 w20 w21", "w22 w23 w24"]
@@ -25,6 +32,24 @@ def write_model(folder, **changes):
     tokenizer().save_pretrained(folder)
     extractor().save_pretrained(folder)
     return str(folder)
+
+
+def speech_to_text():
+    """Features [frames, bins] of several lengths."""
+    sizes = {"input_feat_per_channel": 8, "conv_channels": 16, "max_source_positions": 60, "max_target_positions": 32}
+    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32}
+    model = Speech2TextForConditionalGeneration(Speech2TextConfig(**sizes, vocab_size=64, decoder_start_token_id=2))
+    return model, [torch.randn(40 + 4 * (i % 2), 8) for i in range(6)]
+
+
+def moonshine():
+    """Samples of sound, of several lengths."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64}
+    sizes |= {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_num_attention_heads": 4 for part in ("encoder", "decoder")}
+    sizes |= {f"{part}_num_key_value_heads": 4 for part in ("encoder", "decoder")}
+    model = MoonshineForConditionalGeneration(MoonshineConfig(**sizes, decoder_start_token_id=2, pad_token_id=0))
+    return model, [torch.randn(4000 + 400 * (i % 2)) for i in range(6)]
 
 
 def sweep(seconds=0.5, rate=RATE, first=200.0, last=2000.0):

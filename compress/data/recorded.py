@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from compress.errors import CalibrationError, one_line
 from compress.model.kinds import described
 from compress.model.open.opening import UNREADABLE
 from compress.model.recordings import LABELS, Rows, row_of, rows_of, stacked
-from compress.model.structure.front import check_recordings
+from compress.model.structure.front import check_recordings, front_of
 
 LISTS = (".jsonl", ".json")
 STORED = ".safetensors"
@@ -94,7 +94,7 @@ def recorded_sample(
     check_recorded(model, tokenizer, source, part)
     path = Path(str(source.source))
     if path.suffix == STORED:
-        rows = _stored(path, part, length)
+        rows = _stored(path, part, length, front_of(model).time)
         chosen = _chosen(len(rows), path, part, count, None)
         ids, places, of = rows[chosen], [f"{part}: {path}: recording {i}" for i in chosen], len(rows)
     else:
@@ -144,15 +144,18 @@ def _no_tensors(path: Path, part: Part, error: Exception) -> CalibrationError:
     )
 
 
-def _stored(path: Path, part: Part, length: int | None) -> Rows:
-    """The recordings in a .safetensors file, each with at most `length` target tokens. Raises CalibrationError."""
+def _stored(path: Path, part: Part, length: int | None, time: int | None) -> Rows:
+    """The recordings in a .safetensors file, each with at most `length` target tokens. Raises CalibrationError.
+
+    time: the axis of time of the features (`Front.time`).
+    """
     try:
         given: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise _no_tensors(path, part, error) from error
     if LABELS in given and given[LABELS].dim() == 2:
         given[LABELS] = given[LABELS][:, :length]
-    return rows_of(given, f"{part}: {path}")
+    return rows_of(given, f"{part}: {path}", time)
 
 
 def extractor_of(model: PreTrainedModel, part: Part) -> Any:
@@ -175,7 +178,8 @@ def extractor_of(model: PreTrainedModel, part: Part) -> Any:
 class RecordingReader:
     """Makes rows of the lines of a list.
 
-    column: of the transcript. folder: of relative paths. extractor: makes features of sound.
+    column: of the transcript. folder: of relative paths. extractor: makes features of sound. told: the tokenizers that
+    were told a language and a task, by these.
     """
 
     model: PreTrainedModel
@@ -183,6 +187,7 @@ class RecordingReader:
     column: str
     folder: Path
     extractor: Any
+    told: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def row(self, line: Any, where: str, length: int | None) -> Tensor:
         """The row of a line, with at most `length` target tokens. where: its place. Raises CalibrationError."""
@@ -225,6 +230,9 @@ class RecordingReader:
         asked = {name: line[name] for name in PREFIX if line.get(name) is not None}
         if not asked:
             return self.tokenizer
+        key = tuple(map(str, (asked.get(name) for name in PREFIX)))
+        if key in self.told:
+            return self.told[key]
         found: Any = copy.deepcopy(self.tokenizer)
         if not hasattr(found, "set_prefix_tokens"):
             raise CalibrationError(f"{where}: the tokenizer has no tokens for {' and '.join(asked)}; leave them out")
@@ -232,4 +240,5 @@ class RecordingReader:
             found.set_prefix_tokens(**asked)
         except UNREADABLE as error:
             raise CalibrationError(f"{where}: {' and '.join(asked)}: {one_line(error)}") from error
+        self.told[key] = found
         return found

@@ -54,10 +54,11 @@ def inputs_of(model: nn.Module, ids: Ids) -> dict[str, Any]:
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    if is_recorded(ids):
+    kind = kind_of(model)
+    if kind is RECORDED:  # not told by the first number of the rows, whose reading waits for a GPU
         found, name = read(ids), str(model.main_input_name)
         return {name: found.features.to(_read_in(model)), "decoder_input_ids": shifted(model, found.targets)}
-    if texts_in_row(model) == 1:
+    if kind is None or kind.texts == 1:
         return {"input_ids": ids}
     source, target = source_and_target(ids)
     return {"input_ids": source, "decoder_input_ids": shifted(model, target)}
@@ -102,9 +103,9 @@ def prompt_length(model: nn.Module, ids: Ids) -> int:
 
 def shape_of_answer(model: nn.Module, ids: Ids) -> tuple[int, ...]:
     """The shape of a model's answer to rows, without its last axis."""
-    if is_recorded(ids):
-        return ids.shape[0], longest(ids)
     kind = kind_of(model)
+    if kind is RECORDED:
+        return ids.shape[0], longest(ids)
     if kind is not None and not kind.each:
         return (ids.shape[0],)
     return ids.shape[0], text_lengths(texts_in_row(model), ids.shape[1])[-1]

@@ -31,7 +31,7 @@ IGNORED = -100
 """Label of ignored positions, the default of torch's losses."""
 FEATURES = ("input_features", "input_values")
 """What transformers calls the features of recordings."""
-LABELS = "labels"
+LABELS, MASK = "labels", "attention_mask"
 
 Rows = Int[Tensor, "rows length"]
 
@@ -59,6 +59,8 @@ def row_of(features: Float[Tensor, "*shape"], targets: Sequence[int]) -> Int[Ten
 
 def stacked(rows: Sequence[Tensor]) -> Rows:
     """One tensor of rows, or of groups of rows, of different lengths."""
+    if len(rows) == 1 and rows[0].dim() == 2:
+        return rows[0]
     if len({row.shape[-1] for row in rows}) == 1:
         return torch.cat([row.reshape(-1, row.shape[-1]) for row in rows])
     return pad_sequence([row for group in rows for row in group.reshape(-1, group.shape[-1])], batch_first=True)
@@ -122,11 +124,14 @@ def longest(ids: Rows) -> int:
     return int(ids[:, 1].max()) if is_recorded(ids) else ids.shape[1]
 
 
-def rows_of(given: Mapping[str, Any], where: str = "calibration") -> Rows:
+def rows_of(given: Mapping[str, Any], where: str = "calibration", time: int | None = None) -> Rows:
     """The rows of a batch as transformers spells it: features of recordings, and the labels of their transcripts.
 
     given: `input_features` or `input_values` [recordings, ...] and `labels` [recordings, longest], whose ends are
-    filled with -100. where: the beginning of messages. Raises CalibrationError.
+    filled with -100. `attention_mask` [recordings, longest] has ones for the features of each recording, and zeros for
+    the padding after them, which is cut off. time: the axis of a recording's features that the mask is of; None: all
+    recordings have the one length that the model reads, so that their padding is read, too. where: the beginning of
+    messages. Raises CalibrationError.
     """
     name = next((name for name in FEATURES if name in given), None)
     if name is None or LABELS not in given:
@@ -142,11 +147,36 @@ def rows_of(given: Mapping[str, Any], where: str = "calibration") -> Rows:
         )
     if not bool(features.isfinite().all()):
         raise CalibrationError(f"{where}: {name} holds NaN or infinity; write finite numbers")
+    if unknown := [str(key) for key in given if key not in (name, LABELS, MASK)]:
+        raise CalibrationError(
+            f"{where}: {', '.join(unknown)} would have no effect; leave it out, and give {name}, {LABELS} and, for "
+            f"padded recordings, {MASK}"
+        )
     rows = []
-    for i, (one, label) in enumerate(zip(features, labels, strict=True)):
+    for i, (one, label) in enumerate(zip(_cut(features, given.get(MASK), where, time), labels, strict=True)):
         tokens = label[: int((label != IGNORED).sum())].tolist()
         if not tokens or min(tokens) < 0:
             reason = "is no transcript" if not tokens else "has -100, or another negative number, before its end"
             raise CalibrationError(f"{where}: labels[{i}] {reason}; write token ids, and -100 only after them")
         rows.append(row_of(one, tokens))
     return stacked(rows)
+
+
+def _cut(features: Tensor, given: Any, where: str, time: int | None) -> Sequence[Tensor]:
+    """The features of each recording without its padding. given: the mask of all; None: nothing is padded."""
+    if given is None or time is None:
+        return list(features)
+    mask = torch.as_tensor(given)
+    wanted = [len(features), features[0].shape[time]]
+    if list(mask.shape) != wanted:
+        raise CalibrationError(
+            f"{where}: {MASK} has the shape {list(mask.shape)}, but the features have {wanted} positions; write one "
+            "number for each of them"
+        )
+    counts = mask.bool().sum(1).tolist()
+    for i, (one, count) in enumerate(zip(mask.bool(), counts, strict=True)):
+        if not count or not bool(one[:count].all()):
+            raise CalibrationError(
+                f"{where}: {MASK}[{i}] is not ones and then zeros; write padding after the end of each recording"
+            )
+    return [one.narrow(time, 0, count) for one, count in zip(features, counts, strict=True)]

@@ -16,11 +16,11 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError
 from compress.evaluate.windows import evaluation_ids
 from compress.model.inputs import check_rows
-from compress.model.kinds import described, is_headless
+from compress.model.kinds import RECORDED, described, is_headless, kind_of
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
 from compress.model.recordings import is_recorded, rows_of, stacked
-from compress.model.structure.front import check_recordings
+from compress.model.structure.front import check_recordings, front_of
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
@@ -64,7 +64,12 @@ def given_ids(model: PreTrainedModel, given: Tensor | Mapping[str, Any]) -> Tens
     Raises CalibrationError for empty ids, and for those of another kind of model.
     """
     if isinstance(given, Mapping):
-        ids = rows_of(given)
+        if kind_of(model) is not RECORDED:
+            raise CalibrationError(
+                f"calibration: {described(model)}, and this is a mapping with {', '.join(map(str, given)) or 'nothing'}"
+                '; give token ids, such as batch["input_ids"]'
+            )
+        ids = rows_of(given, time=front_of(model).time)
     else:
         ids = given
         if ids.dim() != 2 or not ids.numel():

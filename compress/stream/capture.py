@@ -25,12 +25,10 @@ from compress.model.open.experts import exercised
 from compress.model.open.opening import OpenModel, is_finite
 from compress.model.recordings import beginning, is_recorded
 from compress.model.structure.blocks import Block, hidden_argument, hidden_of, stack_of
-from compress.model.structure.front import samples_for
+from compress.model.structure.front import UNRUNNABLE, samples_for
 from compress.stream.store import ActivationStore
 
 LEARNED_TOKENS = 4
-UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
-"""The exceptions of a model's forward pass that lacks an argument, such as an image."""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,10 @@ def test_a_line_chooses_the_language_and_the_task(model, lines):
     ]
     assert "<|de|>" not in name(tokens(plain[None])[0])
     assert "<|de|>" not in name(tokens(reader.row({"audio": "one.wav", "text": "ab"}, "here", None)[None])[0])
+    again = {"audio": "one.wav", "text": "b", "language": "german", "task": "translate"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(known), "__deepcopy__", None, raising=False)  # it is copied once for both lines
+        assert "<|de|>" in name(tokens(reader.row(again, "here", None)[None])[0])
     with pytest.raises(CalibrationError, match="list.jsonl:1: language: "):
         reader.row({"audio": "one.wav", "text": "ab", "language": "klingon"}, "list.jsonl:1", None)
 

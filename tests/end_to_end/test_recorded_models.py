@@ -9,15 +9,9 @@ import torch
 from click.testing import CliRunner
 from encoders import tokenizer
 from model_families import tiny_model
-from speech import TEXTS, extractor, sweep, write_model, write_recordings
+from speech import TEXTS, extractor, moonshine, speech_to_text, sweep, write_model, write_recordings
 from tolerances import LOGITS
-from transformers import (
-    AutoModelForSpeechSeq2Seq,
-    MoonshineConfig,
-    MoonshineForConditionalGeneration,
-    Speech2TextConfig,
-    Speech2TextForConditionalGeneration,
-)
+from transformers import AutoModelForSpeechSeq2Seq
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Distill, Evaluate, Finetune, SignRound, SmoothQuant, Wanda
@@ -202,24 +196,6 @@ def _given(rows):
     return {"input_features": torch.cat([heard(i) for i in range(len(rows))]), "labels": labels}
 
 
-def speech_to_text():
-    """Features [frames, bins] of several lengths."""
-    sizes = {"input_feat_per_channel": 8, "conv_channels": 16, "max_source_positions": 60, "max_target_positions": 32}
-    sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32}
-    model = Speech2TextForConditionalGeneration(Speech2TextConfig(**sizes, vocab_size=64, decoder_start_token_id=2))
-    return model, [torch.randn(40 + 4 * (i % 2), 8) for i in range(6)]
-
-
-def moonshine():
-    """Samples of sound, of several lengths."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "max_position_embeddings": 64}
-    sizes |= {f"{part}_num_hidden_layers": 1 for part in ("encoder", "decoder")}
-    sizes |= {f"{part}_num_attention_heads": 4 for part in ("encoder", "decoder")}
-    sizes |= {f"{part}_num_key_value_heads": 4 for part in ("encoder", "decoder")}
-    model = MoonshineForConditionalGeneration(MoonshineConfig(**sizes, decoder_start_token_id=2, pad_token_id=0))
-    return model, [torch.randn(4000 + 400 * (i % 2)) for i in range(6)]
-
-
 @pytest.mark.parametrize("made", [speech_to_text, moonshine])
 def test_other_models_of_recordings(made):
     """They are told by transformers, not by name: other features, of any length."""
@@ -247,6 +223,18 @@ def test_the_loss_is_that_of_transformers(folder, rows):
     assert mean_loss(model, rows, lm_objective) == wanted
     with torch.no_grad():
         assert float(LanguageLoss(lm_objective=lm_objective)(model, rows, range(6))) == wanted
+
+
+def test_padded_samples_are_no_positions():
+    """A batch of samples of two lengths with its mask is calibrated as the recordings without their padding."""
+    model, features = moonshine()
+    labels = torch.tensor([[5, 6, 3], [8, 9, 3]])
+    samples = torch.nn.utils.rnn.pad_sequence(features[:2], batch_first=True)
+    mask = (torch.arange(samples.shape[1]) < torch.tensor([[len(one)] for one in features[:2]])).long()
+    counted.clear()
+    compress.apply(model, Counting(), {"input_values": samples, "attention_mask": mask, "labels": labels})
+    alone = sum(model.get_encoder()(one[None]).last_hidden_state.shape[1] for one in features[:2])
+    assert counted["model.encoder.layers.0.mlp.fc1"] == alone
 
 
 @pytest.mark.parametrize("step", [Finetune, Distill])
@@ -313,8 +301,12 @@ def test_a_text_is_no_recording(asked, folder, recordings, tmp_path):
     assert "eval: {perplexity: [FILE.jsonl]}" in refused("eval", folder)
     with pytest.raises(CalibrationError, match=r"these are token ids; give a mapping with input_features and labels"):
         compress.apply(tiny_model("whisper"), RTN(**INT4), torch.zeros(2, 8).long())
+    for given, name in ((_given(range(6)), "input_features, labels"), ({"input_ids": torch.ones(1, 4)}, "input_ids")):
+        said = rf'this is a mapping with {name}; give token ids, such as batch\["input_ids"\]'
+        with pytest.raises(CalibrationError, match=said):
+            compress.apply(tiny_model("t5"), RTN(**INT4), given)
     with pytest.raises(CalibrationError, match="these are recordings; give token ids"):
-        compress.apply(tiny_model("t5"), RTN(**INT4), _given(range(6)))
+        compress.apply(tiny_model("t5"), RTN(**INT4), row_of(torch.randn(8, 24), [5])[None])
 
 
 def test_prompts_of_text_are_refused(folder):

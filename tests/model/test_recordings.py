@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from model_families import tiny_model
+from speech import moonshine, speech_to_text
 
 from compress.errors import CalibrationError
 from compress.model.inputs import inputs_of
-from compress.model.recordings import batches, beginning, by_shape, is_recorded, longest, read, row_of, stacked
-from compress.model.structure.front import front_of
+from compress.model.recordings import batches, beginning, by_shape, is_recorded, longest, read, row_of, rows_of, stacked
+from compress.model.structure.front import check_recordings, front_of
 
 shapes = st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 5)))
 
@@ -56,5 +57,71 @@ def test_the_decoder_reads_its_start_and_no_ignored_label():
 def test_the_front_is_found_by_its_modules():
     front = front_of(tiny_model("whisper"))
     assert (front.channels, front.frames, front.stride, front.positions) == (8, 24, 2, 12)
-    assert front.shapes == [(8, 24), (24, 8)] and str(front) == "8 bins and 24 frames"
-    assert front.fits((8, 24)) and not front.fits((8, 23)) and not front.fits((9, 24)) and not front.fits((24,))
+    assert front.shapes == [(8, 24)] and str(front) == "8 bins and 24 frames" and front.time is None
+    assert front.fits((8, 24)) and not any(front.fits(shape) for shape in [(8, 23), (9, 24), (24,), (24, 8)])
+
+
+def test_the_order_of_the_axes_is_that_which_the_encoder_reads():
+    """Speech2Text has the bins last and any number of frames; the sizes of both axes may be equal."""
+    front = front_of(speech_to_text()[0])
+    assert front.orders == ("last",) and front.time == 0 and front.fits((40, 8)) and not front.fits((8, 40))
+    assert front.fits((8, 8))
+
+
+def test_the_fewest_frames_are_those_with_which_the_convolutions_run():
+    model = moonshine()[0].eval()
+    fewest = front_of(model).fewest
+    assert str(front_of(model)) == f"{fewest} or more samples" and front_of(model).time == 0
+    start = {"decoder_input_ids": torch.tensor([[2]])}
+    model(input_values=torch.randn(1, fewest), **start)
+    with pytest.raises(RuntimeError, match="Kernel size"):
+        model(input_values=torch.randn(1, fewest - 1), **start)
+    short = row_of(torch.randn(fewest - 1), [5])[None]
+    said = rf"here: has features of shape \[{fewest - 1}\], but Moon.* reads {fewest} or more samples; make them"
+    with pytest.raises(CalibrationError, match=said):
+        check_recordings(model, short, ["here"])
+
+
+def test_swapped_axes_and_no_targets():
+    model = tiny_model("whisper")
+    with pytest.raises(CalibrationError, match=r"shape \[24, 8\], .* 8 bins and 24 frames; swap these two axes"):
+        check_recordings(model, row_of(torch.randn(24, 8), [5])[None], ["here"])
+    with pytest.raises(CalibrationError, match="here: its transcript has no target tokens; write another, or leave"):
+        check_recordings(model, row_of(torch.randn(8, 24), [])[None], ["here"])
+
+
+@pytest.mark.parametrize(("name", "time"), [("input_values", 0), ("input_features", 0), ("input_features", 1)])
+def test_padding_is_cut_off_by_the_mask(name, time):
+    shape = (9,) if name == "input_values" else (9, 4) if time == 0 else (4, 9)
+    features, labels = torch.randn(2, *shape), torch.tensor([[5, 3], [6, 3]])
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    ids = rows_of({name: features, "labels": labels, "attention_mask": mask}, time=time)
+    assert torch.equal(read(ids[:1]).features[0], features[0])
+    assert torch.equal(read(ids[1:]).features[0], features[1].narrow(time, 0, 5))
+    same = rows_of({name: features, "labels": labels, "attention_mask": mask}, time=None)
+    assert torch.equal(read(same).features, features)  # a model of one length reads its padding
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            {"attention_mask": torch.tensor([[0, 1, 1]])},
+            r"attention_mask\[0\] is not ones and then zeros; write padding",
+        ),
+        ({"attention_mask": torch.zeros(1, 3)}, r"attention_mask\[0\] is not ones and then zeros"),
+        (
+            {"attention_mask": torch.ones(1, 4)},
+            r"attention_mask has the shape \[1, 4\], but the features have \[1, 3\]",
+        ),
+        ({"decoder_input_ids": torch.ones(1, 1)}, "decoder_input_ids would have no effect; leave it out, and give"),
+    ],
+)
+def test_masks_that_cut_nothing_off_and_unknown_keys(more, said):
+    with pytest.raises(CalibrationError, match=f"calibration: {said}"):
+        rows_of({"input_values": torch.randn(1, 3), "labels": torch.tensor([[5]]), **more}, time=0)
+
+
+def test_one_tensor_of_rows_is_not_copied():
+    ids = torch.arange(10).reshape(2, 5)
+    assert stacked([ids]) is ids

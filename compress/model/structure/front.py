@@ -7,8 +7,9 @@ gives as many positions; otherwise they may have any length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -23,6 +24,9 @@ from compress.model.structure.ends import vocabulary_size
 
 POSITIONS = 16  # of a sample for an encoder that reads recordings of any length
 SECONDS, SAMPLES, FRAMES = 30, 16000, 100  # of a usual recording for an estimate, and its usual rates per second
+UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""The exceptions of a forward pass that cannot read its inputs, or lacks one, such as an image."""
+Order = Literal["first", "last"]
 TOKENS = 4  # of a sample, and of the transcript of a sample
 
 
@@ -31,12 +35,15 @@ class Front:
     """What an encoder reads.
 
     channels: numbers of a frame, such as mel bins; 1 for samples of sound. frames: of every recording; None: any number
-    of them. stride: frames of one position of the blocks.
+    of them. stride: frames of one position of the blocks. fewest: frames that the convolutions need for one position.
+    orders: whether the channels are the first axis of the features, the last one, or either.
     """
 
     channels: int
     frames: int | None
     stride: int
+    fewest: int = 1
+    orders: tuple[Order, ...] = ("first", "last")
 
     @property
     def positions(self) -> int:
@@ -45,20 +52,34 @@ class Front:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes that the features of a sample may have: the channels are the first or the last axis."""
-        count = self.frames or self.stride * POSITIONS
-        return [(count,)] if self.channels == 1 else [(self.channels, count), (count, self.channels)]
+        """The shapes that the features of a sample may have."""
+        count = self.frames or max(self.stride * POSITIONS, self.fewest)
+        count += count == self.channels and self.frames is None  # the two axes are told by their sizes
+        known: dict[Order, tuple[int, ...]] = {"first": (self.channels, count), "last": (count, self.channels)}
+        return [(count,)] if self.channels == 1 else [known[order] for order in self.orders]
+
+    @property
+    def time(self) -> int | None:
+        """The axis of the features along which recordings have several lengths; None: they have one length."""
+        if self.frames is not None:
+            return None
+        return 0 if self.channels == 1 or self.orders == ("last",) else 1
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether the features of a recording can be read."""
         if self.channels == 1:
-            return len(shape) == 1 and self.frames in (None, shape[0])
-        return len(shape) == 2 and any(
-            channels == self.channels and self.frames in (None, count) for channels, count in (shape, reversed(shape))
-        )
+            return len(shape) == 1 and self._counts(shape[0])
+        if len(shape) != 2:
+            return False
+        known: dict[Order, tuple[int, int]] = {"first": (shape[0], shape[1]), "last": (shape[1], shape[0])}
+        pairs = [known[order] for order in self.orders]
+        return any(channels == self.channels and self._counts(count) for channels, count in pairs)
+
+    def _counts(self, frames: int) -> bool:
+        return frames == self.frames or (self.frames is None and frames >= self.fewest)
 
     def __str__(self) -> str:
-        count = "any number of" if self.frames is None else str(self.frames)
+        count = f"{self.fewest} or more" if self.frames is None else str(self.frames)
         return f"{count} samples" if self.channels == 1 else f"{self.channels} bins and {count} frames"
 
 
@@ -72,7 +93,54 @@ def front_of(model: PreTrainedModel) -> Front:
     stride = prod(module.stride[0] for module in convolutions)
     tables = [module for module in before if isinstance(module, nn.Embedding)]
     frames = stride * tables[0].num_embeddings if tables else None
-    return Front(convolutions[0].in_channels, frames, stride)
+    fewest = fewest_frames(convolutions)
+    found = Front(convolutions[0].in_channels, frames, stride, fewest)
+    if found.channels == 1:
+        return found
+    reached: list[Order] = [
+        order for order, shape in zip(found.orders, found.shapes, strict=True) if reaches(model, convolutions[0], shape)
+    ]
+    return replace(found, orders=tuple(reached) or found.orders)
+
+
+def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
+    """The frames from which convolutions, one after the other, make one position."""
+    count = 1
+    for module in reversed(convolutions):
+        (kernel,), (stride,), (dilation,), padding = module.kernel_size, module.stride, module.dilation, module.padding
+        span = dilation * (kernel - 1)
+        padded = (span if padding == "same" else 0) if isinstance(padding, str) else 2 * padding[0]
+        count = max(1, (count - 1) * stride + span + 1 - padded)
+    return count
+
+
+class _Reached(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass before the first convolution. fits: whether its input has the channels that it reads."""
+
+    def __init__(self, fits: bool) -> None:
+        super().__init__()
+        self.fits = fits
+
+
+@torch.no_grad()
+def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]) -> bool:
+    """Whether features of a shape come to the first convolution as it reads them; no weight is read."""
+
+    def stop(module: nn.Module, given: tuple[Any, ...]) -> None:
+        size: Sequence[int] = given[0].shape if given and isinstance(given[0], Tensor) else ()
+        raise _Reached(len(size) > 1 and size[-2] == convolution.in_channels)
+
+    encoder: nn.Module = model.get_encoder()
+    handle = convolution.register_forward_pre_hook(stop)
+    try:
+        encoder(torch.zeros(1, *shape, device=convolution.weight.device, dtype=convolution.weight.dtype))
+    except _Reached as reached:
+        return reached.fits
+    except UNRUNNABLE:
+        return False
+    finally:
+        handle.remove()
+    return False
 
 
 def check_recordings(model: PreTrainedModel, ids: Int[Tensor, "rows length"], places: Sequence[str]) -> None:
@@ -81,10 +149,14 @@ def check_recordings(model: PreTrainedModel, ids: Int[Tensor, "rows length"], pl
     for place, row in zip(places, ids, strict=True):
         shape, tokens = shape_in(row), targets_in(row[None])[0]
         if not front.fits(shape):
+            turned = len(shape) == 2 and front.fits(shape[::-1])
+            how = "swap these two axes" if turned else "make them with the feature extractor of the model"
+            how += "" if turned else " (preprocessor_config.json)"
             raise CalibrationError(
-                f"{place}: has features of shape {list(shape)}, but {type(model).__name__} reads {front}; make them "
-                "with the feature extractor of the model (preprocessor_config.json)"
+                f"{place}: has features of shape {list(shape)}, but {type(model).__name__} reads {front}; {how}"
             )
+        if not len(tokens):
+            raise CalibrationError(f"{place}: its transcript has no target tokens; write another, or leave it out")
         if int(tokens.max()) >= size:
             raise CalibrationError(
                 f"{place}: has the token id {int(tokens.max())}, but the model's vocabulary has {size}; use the "

@@ -137,9 +137,9 @@ ONE = {"audio": "one.wav", "text": "w5 w6"}
     [
         (
             {**ONE, "audio": "two.wav"},
-            r"cannot read .*two.wav: No such file or directory; write the path of a WAV file",
+            r"cannot read .*two.wav.: No such file or directory; write the path of a WAV file",
         ),
-        ({**ONE, "audio": "list.jsonl"}, r"list.jsonl is no WAV file of integers .*; write it as WAV"),
+        ({**ONE, "audio": "list.jsonl"}, r"list.jsonl is no WAV file of integers or floats .*; write it as WAV"),
         ({**ONE, "text": " "}, "text is blank; write what is said, or leave the line out"),
         ({"audio": "one.wav"}, r"no text in the column text \(columns: audio\); write .*audio"),
         ({"text": "w5"}, r"no text in the column audio \(columns: text\); write"),

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.harness.adapter import harness_model
 from compress.evaluate.harness.tasks import TaskError, load_tasks, run_task, task_manager
-from compress.model.kinds import described, texts_in_row
+from compress.model.kinds import answers_tasks, described
 from compress.numerics.statistics import difference_interval, flips, mcnemar, mean
 
 
@@ -148,7 +148,7 @@ def check_model(name: str, model: PreTrainedModel, context: EvaluationContext) -
     """Raise TaskError for a model that cannot answer tasks."""
     if context.tokenizer is None:
         raise TaskError(f"task {name}: the model has no tokenizer; add its tokenizer files to the folder")
-    if not model.can_generate() or texts_in_row(model) > 1:
+    if not answers_tasks(model):
         raise TaskError(f"task {name}: {described(model)}; tasks need next tokens")
     if context.settings.chat_template and context.tokenizer.chat_template is None:
         raise TaskError(f"task {name}: the tokenizer has no chat template; write chat_template: false")

@@ -21,7 +21,7 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results
-from compress.model.kinds import reads_whole_texts
+from compress.model.kinds import RECORDED, described, kind_of, reads_whole_texts
 from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
 from compress.numerics.metrics import rows_of_chunk
 
@@ -132,6 +132,14 @@ def bytes_of(ids: Int[Tensor, " length"], first: int, tokenizer: PreTrainedToken
     return len(whole.encode("utf-8", "replace")) - len(before.encode("utf-8", "replace"))
 
 
+def check_stride(model: nn.Module, stride: int | None) -> None:
+    """Raise CalibrationError for windows that overlap where a window is a recording."""
+    if stride is not None and kind_of(model) is RECORDED:
+        raise CalibrationError(
+            f"test: stride {stride}: {described(model)}, each of which is one window; write stride: null"
+        )
+
+
 def evaluation_ids(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -145,6 +153,7 @@ def evaluation_ids(
 
     Raises CalibrationError as `model_sample`, and for windows that overlap where they cannot.
     """
+    check_stride(model, stride)
     known, source = (model, tokenizer), as_source(text)
     if stride is None or stride == length:
         return model_sample(*known, source, "test", count, length, seed)

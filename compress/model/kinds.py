@@ -131,6 +131,11 @@ def answers_prompts(model: PreTrainedModel) -> bool:
     return model.can_generate() and kind_of(model) is not RECORDED
 
 
+def answers_tasks(model: PreTrainedModel) -> bool:
+    """Whether a model answers tasks of lm-eval, by its probabilities of next tokens."""
+    return model.can_generate() and texts_in_row(model) == 1
+
+
 def described(model: nn.Module) -> str:
     """A model in the words of a message: its class and its kind."""
     kind = kind_of(model)

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from compress.model.open.stored import weight_files
 from compress.model.open.supported import check_supported
 from compress.model.open.vocabulary import first_difference
 from compress.model.structure.blocks import find_blocks
+from compress.model.structure.front import Front, front_if_any
 from compress.pipeline.progress import shown_progress
+from compress.pipeline.texts import suited
 from compress.pipeline.texts import texts_of as asked_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.evaluation import Evaluation, ModelEvaluation
@@ -44,6 +47,16 @@ from compress.version import __version__
 
 WORK = Path("out") / "evaluation"
 """The default folder of kept results."""
+
+
+@dataclass(frozen=True)
+class First:
+    """What is known of the first model, with which the others are compared. front: of a model of recordings."""
+
+    texts: dict[str, Tensor]
+    tokenizer: PreTrainedTokenizerBase | None
+    kind: Kind | None
+    front: Front | None
 
 
 def evaluate_models(
@@ -77,7 +90,7 @@ def evaluate_models(
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
     found: list[ModelEvaluation] = []
     measured: dict[str, Any] = {}
-    first: tuple[dict[str, Tensor], PreTrainedTokenizerBase | None, Kind | None] | None = None
+    first: First | None = None
     pooling = pooling_in(read_sentence_files(folders[order[0]])[0])
     console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
     with shown_progress(journal, console) if progress and processes.first else nullcontext():
@@ -87,13 +100,14 @@ def evaluate_models(
             model, tokenizer = load(folders[source], dtype_to_compare(folders[source], dtype, where), where)
             checked(model, tokenizer, source, where)
             if first is None:
-                first = texts_of(model, tokenizer, settings), tokenizer, kind_of(model)
+                settings = _suited(settings, model, journal)
+                first = First(texts_of(model, tokenizer, settings), tokenizer, kind_of(model), front_if_any(model))
                 if base is None and is_headless(model):
                     raise alone(model, source)
             else:
-                check_same(model, tokenizer, source, first[1], order[0], first[2])
+                check_same(model, tokenizer, source, first, order[0])
             run, copies = Run(where, model.dtype, journal=journal), copies_limit(available_bytes(where))
-            about = {"texts": first[0], "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
+            about = {"texts": first.texts, "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
             context = EvaluationContext(run, store=store, title=source, copies_bytes=copies, **about)
             values = measure(model, context.of_base() if source == base else context)
             measured[source] = values
@@ -104,6 +118,14 @@ def evaluate_models(
             gc.collect()
     notes = [f"{entry.where}: {entry.message}" for entry in journal.entries]
     return Evaluation(compress=__version__, base=base, settings=settings, models=found, notes=notes)
+
+
+def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Evaluate:
+    """The settings without what a suite has and the model cannot answer. Raises RecipeError."""
+    found, left_out = suited(settings, model)
+    for log in left_out:
+        journal.add("note", "eval", log)
+    return found
 
 
 def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
@@ -148,14 +170,15 @@ def texts_of(
 
 
 def check_same(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, other: Any, base: str,
-    kind: Kind | None,
-) -> None:  # fmt: skip
-    """Check that a model has the tokenizer and the kind of the base model. Raises ModelError."""
-    own = kind_of(model)
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: str, first: First, base: str
+) -> None:
+    """Check that a model has the tokenizer, the kind and the features of the base model. Raises ModelError."""
+    own, kind, front = kind_of(model), first.kind, front_if_any(model)
     if own != kind and own is not None and kind is not None:
         raise ModelError(f"model: {base} {kind.name}, {source} {own.name}; evaluate them in two calls")
-    difference = first_difference(other, tokenizer)
+    if front != first.front:
+        raise ModelError(f"model: {base} reads {first.front}, {source} {front}; evaluate them in two calls")
+    difference = first_difference(first.tokenizer, tokenizer)
     if difference is not None:
         difference = difference.replace("in the teacher", f"in {base}").replace("in the model", f"in {source}")
         raise ModelError(

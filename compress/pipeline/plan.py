@@ -40,7 +40,7 @@ from compress.pipeline.resolve import (
     with_config,
 )  # fmt: skip
 from compress.pipeline.servers import check_servers
-from compress.pipeline.texts import check_texts
+from compress.pipeline.texts import check_texts, suited
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
 from compress.stream.capture import ModelShell
@@ -177,6 +177,7 @@ def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, 
     _check_end_types(recipe, steps, opened)
     check_needs(recipe, steps, opened)
     check_texts(recipe, opened)
+    left_out = suited(recipe.eval, opened.model)[1]
     planned = plan_on(recipe, steps, form)
     schemes = {layer.name: layer.scheme for layer in planned.layers}
     check_reader(recipe, steps, form, schemes)
@@ -196,7 +197,7 @@ def plan_of(recipe: Recipe, opened: OpenModel, memory_bytes: int | None = None, 
     footprint = Footprint(recipe, opened, steps, shapes, before)
     trains = any(step.requires.training for _, step, _ in steps)
     each = replace(footprint, several=True).peak_bytes() if trains else None
-    planned = replace(planned, dense_bytes=dense, notes=(*planned.notes, *served), process_bytes=each)
+    planned = replace(planned, dense_bytes=dense, notes=(*planned.notes, *served, *left_out), process_bytes=each)
     return _within(planned, footprint, memory_bytes, strict)
 
 

@@ -24,7 +24,6 @@ from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
-from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.store import Store, digest_of
 from compress.formats.containers.files import told_of_writing, write_text
 from compress.formats.native import Native
@@ -56,7 +55,7 @@ from compress.pipeline.resolve import lm_objective_for, resolve, schemes_of, sto
 from compress.pipeline.servers import settled_check
 from compress.pipeline.snapshot import OUTSIDE
 from compress.pipeline.sources import in_memory, open_original, open_source, open_start, open_teacher
-from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data
+from compress.pipeline.texts import calibration_ids, eval_ids, given_ids, probe_without_data, suited
 from compress.pipeline.verify import check_size, verify
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order
@@ -230,6 +229,7 @@ def prepare(
     opened.map_ends()  # the check in the plan has read them
     assert planned.fit is not None
     recipe, context.store_bytes = with_batch(recipe, planned.fit.batch), planned.fit.store_bytes
+    recipe = recipe.model_copy(update={"eval": suited(recipe.eval, opened.model)[0]})
     stated, recorded = written(recipe), _at_commit(recipe, opened)
     check_space(out, planned.checkpoint_bytes)
     for log in planned.notes[len(opened.notes) :]:
@@ -238,8 +238,6 @@ def prepare(
     accept = settled_check(recipe, form)
     round_ends(opened, context, steps)
     context.lm_objective = lm_objective_for(steps, opened, recipe.seed)
-    if recipe.eval is not None:
-        check_tasks(recipe.eval)
     evaluated = eval_ids(recipe, opened)
     texts = {use.text: ids for ids, use in evaluated}
     with context.phase("calibration text"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
 from compress.data.text_source import TextSource, as_source
-from compress.errors import CalibrationError
-from compress.evaluate.windows import evaluation_ids
+from compress.errors import CalibrationError, RecipeError
+from compress.evaluate.harness.tasks import check_tasks
+from compress.evaluate.windows import check_stride, evaluation_ids
 from compress.model.inputs import check_rows
-from compress.model.kinds import RECORDED, described, is_headless, kind_of
+from compress.model.kinds import RECORDED, answers_prompts, answers_tasks, described, is_headless, kind_of
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel
 from compress.model.recordings import is_recorded, rows_of, stacked
@@ -24,10 +25,30 @@ from compress.model.structure.front import check_recordings, front_of
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 
+Wanted = TypeVar("Wanted", Evaluate, Evaluate | None)
+
 
 def texts_of(wanted: Evaluate | None, model: PreTrainedModel) -> tuple[TextSource | str, ...]:
     """The texts to evaluate a model on; empty for `eval: null`. Raises RecipeError for texts that do not suit it."""
     return () if wanted is None else wanted.texts_for(not is_headless(model), described(model))
+
+
+def suited(wanted: Wanted, model: PreTrainedModel) -> tuple[Wanted, tuple[str, ...]]:
+    """The evaluation without what a suite has and the model cannot answer, and a note on what is left out.
+
+    Raises RecipeError where the recipe itself states it.
+    """
+    unfit: dict[str, Any] = {} if answers_prompts(model) else {"generation": False, "speed": False}
+    unfit |= {} if answers_tasks(model) else {"tasks": ()}
+    asked = [name for name in unfit if wanted is not None and getattr(wanted, name)]
+    if wanted is None or not asked:
+        return wanted, ()
+    for name in asked:
+        if name in wanted.model_fields_set:
+            what = "answers no tasks, which need next tokens" if name == "tasks" else "answers no prompts of text"
+            raise RecipeError(f"eval {name}: {described(model)} and {what}; leave {name} out", ("eval", name))
+    note = f"{described(model)}, so {' and '.join(asked)} of the suite are left out"
+    return wanted.model_copy(update={name: unfit[name] for name in asked}), (note,)
 
 
 def check_texts(recipe: Recipe, opened: OpenModel) -> None:
@@ -41,6 +62,7 @@ def check_texts(recipe: Recipe, opened: OpenModel) -> None:
         check_text(*known, text, "calibration", count, recipe.calibration.length)
     if recipe.eval is not None:
         for text in texts_of(recipe.eval, opened.model):
+            check_stride(opened.model, recipe.eval.stride)
             check_text(*known, as_source(text), "test", recipe.eval.windows, recipe.eval.length)
 
 
@@ -100,9 +122,13 @@ def _calibration_sample(recipe: Recipe, text: TextSource, count: int | None, ope
 
 
 def eval_ids(recipe: Recipe, opened: OpenModel) -> list[Sample]:
-    """Token ids of every evaluation text, [windows, length], and its use; empty for `eval: null`."""
+    """Token ids of every evaluation text, [windows, length], and its use; empty for `eval: null`.
+
+    The names of tasks are checked, too (`check_tasks`).
+    """
     wanted, known = recipe.eval, (opened.model, opened.tokenizer)
     if wanted is None:
         return []
+    check_tasks(wanted)
     shape = wanted.windows, wanted.length, wanted.stride
     return [evaluation_ids(*known, text, *shape, recipe.seed) for text in texts_of(wanted, opened.model)]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from typing_extensions import Self
 
 from compress.api.options import OptionError, Options, mistake
 from compress.data.text_source import TextSource, as_source
@@ -19,6 +20,9 @@ from compress.recipe.yaml import compose, read_file
 
 SUITE = "suite"
 """The key of a suite in the values of `eval`."""
+PROMPTED = ("tasks", "generation", "speed")
+"""The options for models that answer prompts. For other models they are left out if only a suite states them, which
+`model_fields_set` does not count, and otherwise an error."""
 
 
 class Evaluate(Options):
@@ -66,17 +70,24 @@ class Evaluate(Options):
     speed: bool = Field(default=False, description="measure decoding and prefill of both models, which takes a minute")
     seed: int = Field(default=1234, ge=0, description="seed of the choice of worked examples")
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_suite(cls, values: Any) -> Any:
+    def _with_suite(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Accept the name of a suite, alone or among the options."""
         given = {SUITE: values} if isinstance(values, str) else values
         if not isinstance(given, Mapping) or SUITE not in given:
-            return values
+            return handler(values)
+        own = {key: value for key, value in given.items() if key != SUITE}
         try:
-            return suite_values(given[SUITE]) | {key: value for key, value in given.items() if key != SUITE}
+            usual = suite_values(given[SUITE])
         except RecipeError as error:
             raise OptionError((SUITE,), str(error)) from error
+        return handler(usual | own).stated(own)
+
+    def stated(self, own: Mapping[str, Any]) -> Self:
+        """The same evaluation, of whose options for prompts only `own` count as stated."""
+        self.model_fields_set.difference_update(set(PROMPTED) - set(own))
+        return self
 
     def texts_for(self, head: bool, model: str) -> tuple[TextSource | str, ...]:
         """The texts for a model with or without a language-model head. model: in the words of an error.
@@ -140,7 +151,7 @@ def suite_values(name: Any) -> dict[str, Any]:
 def read_suite(name: str, **changes: Any) -> Evaluate:
     """The evaluation of a suite, with some options changed. Raises RecipeError."""
     try:
-        return Evaluate.model_validate({**suite_values(name), **changes})
+        return Evaluate.model_validate({**suite_values(name), **changes}).stated(changes)
     except ValidationError as error:
         place, message = mistake(error, Evaluate)
         raise RecipeError(f"suite {name}: {' '.join(map(str, place))}: {message}") from None

@@ -23,6 +23,8 @@ SEQUENCES, LENGTH = 64, 512
 """Of calibration: minutes for a small model on a CPU."""
 
 EMBEDDED = "embedded"
+SELF = "self"
+"""Text that the model writes itself, which calibrates but measures nothing."""
 BETTER = "comes with Python; better: wikitext, c4, ultrachat, or a .txt or .jsonl file of yours"
 CALIBRATION = """\
 calibration:                  # text that shows the model's usual inputs; errors on it are kept small
@@ -133,7 +135,8 @@ def recipe_text(
 ) -> str:  # fmt: skip
     """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence.
 
-    measure: of quality, perplexity or agreement. source: of the calibration and of the evaluation.
+    measure: of quality, perplexity or agreement. source: of the calibration and of the evaluation; text of the model
+    itself is evaluated on the embedded text.
     """
     name = path.removesuffix(".yaml").removesuffix(".yml").rpartition("/")[2]
     head = [f"{start.summary[:1].upper()}{start.summary[1:]}.", f"Written by `compress init` for: {_line(target)}."]
@@ -148,7 +151,7 @@ def recipe_text(
     if start.sequences is not None:
         about = {"source": _scalar(source), "about": BETTER if source == EMBEDDED else "or another one"}
         lines.append(CALIBRATION.format(sequences=start.sequences, length=length, **about).rstrip())
-    measured = f"{measure}: [{_scalar(source)}]"
+    measured = f"{measure}: [{_scalar(EMBEDDED if source == SELF else source)}]"
     return "\n".join([*lines, body.rstrip(), EVALUATION.format(length=length, measure=measured)])
 
 

@@ -16,7 +16,7 @@ from compress.api.facts import Fact
 from compress.api.passes import Step
 from compress.formats import FORMATS
 from compress.formats.containers.files import write_text
-from compress.model.kinds import CAUSAL, Kind, kind_of
+from compress.model.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
 from compress.model.open.hub import split_revision
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
@@ -33,7 +33,8 @@ INHERITED = ("license", "license_name", "license_link", "language")
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates.
+    """What a card states beyond the report. facts: of the compressed layers. generates: whether the model generates
+    text from a prompt.
 
     kind: of the model.
     """
@@ -46,7 +47,7 @@ class CardFacts:
     def of(cls, steps: Sequence[Step], model: PreTrainedModel) -> CardFacts:
         """The facts after all passes."""
         facts: frozenset[Fact] = frozenset(fact for _, step, _ in steps for fact in step.facts())
-        return cls(facts, model.can_generate(), kind_of(model) or CAUSAL)
+        return cls(facts, answers_prompts(model), kind_of(model) or CAUSAL)
 
 
 def write_card(report: Report, folder: Path, source: str, known: CardFacts) -> None:
@@ -108,6 +109,7 @@ def _use(report: Report, known: CardFacts) -> str:
     """How to load the checkpoint, for each program that reads it."""
     readers, form = _readers(report), report.reproduce.recipe["save"]["format"]
     auto, generates = known.kind.auto, known.generates
+    name, other = ("processor", "AutoProcessor") if known.kind is RECORDED else ("tokenizer", "AutoTokenizer")
     parts = [
         "With compress (`FOLDER`: a local copy of this repository):\n\n"
         '```python\nimport compress\n\nmodel, tokenizer = compress.load("FOLDER")\n```'
@@ -119,9 +121,9 @@ def _use(report: Report, known: CardFacts) -> str:
         option = "" if file is None else f', gguf_file="{file}"'
         parts.append(
             f"With transformers{package}{tested}:\n\n"
-            f"```python\nfrom transformers import {auto}, AutoTokenizer\n\n"
+            f"```python\nfrom transformers import {auto}, {other}\n\n"
             f'model = {auto}.from_pretrained("FOLDER"{option})\n'
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```'
+            f'{name} = {other}.from_pretrained("FOLDER")\n```'
         )
     if "vLLM" in readers and generates:
         parts.append(f"vLLM reads the format {form} too (not tested in this run): `vllm serve FOLDER`.")

@@ -21,13 +21,14 @@ from compress.api.passes import LayerPass
 from compress.api.processes import Processes
 from compress.cli import main
 from compress.data.ids import model_sample
-from compress.errors import CalibrationError, ModelError, TargetError
+from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compress.model.forward import logits_of, mean_loss
 from compress.model.kinds import RECORDED, kind_of
 from compress.model.linear import CompressedLinear
 from compress.model.objective import objective_of
 from compress.model.recordings import row_of, stacked
 from compress.pipeline.divide import check_divided, own_batches
+from compress.pipeline.evaluation import evaluate_models
 from compress.train.curvature import weight_curvature
 from compress.train.objective import LanguageLoss
 
@@ -312,6 +313,52 @@ def test_a_text_is_no_recording(asked, folder, recordings, tmp_path):
 def test_prompts_of_text_are_refused(folder):
     assert "transcribes recordings and generates no text from a prompt" in refused("generate", folder, "w5")
     assert "transcribes recordings and decodes no prompt" in refused("bench", folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"stride": 16, "length": 16},
+            "test: stride 16: .* transcribes recordings, each of which is one window; write",
+        ),
+        ({"generation": True}, "eval generation: .* transcribes recordings and answers no prompts of text; leave gen"),
+        ({"speed": True}, "eval speed: .* transcribes recordings and answers no prompts of text; leave speed out"),
+        (
+            {"tasks": ("arc_easy",)},
+            "eval tasks: .* transcribes recordings and answers no tasks, which need next tokens",
+        ),
+    ],
+)
+def test_what_a_recording_does_not_answer(options, said, asked, folder, recordings):
+    """The plan says so, and `compress eval`; nothing that is asked for is left out in silence."""
+    wanted = Evaluate(perplexity=(recordings,), **options)
+    with pytest.raises((RecipeError, CalibrationError), match=said):
+        compress.plan(asked(RTN(**INT4), eval=wanted))
+    with pytest.raises((RecipeError, CalibrationError), match=said):
+        evaluate_models([folder], wanted, work=None)
+
+
+def test_what_only_a_suite_asks_is_left_out_with_a_note(asked, recordings, tmp_path):
+    (tmp_path / "own.yaml").write_text("tasks: [arc_easy]\ngeneration: true\nspeed: true\n")
+    suite = {"suite": str(tmp_path / "own.yaml"), "perplexity": [recordings], "windows": 2}
+    said = "transcribes recordings, so generation and speed and tasks of the suite are left out"
+    recipe = asked(RTN(**INT4), eval=Evaluate.model_validate(suite))
+    assert any(note.endswith(said) for note in compress.plan(recipe).notes)
+    out = compress.run(recipe, tmp_path / "out").folder
+    again = compress.Recipe.from_yaml(out / "recipe.yaml")  # as it was measured, so that it can be run again
+    assert again.eval is not None and (again.eval.tasks, again.eval.generation, again.eval.speed) == ((), False, False)
+    done = CliRunner().invoke(main, ["eval", str(out), "--suite", suite["suite"], "--text", recordings])
+    assert done.exit_code == 0 and said in " ".join(done.output.split()), done.output
+    named = refused("eval", out, "--suite", suite["suite"], "--text", recordings, "--tasks", "arc_easy")
+    assert "eval tasks: Whisper" in named
+
+
+def test_compared_models_hear_the_same_features(folder, recordings, tmp_path):
+    other = write_model(tmp_path / "other", num_mel_bins=16)
+    extractor(feature_size=16).save_pretrained(other)
+    line = refused("eval", folder, other, "--text", recordings)
+    assert "reads 8 bins and 24 frames, " in line and "16 bins and 24 frames; evaluate them in two calls" in line
 
 
 @pytest.mark.parametrize("step", [compress.DropBlocks(count=1), compress.KVCache(keys="int8", values="int8")])

@@ -46,6 +46,12 @@ def test_what_the_model_does_not_allow_becomes_smaller_and_is_told(pico, tiny_fo
     assert not (tmp_path / "t.yaml").exists()
 
 
+def test_text_of_the_model_itself_is_evaluated_on_the_embedded_text(pico, tmp_path):
+    start_recipe(pico, "4 bits, CPU", tmp_path / "r.yaml", source="self")
+    made = Recipe.from_yaml(tmp_path / "r.yaml")
+    assert made.calibration.source == "self" and made.eval.perplexity == ("embedded",)
+
+
 def test_the_command_writes_a_recipe_and_says_what_comes_next(pico, tmp_path):
     path = tmp_path / "new" / "r.yaml"
     done = call(pico, "--target", "8 bits, CPU", "-o", path)

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import yaml
+from model_families import tiny_model
 
 import compress
-from compress.model.kinds import CAUSAL, MASKED
+from compress.model.kinds import CAUSAL, MASKED, RECORDED
 from compress.report.card import CardFacts, base_metadata, card
 from compress.report.schema import Report
 
@@ -68,6 +69,11 @@ def test_only_programs_that_read_the_format_are_named(finished):
     assert front(native)["library_name"] == "compress-llm"
     masked = card(report, "m", CardFacts(frozenset(), generates=False, kind=MASKED), {})
     assert front(masked)["pipeline_tag"] == "fill-mask" and "AutoModelForMaskedLM" in masked and "vLLM" not in masked
+    facts = CardFacts.of([], tiny_model("whisper"))
+    assert facts.kind is RECORDED and not facts.generates
+    heard = card(report, "m", facts, {})
+    assert "import AutoModelForSpeechSeq2Seq, AutoProcessor" in heard and "vllm serve" not in heard
+    assert 'processor = AutoProcessor.from_pretrained("FOLDER")' in heard and "AutoTokenizer" not in heard
 
 
 def test_it_claims_no_test_that_was_not_made(finished):

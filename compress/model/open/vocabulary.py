@@ -7,12 +7,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from compress.errors import ModelError
-from compress.model.kinds import HEADLESS, RECORDED, UNKNOWN, kind_of
+from compress.model.kinds import HEADLESS, UNKNOWN, kind_of
 from compress.model.objective import text_config
 from compress.model.open.opening import OpenModel, empty_model, folder_of, read_config
 from compress.model.open.supported import check_supported
 from compress.model.open.tokenizer import read_tokenizer
-from compress.model.structure.front import front_of
+from compress.model.structure.front import front_if_any
 
 EQUAL = {"classes": ("num_labels", "problem_type"), "embeddings": ("hidden_size",)}
 """The entries of the configurations that a teacher and its student share, by what is compared of them."""
@@ -50,7 +50,7 @@ def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) 
     if kinds[0] != kinds[1]:
         there, here = (UNKNOWN if kind is None else kind.name for kind in kinds)
         raise ModelError(f"teacher: {source} {there}, the model {here}; use a teacher of the model's kind")
-    fronts = [front_of(model) for model in (teacher, student)] if kinds[0] is RECORDED else [None, None]
+    fronts = [front_if_any(model) for model in (teacher, student)]
     if fronts[0] != fronts[1]:
         raise ModelError(
             f"teacher: {source} reads {fronts[0]}, the model {fronts[1]}; use a teacher that reads the same features"

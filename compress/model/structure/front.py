@@ -103,6 +103,11 @@ def front_of(model: PreTrainedModel) -> Front:
     return replace(found, orders=tuple(reached) or found.orders)
 
 
+def front_if_any(model: PreTrainedModel) -> Front | None:
+    """The front of a model that hears recordings; None for other models."""
+    return front_of(model) if kind_of(model) is RECORDED else None
+
+
 def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
     """The frames from which convolutions, one after the other, make one position."""
     count = 1

@@ -57,6 +57,11 @@ def row_of(features: Float[Tensor, "*shape"], targets: Sequence[int]) -> Int[Ten
     return torch.cat([torch.tensor([MARK, len(targets), *shape, *targets], dtype=torch.int64), bits])
 
 
+def row_bytes(size: int, targets: int) -> int:
+    """Bytes of the row of a recording. size: the numbers of its features."""
+    return 8 * (HEADER + targets + (size + 1) // 2)
+
+
 def stacked(rows: Sequence[Tensor]) -> Rows:
     """One tensor of rows, or of groups of rows, of different lengths."""
     if len(rows) == 1 and rows[0].dim() == 2:
@@ -111,7 +116,8 @@ def batches(ids: Rows, size: int) -> list[Rows]:
     """Cut sequences into batches of at most so many; recordings into such whose shapes are equal."""
     if not is_recorded(ids):
         return list(ids.split(size))
-    return [ids[part] for group in by_shape(ids) for part in torch.tensor(group).split(size)]
+    parts = [group[i : i + size] for group in by_shape(ids) for i in range(0, len(group), size)]
+    return [ids[p[0] : p[-1] + 1] if p[-1] - p[0] + 1 == len(p) else ids[p] for p in parts]  # neighbours: not copied
 
 
 def beginning(ids: Rows, tokens: int) -> Rows:

@@ -18,13 +18,14 @@ from compress.api.passes import LayerPass, ModelPass, Pass, Step
 from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.recorded import count_in
-from compress.data.text_source import TextSource
+from compress.data.text_source import TextSource, as_source
 from compress.model.inputs import text_lengths
 from compress.model.kinds import RECORDED, is_headless, kind_of, texts_in_row
 from compress.model.objective import text_config
 from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.resident import held_bytes
 from compress.model.open.stored_ends import stored_ends
+from compress.model.recordings import row_bytes
 from compress.model.save import outside_dense
 from compress.model.structure.blocks import Block
 from compress.model.structure.ends import find_ends
@@ -94,6 +95,7 @@ class Footprint:
         if not sequences and kind_of(self.opened.model) is RECORDED:
             sequences = count_in(calibration, "calibration")
         batch = min(calibration.batch, sequences)
+        read = sequences
         if not any(step.requires.data for _, step, _ in self.steps):
             sequences = batch  # as `run` does
         self.lengths = self._lengths()
@@ -104,6 +106,7 @@ class Footprint:
         self.vocabulary: int = 0 if is_headless(self.opened.model) else getattr(described, "vocab_size", 0)
         self.widest = max(width for _, width in self.shapes.values())
         self.hidden: int = getattr(described, "hidden_size", self.widest)
+        self.rows_bytes = self._rows_bytes(read + sequences)
         self.outside, self.ends = outside_dense(self.opened), find_ends(self.opened.model)
 
     def _lengths(self) -> list[int]:
@@ -113,6 +116,18 @@ class Footprint:
             return text_lengths(texts_in_row(model), self.length)
         known = [count for count in (self.length, target_positions(model)) if count]
         return [front_of(model).positions, min(known, default=0)]
+
+    def _rows_bytes(self, calibrated: int) -> int:
+        """Bytes of the rows of recordings: those of the calibration, of its batches, and of the evaluation.
+
+        Token ids of texts are small and not counted.
+        """
+        model, windows = self.opened.model, None if self.recipe.eval is None else self.recipe.eval.windows
+        if kind_of(model) is not RECORDED:
+            return 0
+        counts = [count_in(as_source(text), "test") for text in self.texts]
+        evaluated = sum(counts if windows is None else (min(count, windows) for count in counts))
+        return (calibrated + evaluated) * row_bytes(front_of(model).size, self.lengths[1])
 
     @property
     def states_bytes(self) -> int:
@@ -127,7 +142,8 @@ class Footprint:
         """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         where = "tensors outside of the blocks"
-        always, whole_ends = {where: self.held(self._unmapped())}, {where: self.held(self.outside)}
+        rows = {"recordings": self.rows_bytes}
+        always, whole_ends = rows | {where: self.held(self._unmapped())}, rows | {where: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         found = [Need(EVALUATION, whole_ends | evaluated)]
         if whole:

@@ -26,7 +26,7 @@ from compress.model.forward import logits_of, mean_loss
 from compress.model.kinds import RECORDED, kind_of
 from compress.model.linear import CompressedLinear
 from compress.model.objective import objective_of
-from compress.model.recordings import row_of, stacked
+from compress.model.recordings import row_bytes, row_of, stacked
 from compress.pipeline.divide import check_divided, own_batches
 from compress.pipeline.evaluation import evaluate_models
 from compress.train.curvature import weight_curvature
@@ -155,6 +155,12 @@ def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
     for fit in (planned.fit, every.fit):
         parts = [need.parts for need in fit.needs if "decoder" in need.where]
         assert any(part.get("outputs of the stack before") == 6 * 12 * 32 * 4 for part in parts)
+    one = row_bytes(8 * 24, 32)  # the most targets that the decoder has positions for
+    for wanted, count in ((Evaluate(perplexity=(recordings,), windows=4), 4), (None, 0)):
+        fit = compress.plan(asked(GPTQ(**INT4), eval=wanted)).fit
+        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 6 + count) * one}
+        fit = compress.plan(asked(RTN(**INT4), eval=wanted)).fit  # runs on one batch
+        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 2 + count) * one}
 
 
 def test_a_recipe_to_start_from(folder, tmp_path):

@@ -9,7 +9,18 @@ from speech import moonshine, speech_to_text
 
 from compress.errors import CalibrationError
 from compress.model.inputs import inputs_of
-from compress.model.recordings import batches, beginning, by_shape, is_recorded, longest, read, row_of, rows_of, stacked
+from compress.model.recordings import (
+    batches,
+    beginning,
+    by_shape,
+    is_recorded,
+    longest,
+    read,
+    row_bytes,
+    row_of,
+    rows_of,
+    stacked,
+)
 from compress.model.structure.front import check_recordings, front_of
 
 shapes = st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 5)))
@@ -120,6 +131,15 @@ def test_padding_is_cut_off_by_the_mask(name, time):
 def test_masks_that_cut_nothing_off_and_unknown_keys(more, said):
     with pytest.raises(CalibrationError, match=f"calibration: {said}"):
         rows_of({"input_values": torch.randn(1, 3), "labels": torch.tensor([[5]]), **more}, time=0)
+
+
+def test_batches_of_neighbours_are_not_copied():
+    ids = stacked([row_of(torch.randn(8, 24), [5] * count) for count in (1, 1, 2, 1, 2)])
+    found = batches(ids, 2)
+    assert [part[:, 1].tolist() for part in found] == [[1, 1], [1], [2, 2]]
+    shared = [part.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr() for part in found]
+    assert shared == [True, True, False]
+    assert ids[0].nbytes == row_bytes(front_of(tiny_model("whisper")).size, 2)
 
 
 def test_one_tensor_of_rows_is_not_copied():

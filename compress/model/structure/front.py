@@ -51,6 +51,11 @@ class Front:
         return (self.frames or SECONDS * (SAMPLES if self.channels == 1 else FRAMES)) // self.stride
 
     @property
+    def size(self) -> int:
+        """The numbers of the features of a recording; an estimate if recordings may have any length."""
+        return self.channels * (self.frames or self.positions * self.stride)
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes that the features of a sample may have."""
         count = self.frames or max(self.stride * POSITIONS, self.fewest)

@@ -72,14 +72,13 @@ class DecodingLayer(StoredLayer):
 
 
 class DecodingCache(StaticCache):
-    """A cache whose steps are recorded, in the dtype of `cache_dtype`."""
+    """A cache whose steps are recorded. dtype: of keys and values."""
 
-    def __init__(self, model: PreTrainedModel, max_cache_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_cache_len: int, dtype: torch.dtype) -> None:
         super().__init__(config=text_config(model.config), max_cache_len=max_cache_len)
         layers: list[Any] = list(self.layers)
         if getattr(model, "_supports_attention_backend", False):  # others may make masks of a length of their own
             layers = [DecodingLayer(max_cache_len) if type(layer) is StaticLayer else layer for layer in layers]
-        dtype = cache_dtype(model)
         for i, layer in enumerate(layers):
             if type(layer) is StaticSlidingWindowLayer:
                 layers[i] = DecodingWindow(layer.max_cache_len, layer.max_cache_len)
@@ -114,7 +113,9 @@ class RecordedGeneration:
     def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
         """Make the cache of a call; given: the arguments of the model, which get it."""
         if self.fits(config, given, mode) and cache_bytes(self.model, batch, length) <= LARGEST_CACHE:
-            cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS)
+            # Steps that cannot be recorded would convert all keys and values each time.
+            dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
+            cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS, dtype)
             if cache is not None:
                 given["past_key_values"] = cache
                 return
@@ -141,9 +142,9 @@ class RecordedGeneration:
         return self.decoding
 
 
-def fixed_cache(model: PreTrainedModel, length: int) -> DecodingCache | None:
+def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> DecodingCache | None:
     """A cache for so many tokens; None for a model that keeps other states than keys and values."""
-    cache = DecodingCache(model, max_cache_len=length)
+    cache = DecodingCache(model, length, dtype)
     return cache if all(isinstance(layer, StaticLayer) for layer in cache.layers) else None
 
 

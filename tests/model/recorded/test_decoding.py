@@ -167,7 +167,7 @@ def test_keys_and_values_have_the_dtype_of_the_checkpoint(family, tiny, monkeypa
         model = tiny(family, sliding_window=10)
     remember_storage(model, torch.bfloat16)
     ids = torch.arange(2, 8)[None]
-    cache = fixed_cache(model, 128)
+    cache = fixed_cache(model, 128, cache_dtype(model))
     wanted = model.generate(
         ids, past_key_values=cache, disable_compile=True, max_new_tokens=16, min_new_tokens=16, **GREEDY
     )
@@ -176,6 +176,11 @@ def test_keys_and_values_have_the_dtype_of_the_checkpoint(family, tiny, monkeypa
     assert torch.equal(recorded(model, ids, 16), wanted)
     assert found.reason is None
     assert found.otherwise.count == 0
+    kept = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **GREEDY).past_key_values
+    assert {layer.keys.dtype for layer in kept.layers} == {torch.bfloat16}
+    found.reason = "it cannot be recorded"
+    kept = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, **GREEDY).past_key_values
+    assert {layer.keys.dtype for layer in kept.layers} == {torch.float32}
     remember_storage(model, torch.float32)
     assert cache_dtype(model) is torch.float32
     remember_storage(model, torch.bfloat16)

@@ -164,6 +164,5 @@ def cache_dtype(model: PreTrainedModel) -> torch.dtype:
 
     Attention by other code than torch's would convert all of them in each step, so they then have that of the model.
     """
-    stored = widened_from(model)
     fused = getattr(text_config(model.config), "_attn_implementation", None) == "sdpa"
-    return stored if fused and stored is torch.bfloat16 else model.dtype
+    return torch.bfloat16 if fused and widened_from(model) is torch.bfloat16 else model.dtype

@@ -142,7 +142,7 @@ class Footprint:
         """The memory of each part of the run: of each pass in the block where it takes most, and of the evaluation."""
         whole = any(isinstance(step, ModelPass) for _, step, _ in self.steps)
         where = "tensors outside of the blocks"
-        rows = {"recordings": self.rows_bytes}
+        rows = {"recordings": self.rows_bytes} if self.rows_bytes else {}
         always, whole_ends = rows | {where: self.held(self._unmapped())}, rows | {where: self.held(self.outside)}
         evaluated = {"logits of a text": self._evaluation_bytes(), "weights in the layout of kernels": self._copies()}
         found = [Need(EVALUATION, whole_ends | evaluated)]

@@ -1,4 +1,4 @@
-"""The dtype in which a model is computed."""
+"""The dtype in which a model is computed, and the device of its computed buffers."""
 
 from __future__ import annotations
 

@@ -112,9 +112,9 @@ class RecordedGeneration:
 
     def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
         """Make the cache of a call; given: the arguments of the model, which get it."""
-        if self.fits(config, given, mode) and cache_bytes(self.model, batch, length) <= LARGEST_CACHE:
-            # Steps that cannot be recorded would convert all keys and values each time.
-            dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
+        # Steps that cannot be recorded would convert all keys and values each time.
+        dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
+        if self.fits(config, given, mode) and cache_bytes(self.model, batch, length, dtype) <= LARGEST_CACHE:
             cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS, dtype)
             if cache is not None:
                 given["past_key_values"] = cache
@@ -148,7 +148,7 @@ def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> Deco
     return cache if all(isinstance(layer, StaticLayer) for layer in cache.layers) else None
 
 
-def cache_bytes(model: PreTrainedModel, batch: int, length: int) -> float:
+def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype) -> float:
     """Bytes of a cache of keys and values, about: as if all layers had those of the first; infinite if not known."""
     config: Any = text_config(model.config)
     count = getattr(config, "num_attention_heads", None)
@@ -156,7 +156,7 @@ def cache_bytes(model: PreTrainedModel, batch: int, length: int) -> float:
         return float("inf")
     heads = getattr(config, "num_key_value_heads", None) or count
     width = getattr(config, "head_dim", None) or config.hidden_size // count
-    return 2 * config.num_hidden_layers * batch * heads * width * length * cache_dtype(model).itemsize
+    return 2 * config.num_hidden_layers * batch * heads * width * length * dtype.itemsize
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:

@@ -269,7 +269,8 @@ def test_a_cache_that_is_given_is_used(pico_model):
 
 def test_a_cache_that_would_be_too_large_grows_with_the_text(pico_model, monkeypatch):
     ids = torch.arange(1, 8)[None]
-    monkeypatch.setattr(generation_module, "LARGEST_CACHE", generation_module.cache_bytes(pico_model, 1, 17))
+    largest = generation_module.cache_bytes(pico_model, 1, 17, pico_model.dtype)
+    monkeypatch.setattr(generation_module, "LARGEST_CACHE", largest)
     found = recording(pico_model)
     recorded(pico_model, ids, 12)
     assert not found.known, "a token more than fits"

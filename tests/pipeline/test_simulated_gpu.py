@@ -25,6 +25,8 @@ SLOW = pytest.mark.slow
 ALIKE = {"rtn": 1.0, "gptq": 0.85, "awq": 0.85}
 """The share of equal words of codes. Other passes compute floats, which differ in their last bits: a GPU divides by a
 Python number through its reciprocal, and does not add in C++."""
+APART = {"rtn": 1e-6, "gptq": 0.3, "awq": 0.3}
+"""The largest relative difference of a tensor of floats. A scale that is found among candidates may be the next one."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +64,10 @@ def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tm
     assert not same or torch.cat(same).double().mean() >= ALIKE.get(name, 0.98)
     apart = [(t.double() - found[key].double()).norm() / t.double().norm()
              for key, t in wanted.items() if t.is_floating_point()]  # fmt: skip
-    assert max(apart) <= (1e-6 if name == "rtn" else 0.1)
-    assert host.report["size"] == device.report["size"]
+    assert max(apart) <= APART.get(name, 0.1)
+    assert device.report["size"] == host.report["size"]
+    losses = [run.report["perplexity"][0]["compressed"]["loss"] for run in (host, device)]
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
 
 
 def test_scales_that_are_multiplied_in_a_file_are_read_back(recipe, tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ medians.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -78,13 +79,25 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, tokens: int) -> li
     """Generate exactly `tokens` tokens for a batch of prompts; the seconds of each. The first includes the prompt."""
     ids = prompts(model, batch, prompt)
     clock, run = Clock(), getattr(model, "generate")  # noqa: B009  not every class of models declares it
-    begin = perf_counter()
-    run(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-        do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0,
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )  # fmt: skip
+    with endless(model):
+        begin = perf_counter()
+        run(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+            temperature=None, top_p=None, top_k=None, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
+        )  # fmt: skip
     return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
+
+
+@contextmanager
+def endless(model: PreTrainedModel) -> Iterator[None]:
+    """No token ends a text. `min_new_tokens` would search the vocabulary for the end in each step."""
+    config = model.generation_config
+    assert config is not None  # of a model that generates
+    ends, config.eos_token_id = config.eos_token_id, None
+    try:
+        yield
+    finally:
+        config.eos_token_id = ends
 
 
 def prompts(model: PreTrainedModel, batch: int, length: int) -> Int[Tensor, "batch length"]:

@@ -39,8 +39,8 @@ def seconds(model: PreTrainedModel, prompt: int, tokens: int) -> list[float]:
     clock = Clock()
     begin = perf_counter()
     model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
-        do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0,
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
+        temperature=None, top_p=None, top_k=None, pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
     )  # fmt: skip
     return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
@@ -72,6 +72,7 @@ def loaded(kind: str, source: str, dtype: str) -> PreTrainedModel:
 @torch.no_grad()
 def main() -> None:
     model = loaded(*sys.argv[1:4])
+    model.generation_config.eos_token_id = None  # no token ends a text
     print("> ready", flush=True)
     for line in sys.stdin:
         figure, *context = line.split()

@@ -11,7 +11,7 @@ from torch import Tensor
 from compress.model.recorded.lower import Lowering
 from compress.model.recorded.operations import handlers
 from compress.model.recorded.plan import steps_of
-from compress.model.recorded.trace import trace
+from compress.model.recorded.trace import Recorder, trace
 
 NOTHING = torch.empty(0)
 
@@ -29,6 +29,11 @@ class RecordedStep:
         are constants. Raises NotRecordedError.
         """
         record, self.first = trace(function, inputs)
+        with torch.inference_mode(False):  # whose tensors could not be changed in a later call outside it
+            self._plan(record, inputs, state)
+
+    def _plan(self, record: Recorder, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> None:
+        """Make the instructions and their memory."""
         self.inputs = [tensor.clone() for tensor in inputs]
         lowering = Lowering(record, self.inputs, state)
         outputs = lowering.lower(handlers())

@@ -17,6 +17,8 @@ from compress.model.recorded.layout import NotRecordedError
 
 READS = (torch.ops.aten._local_scalar_dense.default,)
 """Operations that give Python a number of a tensor."""
+IDLE = (torch.ops.aten.detach_.default,)
+"""Operations that do nothing without gradients."""
 
 
 class Recorder(TorchDispatchMode):
@@ -33,6 +35,13 @@ class Recorder(TorchDispatchMode):
         self.made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in IDLE:
+            return args[0]
+        if torch.is_inference_mode_enabled():  # where torch dispatches operations that it otherwise divides before
+            with self:
+                found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         found = func(*args, **(kwargs or {}))
         if func in READS:
             raise NotRecordedError("a number of a tensor decides in Python")

@@ -97,8 +97,23 @@ def test_packed_models_decode_the_same_tokens(name, rows, packed):
     assert found.otherwise.count == 0
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["inference mode first", "no grad first"])
+@pytest.mark.parametrize("name", PASSES)
+def test_inference_mode_and_no_grad_share_a_step(name, first, packed):
+    model, _ = compress.load(packed(name, *PASSES[name]))
+    ids = torch.arange(1, 10).view(1, 9)
+    wanted = eager(model, ids)
+    found = recording(model)
+    for mode in (first, not first, first):
+        with torch.inference_mode(mode):
+            assert torch.equal(recorded(model, ids), wanted)
+    assert found.reason is None
+    assert (len(found.known), found.otherwise.count) == (1, 0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in OTHER_CACHES | {"albert", "modernbert"}])
-def test_families(family, tiny):
+def test_families(family, mode, tiny):
     model = tiny(family)
     if not model.can_generate() or model.config.is_encoder_decoder:
         return
@@ -106,7 +121,8 @@ def test_families(family, tiny):
     mask[0, :2] = 0  # a shorter text, padded on the left
     wanted = eager(model, ids, attention_mask=mask)
     found = recording(model)
-    assert torch.equal(recorded(model, ids, attention_mask=mask), wanted)
+    with mode():
+        assert torch.equal(recorded(model, ids, attention_mask=mask), wanted)
     assert found.reason is None
     assert found.known
     assert found.otherwise.count == 0

@@ -267,6 +267,20 @@ def test_columns_are_read_back(rows, width, bits, group, indexed):
         assert torch.equal(KERNEL.prepare(part).columns(torch.arange(width)), part.dense(torch.float32))
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("end", [-1.28, 1.27])
+def test_the_largest_integers_do_not_overflow(chosen, bits, symmetric, end):
+    """Partial sums have 16 bits on some processors."""
+    codes = quantize(random(20, 288), GRIDS[f"int{bits}"], 96, symmetric)
+    rounding = InputRounding.of(INT8, torch.tensor([0.01]))
+    for value in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1):
+        part = CodesPart.of(replace(codes, codes=torch.full_like(codes.codes, value)))
+        for batch in (1, 3, 12):
+            x = torch.full((batch, 288), end)
+            assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
+
+
 def test_infinite_inputs_are_not_numbers_after_rounding(chosen):
     part, x = part_of(20, 64, 4, 32, True), random(2, 64)
     x[0, 5] = float("inf")

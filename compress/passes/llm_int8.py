@@ -48,7 +48,11 @@ class LLMInt8(QuantizingPass):
         default="channel", description="columns that share a scale; 'channel': the vector-wise rounding of the paper"
     )
     activations: InputGrid = Field(default="int8", description="grid of the other input columns")
-    threshold: float = Field(default=THRESHOLD, gt=0, description="smallest magnitude of an outlier")
+    threshold: float = Field(
+        default=THRESHOLD,
+        gt=0,
+        description="smallest magnitude of an outlier; 3 suits models of some hundred million weights",
+    )
     outliers: Literal["runtime", "calibrated"] = Field(
         default="runtime",
         description="'runtime': find columns in each call; 'calibrated': find them once and store them",

@@ -57,6 +57,7 @@ ROWS: dict[str, list[dict]] = {
     "rtn-mxfp4": [{"rtn": {"weights": "mxfp4"}}],
     "rtn-nvfp4": [{"rtn": {"weights": "nvfp4"}}],
     "llm_int8": [{"llm_int8": {}}],
+    "llm_int8-small": [{"llm_int8": {"threshold": 3.0}}],
     "llm_int8-calibrated": [{"llm_int8": {"outliers": "calibrated"}}],
     "llm_int8-float-columns": [{"llm_int8": {"outliers": "calibrated", "float_columns": 8}}],
     "w8a8": [

@@ -80,8 +80,6 @@ class RecordedDecoding:
         self.reason: str | None = None
         self.far = FAR_ROUNDED if any(rounds_inputs(m) for m in model.modules()) else FAR
         self.last: Seen | None = None
-        path, _, self.name = next(name for name, _ in model.named_parameters()).rpartition(".")
-        self.owner = model.get_submodule(path)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what belongs to this process and this model; a copy records steps of its own."""
@@ -102,7 +100,7 @@ class RecordedDecoding:
             self.last = Seen.of(cache)
             weakref.finalize(cache, self.release, self.last)
         seen = self.last
-        key = key_of(leaves, seen), getattr(self.owner, self.name).data_ptr()  # which changes when the model is moved
+        key = key_of(leaves, seen), next(self.model.parameters()).data_ptr()  # which changes when the model is moved
         tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
         if key not in self.known:
             return self.recorded(leaves, tensors, cache, key)

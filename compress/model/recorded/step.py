@@ -29,7 +29,7 @@ class RecordedStep:
         are constants. Raises NotRecordedError.
         """
         record, self.first = trace(function, inputs)
-        with torch.inference_mode(False):  # whose tensors could not be changed in a later call outside it
+        with torch.inference_mode(False):  # tensors that are made in it cannot be changed by calls outside it
             self._plan(record, inputs, state)
 
     def _plan(self, record: Recorder, inputs: Sequence[Tensor], state: Sequence[Tensor]) -> None:

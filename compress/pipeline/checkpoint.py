@@ -23,7 +23,7 @@ from compress.api.passes import Step
 from compress.errors import OutputError
 from compress.formats.base import CacheScheme
 from compress.formats.containers.digests import SUMS
-from compress.formats.containers.files import write_json, write_text
+from compress.formats.containers.files import write_text
 from compress.formats.containers.safetensors import shard_name, write_shard
 from compress.model.kv_cache import cache_records, stated_scheme
 from compress.model.linear import CompressedLinear, linears, scheme_of
@@ -93,8 +93,8 @@ class Manifest:
     @property
     def state(self) -> str:
         """A digest of what a start of the run continues with; the files of a shared folder may be seen late."""
-        values = asdict(self) | {"folder": "", "costs": {}}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        values = vars(self) | {"folder": "", "costs": {}}
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=vars).encode()).hexdigest()
 
     @property
     def path(self) -> Path:
@@ -122,10 +122,9 @@ class Manifest:
         return changed + [name for name in whole if not (self.folder / name).exists()]
 
     def write(self) -> None:
-        """Write atomically."""
+        """Write atomically, without copies of the values and without indents: every block writes all of it again."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        values = asdict(self) | {"folder": "."}
-        write_json(self.path, values)
+        write_text(self.path, json.dumps(vars(self) | {"folder": "."}, default=vars) + "\n")
 
 
 def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.api.memory import STORE_BYTES, ProblemSize
-from compress.api.passes import LayerPass, ModelPass, Pass, Step
+from compress.api.passes import LayerPass, ModelPass, Pass, Step, read_data
 from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.recorded import count_in
@@ -96,8 +96,8 @@ class Footprint:
             sequences = count_in(calibration, "calibration")
         batch = min(calibration.batch, sequences)
         read = sequences
-        if not any(step.requires.data for _, step, _ in self.steps):
-            sequences = batch  # as `run` does
+        if not read_data(self.steps):
+            batch = sequences = min(1, sequences)  # as `run` does
         self.lengths = self._lengths()
         self.length = sum(self.lengths)
         self.sequences, self.batch, self.tokens = sequences, batch, sequences * self.length

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import Forked
 
 import compress
 from compress.api.processes import Processes
@@ -29,22 +30,25 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start(command: Sequence[str], processes: int) -> list[subprocess.Popen]:
-    """Processes of `python command` that find each other by the variables of torchrun; nobody watches over them."""
+def ranks(processes: int) -> list[dict[str, str]]:
+    """The variables of torchrun for each process, by which they find each other; none for one process."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
-    return [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**ENVIRONMENT, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
+    found = [{**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return found if processes > 1 else [{}]
 
 
-def finish(started: Sequence[subprocess.Popen], seconds: float = 300) -> list[tuple[int, str, str]]:
+def start(command: Sequence[str], processes: int) -> list[subprocess.Popen]:
+    """Processes of `python command` as torchrun starts them; nobody watches over them."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([sys.executable, *command], env={**ENVIRONMENT, **at}, **pipes) for at in ranks(processes)]
+
+
+def fork(command: Sequence[str], processes: int, **variables: str) -> list[Forked]:
+    """The same without the time that they need to import. variables: of the environment."""
+    return [Forked(command, {**variables, **at}) for at in ranks(processes)]
+
+
+def finish(started: Sequence[subprocess.Popen | Forked], seconds: float = 300) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of each process."""
     try:
         ended = [process.communicate(timeout=seconds) for process in started]

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import finish, start
+from launching import finish, fork
 
 from compress.formats.containers.files import file_sha256
 
@@ -45,7 +45,7 @@ def unbroken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE)
-    ((code, _, errors),) = finish(start([SCRIPT, str(folder), str(recipe)], 1))
+    ((code, _, errors),) = finish(fork([SCRIPT, str(folder), str(recipe)], 1))
     assert code == 0, errors
     return recipe, sums(folder / "recipe")
 
@@ -54,7 +54,7 @@ def unbroken(tmp_path_factory):
 def test_a_killed_run_of_several_segments_continues(moment, unbroken, tmp_path):
     recipe, wanted = unbroken
     command, out = [SCRIPT, str(tmp_path), str(recipe)], tmp_path / "recipe"
-    (process,) = start(command, 1)
+    (process,) = fork(command, 1)
     while not MOMENTS[moment](manifest_of(out)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.002)
@@ -66,7 +66,7 @@ def test_a_killed_run_of_several_segments_continues(moment, unbroken, tmp_path):
     files = [path for name in {part["file"] for part in kept.values()} for path in out.rglob(name)]
     written = {path: path.stat().st_mtime_ns for path in files}
     assert written
-    ((code, _, errors),) = finish(start(command, 1))
+    ((code, _, errors),) = finish(fork(command, 1))
     assert code == 0, errors
     assert sums(out) == wanted
     assert all(path.stat().st_mtime_ns == at for path, at in written.items() if path.exists())  # not made again

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from launching import finish, fork
 
 import compress
 
@@ -80,8 +80,13 @@ def equal(one: dict, other: dict) -> None:
 @pytest.fixture(scope="module")
 def alone(asked):
     out, arguments = asked
-    subprocess.run([sys.executable, "-m", *arguments("alone")], env=ENVIRONMENT, check=True, capture_output=True)
+    run(arguments("alone"), 1)
     return measured(out, "alone")
+
+
+def run(arguments: list[str], processes: int) -> None:
+    for code, _, errors in finish(fork(["-m", *arguments], processes)):
+        assert code == 0, errors
 
 
 @pytest.mark.slow
@@ -99,20 +104,20 @@ def test_two_processes_measure_what_one_measures(asked, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", [[], LAUNCH], ids=["one process", "two processes"])
-def test_a_killed_evaluation_continues(asked, alone, launch):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_killed_evaluation_continues(asked, alone, processes):
     out, arguments = asked
-    name = f"killed{len(launch)}"
-    command = [sys.executable, *launch, "-m", *arguments(name)]
-    running = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not lines(out / name) and running.poll() is None:
+    name = f"killed{processes}"
+    started = fork(["-m", *arguments(name)], processes)
+    while not lines(out / name) and all(process.poll() is None for process in started):
         time.sleep(0.005)
-    for process in [*psutil.Process(running.pid).children(recursive=True), running]:
+    for process in started:
         process.kill()
-    running.wait()
+    for process in started:
+        process.wait()
     before = lines(out / name)
     assert before and not (out / f"{name}.json").exists()
-    subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True)
+    run(arguments(name), processes)
     equal(alone, measured(out, name))
     after = lines(out / name)
     assert all(after[key] == value for key, value in before.items())  # what was there is not computed again

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import finish, start
+from launching import finish, fork
 from safetensors.torch import load_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -117,7 +117,7 @@ def test_sharded_rotations_are_an_error():
 def test_two_processes_are_one_with_twice_the_accumulation(tmp_path):
     script = str(Path(__file__).with_name("rotations_in_processes.py"))
     for name, accumulate, processes in (("two", 1, 2), ("one", 2, 1), ("other", 1, 1)):
-        for code, _, errors in finish(start([script, str(tmp_path / name), str(accumulate)], processes)):
+        for code, _, errors in finish(fork([script, str(tmp_path / name), str(accumulate)], processes)):
             assert code == 0, errors
     found = {path.name: load_file(path)["rotated"] for path in tmp_path.iterdir()}
     assert torch.equal(found["two-0"], found["two-1"]) and torch.allclose(found["two-0"], found["one-0"], atol=1e-5)

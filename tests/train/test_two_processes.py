@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from forks import Forked
+from launching import finish, fork
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
@@ -25,19 +29,48 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 KINDS = {"copied": ["--multi_gpu"], "split": ["--use_fsdp", "--fsdp_version", "2"]}
 
 
-def launcher(processes: int, kind: str = "copied") -> list[str]:
-    """The start of a command in some processes; `--cpu` would start one (accelerate leaves several to MPI)."""
-    launch = ["-m", "accelerate.commands.launch", *KINDS[kind], "--num_processes", str(processes)]
-    if kind == "split":
-        launch.append(str(SCRIPT.with_name("fsdp_on_cpu.py")))
-    return [sys.executable, *(launch if processes > 1 else [])]
+def script_of(kind: str) -> list[str]:
+    """What runs a script or a module."""
+    return [str(SCRIPT.with_name("fsdp_on_cpu.py"))] if kind == "split" else []
+
+
+def launcher(kind: str) -> list[str]:
+    """The start of a command in two processes; `--cpu` would start one (accelerate leaves several to MPI)."""
+    launch = ["-m", "accelerate.commands.launch", *KINDS[kind], "--num_processes", "2"]
+    return [sys.executable, *launch, *script_of(kind)]
+
+
+def launched(command: list[str], processes: int, kind: str = "copied") -> list[Forked]:
+    """The processes of a command with the variables that accelerate's launcher gives them."""
+    others = [
+        "--num_machines",
+        "1",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    options = prepare_multi_gpu_env(launch_command_parser().parse_args([*KINDS[kind], *others, "script"]))
+    chosen = {name: value for name, value in options.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    return fork(
+        [*script_of(kind), *command] if processes > 1 else command, processes, **chosen if processes > 1 else {}
+    )
+
+
+def ended(started: list[Forked]) -> tuple[str, str]:
+    """The output and the errors of all processes, none of which failed."""
+    done = finish(started)
+    assert not any(code for code, _, _ in done), "".join(errors for _, _, errors in done)
+    return "".join(told for _, told, _ in done), "".join(errors for _, _, errors in done)
 
 
 def trained(out: Path, processes: int, accumulate: int, model: str, kind: str = "copied") -> dict[str, torch.Tensor]:
-    command = [*launcher(processes, kind), str(SCRIPT), str(out), str(accumulate), model]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("split: 0.5") == (kind == "split")
+    _, errors = ended(launched([str(SCRIPT), str(out), str(accumulate), model], processes, kind))
+    assert errors.count("split: 0.5") == (kind == "split")
     with safe_open(out, framework="pt") as file:
         assert file.metadata() == {"processes": str(processes)}
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -45,17 +78,17 @@ def trained(out: Path, processes: int, accumulate: int, model: str, kind: str = 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["causal", "masked", "experts"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_are_one_with_twice_the_accumulation(tmp_path, kind, model):
-    one, two = trained(tmp_path / "one", 1, 4, model), trained(tmp_path / "two", 2, 2, model, kind)
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
-        assert torch.allclose(tensor.float(), two[name].float(), atol=1e-5), name
-    for name in (n for n in one if n.endswith(".mask")):
-        dense = name.removesuffix("mask") + "dense"
-        assert bool((two[dense][~two[name]] == 0).all())
-    other = trained(tmp_path / "other", 1, 2, model)
+def test_two_processes_are_one_with_twice_the_accumulation(tmp_path, model):
+    one, other = trained(tmp_path / "one", 1, 4, model), trained(tmp_path / "other", 1, 2, model)
     assert not all(torch.allclose(one[name].float(), other[name].float(), atol=1e-4) for name in one)
+    for kind in KINDS:
+        two = trained(tmp_path / kind, 2, 2, model, kind)
+        assert one.keys() == two.keys()
+        for name, tensor in one.items():
+            assert torch.allclose(tensor.float(), two[name].float(), atol=1e-5), (kind, name)
+        for name in (n for n in one if n.endswith(".mask")):
+            dense = name.removesuffix("mask") + "dense"
+            assert bool((two[dense][~two[name]] == 0).all())
 
 
 RECIPE = f"""
@@ -88,14 +121,12 @@ eval: {{perplexity: [embedded], windows: 2, length: 64}}
 """
 
 
-def command(
-    folder: Path, processes: int, accumulate: int, kind: str = "copied", text: str = RECIPE, name: str = "out"
-) -> list[str]:
-    """`compress run` of a recipe, in some processes; RECIPE trains block by block and as a whole."""
+def command(folder: Path, accumulate: int, text: str = RECIPE) -> list[str]:
+    """`compress run` of a recipe; RECIPE trains block by block and as a whole."""
+    folder.mkdir()
     recipe = folder / "recipe.yaml"
     recipe.write_text(text.replace("%d", str(accumulate)))
-    own = ["-m", "compress", "run", str(recipe), "-o", str(folder / name)]
-    return [*launcher(processes, kind), *own]
+    return ["-m", "compress", "run", str(recipe), "-o", str(folder / "out")]
 
 
 def agree(tensor: torch.Tensor, other: torch.Tensor, name: str) -> None:
@@ -107,52 +138,63 @@ def agree(tensor: torch.Tensor, other: torch.Tensor, name: str) -> None:
     assert differ.double().mean() <= 1e-3, name
 
 
-def finish(command: list[str], out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The report and the tensors of a run."""
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("checkpoint sha256") == 1  # one process tells
+def results(told: str, out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The report and the tensors of a run. told: the output of all its processes."""
+    assert told.count("checkpoint sha256") == 1  # one process tells
     tensors = {name: t for file in sorted(out.glob("*.safetensors")) for name, t in load_file(file).items()}
     return json.loads((out / "report.json").read_text()), tensors
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The report and the tensors of RECIPE in one process."""
+    folder = tmp_path_factory.mktemp("one") / "one"
+    told, _ = ended(launched(command(folder, 2), 1))
+    return results(told, folder / "out")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compress_run_in_two_processes_is_one_run(tmp_path, kind):
-    folders = {name: tmp_path / name for name in ("one", "two", "killed")}
-    for folder in folders.values():
-        folder.mkdir()
-    one, tensors = finish(command(folders["one"], 1, 2), folders["one"] / "out")
-    two, others = finish(command(folders["two"], 2, 1, kind), folders["two"] / "out")
+def test_compress_run_in_two_processes_is_one_run(one, tmp_path, kind):
+    folder = tmp_path / "two"
+    start = [*launcher(kind), *command(folder, 1)]
+    done = subprocess.run(start, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr
+    two, others = results(done.stdout, folder / "out")
+    kept, tensors = one
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
         agree(tensor, others[name], name)
-    kept = one["perplexity"][0]["compressed"]["loss"]
-    assert two["perplexity"][0]["compressed"]["loss"] == pytest.approx(kept, abs=1e-3)
-    assert not list((folders["two"] / "out" / ".compress").glob("passes"))
+    loss = kept["perplexity"][0]["compressed"]["loss"]
+    assert two["perplexity"][0]["compressed"]["loss"] == pytest.approx(loss, abs=1e-3)
+    assert not list((folder / "out" / ".compress").glob("passes"))
 
     # killed in the training of the whole model, with a state on disk
-    again = command(folders["killed"], 2, 1, kind)
-    process = subprocess.Popen(again, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    state = folders["killed"] / "out" / ".compress" / "passes" / "passes-2--gmp" / "training.safetensors"
-    for _ in range(1200):
-        if state.exists() or process.poll() is not None:
+    folder = tmp_path / "killed"
+    again = command(folder, 1)
+    started = launched(again, 2, kind)
+    state = folder / "out" / ".compress" / "passes" / "passes-2--gmp" / "training.safetensors"
+    for _ in range(12000):
+        if state.exists() or any(process.poll() is not None for process in started):
             break
-        time.sleep(0.05)
+        time.sleep(0.005)
     assert state.exists()
-    process.terminate()  # the launcher takes its workers with it
-    process.wait()
-    third, resumed = finish(again, folders["killed"] / "out")
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait()
+    told, _ = ended(launched(again, 2, kind))
+    third, resumed = results(told, folder / "out")
     assert "training resumes" in json.dumps(third["journal"])
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in others.items())
 
 
 @pytest.mark.slow
 def test_every_way_to_train_is_the_same_with_weights_split(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    one, tensors = finish(command(tmp_path / "one", 1, 2, text=METHODS), tmp_path / "one" / "out")
-    two, others = finish(command(tmp_path / "two", 2, 1, "split", METHODS), tmp_path / "two" / "out")
+    told, _ = ended(launched(command(tmp_path / "one", 2, METHODS), 1))
+    one, tensors = results(told, tmp_path / "one" / "out")
+    told, _ = ended(launched(command(tmp_path / "two", 1, METHODS), 2, "split"))
+    two, others = results(told, tmp_path / "two" / "out")
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(others[name], tensor, rtol=1e-3, atol=1e-5, msg=name)

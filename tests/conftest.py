@@ -9,6 +9,7 @@ import torch
 
 if not torch.cuda.is_available():  # Triton's interpreter runs GPU kernels; triton, which others import, reads this once
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, too: no test asks the hub, which would be tried again for half a minute
 
 import gc
 import json

@@ -50,9 +50,8 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def measure(pico, data, monkeypatch):
+def measure(pico, data):
     """measure(model, **settings): the result of all tasks on a model, and the journal."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(model, store=None, **settings):
         asked = Evaluate(**{"tasks": tuple(ROWS), "data": str(data), **settings})
@@ -82,6 +81,19 @@ def test_results_are_those_of_the_backend_of_lm_eval(pico_model, pico, measure, 
             assert ours["value"] == pytest.approx(values["value"], rel=1e-5), (name, metric)
             assert ours["stderr"] == pytest.approx(values["stderr"], rel=1e-4)
         assert found["scores"][name]["items"] == len(ROWS[name])
+
+
+def test_plain_tasks_need_no_index_of_all(tmp_path):
+    """The files of a few tasks are those that the index of all has; a group or an unknown name needs that."""
+    names = ("piqa", "arc_challenge", "hellaswag", "gsm8k", "mmlu_anatomy")
+    few, whole = task_manager(Evaluate(tasks=names)), task_manager(Evaluate(tasks=("arc_easy", "mmlu")))
+    assert len(few.all_tasks) < 1000 < len(whole.all_tasks)
+    for name in names:
+        assert few.task_index[name].yaml_path == whole.task_index[name].yaml_path, name
+    for others in (("piqa", "no_such_task"), ("openllm",), (str(tmp_path / "own.yaml"),)):
+        assert task_manager(Evaluate(tasks=others)) is whole
+    (tmp_path / "own.yaml").write_text("task: own\ndataset_path: json\n")
+    assert "own" in task_manager(Evaluate(tasks=names, data=str(tmp_path))).all_tasks
 
 
 def test_the_settings_of_a_task_are_recorded(pico_model, measure):
@@ -227,8 +239,7 @@ def test_both_models_on_the_same_items(pico_model, measure):
     assert len(Tasks().summary(result)) == 4 and "p " in Tasks().summary(result)[0][3]
 
 
-def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, tmp_path):
     args = ["eval", pico, pico, "--text", "none", "--tasks", "piqa", "--data", str(data), "--work", str(tmp_path / "w")]
     done = CliRunner().invoke(main, [*args, "-o", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
@@ -241,7 +252,6 @@ def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, 
 
 
 def test_a_recipe_measures_tasks_and_answers(recipe, data, tmp_path, monkeypatch, texts):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("compress.evaluate.generation.PROMPTS", ("What?",))
     measured = Evaluate(
         perplexity=(texts["test"],), windows=2, length=None, tasks=("piqa",), data=str(data), generation=True

@@ -51,7 +51,7 @@ def test_what_once_crashed_works(family, key, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", STRUCTURES)
-def test_every_third_pass_on_a_family_is_as_the_document_says(family, stated, tmp_path):
+def test_every_sixth_pass_on_a_family_is_as_the_document_says(family, stated, tmp_path):
     """The first family starts with the first pass, the next one with the second; `families.py` tries all cells."""
-    made, keys = Family(family, tmp_path / family), list(CHAINS)[list(STRUCTURES).index(family) % 3 :: 3]
+    made, keys = Family(family, tmp_path / family), list(CHAINS)[list(STRUCTURES).index(family) % 6 :: 6]
     assert {key: made.cell(key).code for key in keys} == {key: stated[family][key] for key in keys}

@@ -363,10 +363,12 @@ def store(codes: Tensor, grid: Grid) -> Tensor:
 
 def vanished(weight: Float[Tensor, "out in"], codes: Codes) -> int:
     """The number of groups that became all zero because the scale they need is too small to store."""
-    pair = [weight, codes.dense()]
-    if codes.group_index is not None:
-        order = codes.group_index.argsort(stable=True)
-        pair = [each[:, order] for each in pair]
-    before, after = (grouped(each, codes.group_size).abs().amax(-1) for each in pair)
-    needed = before / codes.grid.span  # powers of two may be twice as large
-    return int(((before > 0) & (after == 0) & (codes.scale.abs() > 2.5 * needed)).sum())
+    order = None if codes.group_index is None else codes.group_index.argsort(stable=True)
+
+    def largest(values: Tensor) -> Tensor:
+        low, high = grouped(values if order is None else values[:, order], codes.group_size).aminmax(dim=-1)
+        return torch.maximum(-low, high)
+
+    before = largest(weight)
+    far = (before > 0) & (codes.scale.abs() > 2.5 * before / codes.grid.span)  # powers of two may be twice as large
+    return int((far & (largest(codes.dense()) == 0)).sum()) if bool(far.any()) else 0

@@ -343,3 +343,12 @@ class CrossGram(Gram):
             shift = cross @ factor.T @ factor
             self._shift = regularization, shift if order is None else shift[:, order.argsort()]
         return self._shift[1]
+
+
+class UnitCrossGram(CrossGram):
+    """CrossGram of rows that are divided by the length of X, both in X and in X~: as `UnitGram` does."""
+
+    def compare(self, rows: Float[Tensor, "tokens in"], reference: Float[Tensor, "tokens in"]) -> None:
+        lengths = rows.float().norm(dim=-1, keepdim=True)
+        scale = torch.where(lengths > 0, 1 / lengths, 0)  # a row of zeros stays zero
+        super().compare(rows.float() * scale, reference.float() * scale)

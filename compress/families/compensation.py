@@ -9,11 +9,11 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from compress.api.observers import CrossGram, Gram, Observer, UnitGram
+from compress.api.observers import CrossGram, Gram, Observer, UnitCrossGram, UnitGram
 from compress.api.passes import LayerPass
 from compress.numerics.linalg import DAMPING, SHRINKAGE, Regularization
 
-ALPHA = 1.0  # the whole correction
+ALPHA = 0.25  # as other programs: the whole correction fits the calibration tokens too closely
 
 
 class RegularizedPass(LayerPass):
@@ -42,8 +42,7 @@ class HessianPass(RegularizedPass):
     normalize_tokens: bool | None = Field(
         default=None,
         description="divide each token's input by its norm in the Hessian, so that tokens with small inputs, such as "
-        "attention sinks after a norm, count as much as others; default: false for pruning and with error: "
-        "asymmetric, otherwise true",
+        "attention sinks after a norm, count as much as others; default: false for pruning, otherwise true",
     )
 
     normalizes: ClassVar[bool] = True
@@ -77,13 +76,8 @@ class CompensatingPass(HessianPass):
         default=ALPHA,
         gt=0,
         le=1,
-        description="only for error: asymmetric: factor of the correction of the weight; 1: full correction",
+        description="only for error: asymmetric: factor of the correction of the weight; 1: the whole, as in the paper",
     )
-
-    def model_post_init(self, context: Any) -> None:
-        super().model_post_init(context)
-        if self.error == "asymmetric" and self.normalize_tokens:
-            raise ValueError("normalize_tokens needs error: symmetric; leave one of them out")
 
     def without_effect(self) -> dict[str, str]:
         idle = {"alpha": "with error: symmetric; leave it out, or use error: asymmetric"}
@@ -92,7 +86,8 @@ class CompensatingPass(HessianPass):
     @property
     def hessian(self) -> type[Gram]:
         """The statistics of the inputs by which errors are compensated."""
-        return CrossGram if self.error == "asymmetric" else super().hessian
+        seen = super().hessian
+        return seen if self.error == "symmetric" else UnitCrossGram if issubclass(seen, UnitGram) else CrossGram
 
     def fitted(
         self, weight: Float[Tensor, "out in"], seen: Any, order: Tensor | None = None

@@ -100,12 +100,13 @@ ROWS: dict[str, list[dict]] = {
     "gptq-int4-allocated": [{"gptq": {"group_size": 64, "allocate": {"bits": 4.5, "choices": CHOICES}}}],
     "gptq-g128": [{"gptq": {"weights": "int4", "group_size": 128}}],
     "gptq-mse-normalized": [{"gptq": {"weights": "int4", **PLAIN, "normalize_tokens": True}}],
-    "gptaq-mse": [{"gptq": {"weights": "int4", **PLAIN, "error": "asymmetric"}}],
+    "gptaq-mse": [{"gptq": {"weights": "int4", **PLAIN, "error": "asymmetric", "alpha": 1.0}}],
     "gptq-int3": [{"gptq": {"weights": "int3"}}],
     "gptq-int3-paper": [{"gptq": {"weights": "int3", **PAPER}}],
     "gptq-int3-positive": [{"gptq": {"weights": "int3", **PLAIN, "signed_scales": False}}],
     "gptq-int3-mse": [{"gptq": {"weights": "int3", **PLAIN}}],
     "gptq-int3-importance": [{"gptq": {"weights": "int3", **PLAIN, "scale": "importance"}}],
+    "gptq-int2-g32": [{"gptq": {"weights": "int2", "group_size": 32}}],
     "gptq-int2-zeros": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False}}],
     "gptq-int2-zeros-normalized": [{"gptq": {"weights": "int2", **ZEROS}}],
     "gptq-int2-zeros-refined": [{"gptq": {"weights": "int2", **PLAIN, "symmetric": False, "refine": 2}}],
@@ -381,6 +382,8 @@ UNSHRUNK = (
     "sparsegpt-2:4-int4",
 )
 """Rows that were measured without shrinkage, too."""
+ASYMMETRIC = ("gptq", "gptq-int3", "gptq-int2-g32", "sparsegpt-repaired", "sparsegpt-2:4")
+"""Rows that were measured with the outputs of the uncompressed model as the target, too."""
 UNNORMALIZED = ("gptq", "gptq-int3", "gptq-int8", "w8a8", "awq-gptq-zeros")
 EARLIER = (
     "gptq-mse-normalized",
@@ -450,6 +453,10 @@ def unnormalized(steps: list[dict]) -> list[dict]:
 ROWS |= {f"{name}-unnormalized": unnormalized(ROWS[name]) for name in UNNORMALIZED}
 ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
 ROWS |= {f"{name}-unshrunk": unshrunk(ROWS[name]) for name in UNSHRUNK}
+ROWS |= {
+    f"{name}-asymmetric": [{key: {**options, "error": "asymmetric"}} for key, options in ROWS[name][0].items()]
+    for name in ASYMMETRIC
+}
 BATCH_OF_ONE = (
     "outlier_suppression",
     "lkd",

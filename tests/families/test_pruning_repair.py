@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress import PASSES, Magnitude, SparseGPT, Wanda
 from compress.api.layers import Layer
-from compress.api.observers import Gram, InputNorm, Nothing, UnitGram
+from compress.api.observers import CrossGram, Gram, InputNorm, Nothing, UnitGram
 from compress.api.options import OptionError
 from compress.errors import CalibrationError, NumericError
 from compress.families.pruning import PruningPass
@@ -68,7 +68,7 @@ def test_asymmetric_is_the_least_squares_of_the_uncompressed_output(step):
     """Kept weights map the compressed model's inputs X to the outputs W X~ of the uncompressed one."""
     rows, weight = correlated(), random(8, WIDTH, seed=1)
     others = rows + 0.5 * random(*rows.shape, seed=4)
-    made = step(repair=400, damping=1e-6, error="asymmetric")
+    made = step(repair=400, damping=1e-6, error="asymmetric", alpha=1.0)
     seen = made.observer(WIDTH, torch.device("cpu"))
     seen.compare(rows, others)
     found = made.solve(weight, seen, a_layer())
@@ -87,6 +87,21 @@ def test_tokens_of_unit_length_count_alike():
     found = made.solve(weight, seen_of(rows, made.observer), a_layer())
     wanted = other.solve(weight, seen_of(torch.nn.functional.normalize(rows), other.observer), a_layer())
     assert made.observer is UnitGram and torch.equal(found.weight, wanted.weight)
+
+
+def test_tokens_of_unit_length_count_alike_beside_the_uncompressed_model():
+    """Each token of both models is divided by the length of the compressed model's."""
+    rows, weight = correlated(), random(8, WIDTH, seed=1)
+    rows[3] = 0
+    others, lengths = rows + 0.5 * random(*rows.shape, seed=4), rows.norm(dim=-1, keepdim=True)
+    options = {"repair": 400, "damping": 1e-6, "error": "asymmetric"}
+    made, other = (Wanda(**options, normalize_tokens=unit) for unit in (True, False))
+    seen, plain = (step.observer(WIDTH, torch.device("cpu")) for step in (made, other))
+    seen.compare(rows, others)
+    plain.compare(torch.nan_to_num(rows / lengths), torch.nan_to_num(others / lengths, posinf=0, neginf=0))
+    found, wanted = (step.solve(weight, each, a_layer()) for step, each in ((made, seen), (other, plain)))
+    assert issubclass(made.observer, CrossGram) and not torch.equal(seen.cross, 0 * seen.cross)
+    torch.testing.assert_close(found.weight, wanted.weight, rtol=1e-3, atol=1e-4)
 
 
 @every_pruner
@@ -155,7 +170,6 @@ def test_inputs_that_are_not_finite_are_an_error():
         (Magnitude, {"error": "asymmetric"}, "error has no effect with repair: 0"),
         (Wanda, {"repair": 0, "normalize_tokens": True}, "normalize_tokens has no effect with repair: 0"),
         (SparseGPT, {"alpha": 0.5}, "alpha has no effect with error: symmetric"),
-        (Wanda, {"error": "asymmetric", "normalize_tokens": True}, "normalize_tokens needs error: symmetric"),
         (SparseGPT, {"weights": "int4", "repair": 8}, "repair has no effect with weights"),
         (Wanda, {"damping": 0}, "damping: input should be greater than 0"),
     ],

@@ -159,8 +159,8 @@ def test_the_plan_knows_bytes_and_memory(asked, recordings, tmp_path):
     for wanted, count in ((Evaluate(perplexity=(recordings,), windows=4), 4), (None, 0)):
         fit = compress.plan(asked(GPTQ(**INT4), eval=wanted)).fit
         assert {need.parts["recordings"] for need in fit.needs} == {(6 + 6 + count) * one}
-        fit = compress.plan(asked(RTN(**INT4), eval=wanted)).fit  # runs on one batch
-        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 2 + count) * one}
+        fit = compress.plan(asked(RTN(**INT4), eval=wanted)).fit  # runs on one recording
+        assert {need.parts["recordings"] for need in fit.needs} == {(6 + 1 + count) * one}
 
 
 def test_a_recipe_to_start_from(folder, tmp_path):

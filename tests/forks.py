@@ -44,7 +44,9 @@ class Forked:
         """Of an ended process; minus the number of the signal that killed it."""
         return self._process.exitcode
 
-    poll = returncode.fget
+    def poll(self) -> int | None:
+        """The same."""
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for the end. Raises TimeoutError."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forks import ENVIRONMENT as READ_WHILE_IMPORTED
 from forks import Forked
 
 import compress
@@ -20,7 +21,7 @@ from compress.api.processes import Processes
 from compress.model.linear import CompressedLinear, linears
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), **READ_WHILE_IMPORTED}
 
 
 def free_port() -> int:

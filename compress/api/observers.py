@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -302,7 +303,12 @@ class UnitGram(Gram):
 
 
 class CrossGram(Gram):
-    """Gram, and cross: 2/n (X~ - X)^T X, [in, in], where X~ are the same rows in the uncompressed model."""
+    """Gram, and cross: 2/n (X~ - X)^T X, [in, in], where X~ are the same rows in the uncompressed model.
+
+    alone: the statistics of X without X~.
+    """
+
+    alone: ClassVar[type[Gram]] = Gram
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__(width, device)
@@ -347,6 +353,8 @@ class CrossGram(Gram):
 
 class UnitCrossGram(CrossGram):
     """CrossGram of rows that are divided by the length of X, both in X and in X~: as `UnitGram` does."""
+
+    alone: ClassVar[type[Gram]] = UnitGram
 
     def compare(self, rows: Float[Tensor, "tokens in"], reference: Float[Tensor, "tokens in"]) -> None:
         lengths = rows.float().norm(dim=-1, keepdim=True)

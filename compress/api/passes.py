@@ -347,6 +347,6 @@ Step = tuple[str, Pass, list[str]]
 """(label, pass, full names of the linears that the pass works on)."""
 
 
-def read_data(steps: Sequence[Step]) -> bool:
+def calibrates(steps: Sequence[Step]) -> bool:
     """Whether one of the passes calibrates; else one sequence is enough, to measure the errors of layers."""
     return any(step.requires.data for _, step, _ in steps)

@@ -64,7 +64,8 @@ class CompensatingPass(HessianPass):
 
     error: 'asymmetric' minimizes ||W X~ - Q X||^2, with X~ the inputs in the uncompressed model and X the inputs in the
     compressed model (GPTAQ, arXiv 2504.02692, equation 6). The optimal weight without rounding is
-    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant, so the pass starts from V.
+    V = W X~ X^T inv(X X^T), and ||W X~ - Q X||^2 = ||V X - Q X||^2 + a constant. V fits the calibration tokens closely,
+    so the pass starts from W + alpha (V - W).
     """
 
     error: Literal["symmetric", "asymmetric"] = Field(

@@ -251,7 +251,7 @@ class QuantizingPass(Quantizing, LayerPass):
     @property
     def compensates(self) -> type[Gram] | None:
         seen = self.observer
-        return Gram if issubclass(seen, CrossGram) else seen if issubclass(seen, Gram) else None
+        return seen.alone if issubclass(seen, CrossGram) else seen if issubclass(seen, Gram) else None
 
     def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
         codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)

@@ -29,9 +29,9 @@ class GPTQ(CompensatingPass, QuantizingPass):
     act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
     scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
 
-    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692): the sweep starts from the
-    weight that fits it best without rounding. GPTAQ adds the same correction column by column, but omits its part in
-    columns that are already rounded.
+    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692): the sweep starts
+    between the weight and the one that fits it best without rounding, at `alpha` of the way. GPTAQ adds the same
+    correction column by column, but omits its part in columns that are already rounded.
     """
 
     use_for: ClassVar[str] = "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model."

@@ -9,7 +9,7 @@ from itertools import accumulate
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.api.passes import Step, read_data
+from compress.api.passes import Step, calibrates
 from compress.api.processes import Processes
 from compress.errors import CalibrationError, UserError
 from compress.model.recordings import batches, is_recorded
@@ -37,7 +37,7 @@ def check_divided(
 ) -> None:
     """Raise CalibrationError when there are too few sequences for the processes."""
     size, count = processes.size, len(ids)
-    if size == 1 or not read_data(steps):
+    if size == 1 or not calibrates(steps):
         return
     if count < size:
         raise CalibrationError(

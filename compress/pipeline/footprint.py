@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.api.memory import STORE_BYTES, ProblemSize
-from compress.api.passes import LayerPass, ModelPass, Pass, Step, read_data
+from compress.api.passes import LayerPass, ModelPass, Pass, Step, calibrates
 from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.recorded import count_in
@@ -96,7 +96,7 @@ class Footprint:
             sequences = count_in(calibration, "calibration")
         batch = min(calibration.batch, sequences)
         read = sequences
-        if not read_data(self.steps):
+        if not calibrates(self.steps):
             batch = sequences = min(1, sequences)  # as `run` does
         self.lengths = self._lengths()
         self.length = sum(self.lengths)

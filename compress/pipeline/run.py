@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
 from compress.api.limits import size_of
-from compress.api.passes import Pass, Step, read_data
+from compress.api.passes import Pass, Step, calibrates
 from compress.api.processes import ALONE, Processes
 from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
@@ -285,7 +285,7 @@ def compress(job: Job) -> None:
     """Apply all passes and write the shards and the other files of the checkpoint."""
     ids, batch = job.ids, job.recipe.calibration.batch
     probe, own = beginning(ids, PROBE_TOKENS), own_batches(ids, batch, job.context.processes)
-    if not read_data(job.steps):
+    if not calibrates(job.steps):
         own = [ids[:1]]  # of which `Sample` keeps few rows
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from compress.api.context import device_of
-from compress.api.passes import ModelPass, Pass, Step, read_data
+from compress.api.passes import ModelPass, Pass, Step, calibrates
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
@@ -109,7 +109,7 @@ def batches_of(recipe: Recipe, steps: Sequence[Step]) -> float:
     """The number of calibration batches of a run."""
     asked = recipe.calibration
     sequences, _ = extent(asked, asked.sequences, asked.length)
-    return ceil(sequences / asked.batch) if read_data(steps) else 1
+    return ceil(sequences / asked.batch) if calibrates(steps) else 1
 
 
 def window_of(recipe: Recipe, opened: OpenModel) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.journal import Journal
-from compress.api.passes import Pass, Step, read_data
+from compress.api.passes import Pass, Step, calibrates
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
@@ -123,7 +123,7 @@ class Bench:
         mine = [(label, step, [short[name] for name in names if name in short]) for label, step, names in steps]
         asked = recipe.calibration
         sequences, length = extent(asked, asked.sequences, asked.length)
-        batch = min(asked.batch, sequences) if read_data(steps) else 1
+        batch = min(asked.batch, sequences) if calibrates(steps) else 1
         return cls(recipe, opened, model, [one for one in mine if one[2]], batch, length)
 
     def run(self, batches: int, times: int) -> tuple[dict[str, float], PreTrainedModel]:

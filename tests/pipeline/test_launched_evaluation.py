@@ -1,22 +1,18 @@
 """`compress eval` in two processes of a real launcher, and one that is killed: the results are those of one process."""
 
 import json
-import os
 import random
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from launching import finish, fork
+from launching import ENVIRONMENT, finish, fork
 
 import compress
 
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed")
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 LAUNCH = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]  # --cpu would start one
 ITEMS = 120
 WORDS = ["module", "function", "list", "value", "object", "returns", "class", "name", "file", "string", "number"]

@@ -1,7 +1,6 @@
 """Two processes give what one gives that accumulates twice as much: launched as a user would."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.launch import prepare_multi_gpu_env
 from forks import Forked
-from launching import finish, fork
+from launching import ENVIRONMENT, ROOT, finish, fork
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
@@ -22,8 +21,6 @@ from compress.errors import RecipeError
 from compress.train.loop import check_launcher
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
-ROOT = SCRIPT.parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 KINDS = {"copied": ["--multi_gpu"], "split": ["--use_fsdp", "--fsdp_version", "2"]}
@@ -42,23 +39,13 @@ def launcher(kind: str) -> list[str]:
 
 def launched(command: list[str], processes: int, kind: str = "copied") -> list[Forked]:
     """The processes of a command with the variables that accelerate's launcher gives them."""
-    others = [
-        "--num_machines",
-        "1",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    options = prepare_multi_gpu_env(launch_command_parser().parse_args([*KINDS[kind], *others, "script"]))
+    if processes == 1:
+        return fork(command, 1)
+    others = ["--num_machines=1", "--num_processes=2", "--main_process_port=0", "--mixed_precision=no"]
+    others += ["--dynamo_backend=no", "script"]
+    options = prepare_multi_gpu_env(launch_command_parser().parse_args([*KINDS[kind], *others]))
     chosen = {name: value for name, value in options.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
-    return fork(
-        [*script_of(kind), *command] if processes > 1 else command, processes, **chosen if processes > 1 else {}
-    )
+    return fork([*script_of(kind), *command], processes, **chosen)
 
 
 def ended(started: list[Forked]) -> tuple[str, str]:

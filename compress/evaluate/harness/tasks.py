@@ -54,7 +54,7 @@ def check_tasks(settings: Evaluate) -> None:
 def task_manager(settings: Evaluate) -> Any:
     """The index of lm-eval's tasks and of the task files in the data folder. Raises RecipeError without lm-eval.
 
-    Only of the folders of the tasks where all are plain ones: the whole index takes ten seconds, for 14000 files.
+    Only of the folders of the tasks where all are plain ones: the whole index reads 14000 files.
     """
     own = () if settings.data is None or not any(Path(settings.data).glob("**/*.yaml")) else (settings.data,)
     mine = _index(own, False)

@@ -80,6 +80,7 @@ class RecordedDecoding:
         self.reason: str | None = None
         self.far = FAR_ROUNDED if any(rounds_inputs(m) for m in model.modules()) else FAR
         self.last: Seen | None = None
+        self.place: tuple[torch.nn.Module, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what belongs to this process and this model; a copy records steps of its own."""
@@ -100,7 +101,7 @@ class RecordedDecoding:
             self.last = Seen.of(cache)
             weakref.finalize(cache, self.release, self.last)
         seen = self.last
-        key = key_of(leaves, seen), next(self.model.parameters()).data_ptr()  # which changes when the model is moved
+        key = key_of(leaves, seen), self.address()
         tensors = [leaf for leaf in leaves.values() if isinstance(leaf, Tensor)]
         if key not in self.known:
             return self.recorded(leaves, tensors, cache, key)
@@ -113,6 +114,16 @@ class RecordedDecoding:
         if not decoder.proved:
             return self.proved(decoder, inputs, tensors, cache, key)
         return decoder.run(tensors, cache)
+
+    def address(self) -> int:
+        """The address of a parameter, which changes when the model is moved."""
+        if self.place is None:  # finding it takes longer than a layer
+            name, _ = next(self.model.named_parameters())
+            owner, _, leaf = name.rpartition(".")
+            self.place = self.model.get_submodule(owner), leaf
+        module, leaf = self.place
+        parameter: Tensor = getattr(module, leaf)
+        return parameter.data_ptr()
 
     def release(self, seen: Seen) -> None:
         """Forget a cache that is no longer there, with the memory of its keys and values."""

@@ -14,6 +14,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 from compress.kernels import dispatch
 from compress.model.objective import text_config
 from compress.model.open.computation import widened_from
+from compress.model.recorded.arguments import StepArguments
 from compress.model.recorded.decoding import RecordedDecoding
 
 LENGTHS = 128
@@ -22,8 +23,11 @@ LARGEST_CACHE = 1 << 30
 """Bytes of a cache that is made for the longest text that a call may generate; a larger one grows with the text."""
 MODES = "greedy_search", "sample"
 """What `generate` may do; beams and drafts move caches in ways of their own."""
-HOOKS = "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call"
-"""The methods of transformers that make the cache of a call, and the forward pass of its steps."""
+HOOKS = (
+    "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call",
+    "prepare_inputs_for_generation",
+)  # fmt: skip
+"""The methods of transformers that make the cache of a call, the forward pass of its steps, and their arguments."""
 NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
 
 
@@ -98,6 +102,7 @@ class RecordedGeneration:
         """otherwise: computes steps that are not recorded; None: the model."""
         self.model = model
         self.decoding = RecordedDecoding(model, otherwise)
+        self.arguments = StepArguments(model)
 
     def install(self) -> bool:
         """Let `model.generate` decode so; returns whether this version of transformers can."""
@@ -107,7 +112,8 @@ class RecordedGeneration:
             return False
         if tuple(inspect.signature(prepare).parameters)[1:] != NAMES:
             return False
-        vars(self.model).update(zip(HOOKS, (self.prepare_cache, self.is_recorded, self.call_of), strict=True))
+        own = self.prepare_cache, self.is_recorded, self.call_of, self.arguments_of
+        vars(self.model).update(zip(HOOKS, own, strict=True))
         return True
 
     def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
@@ -140,6 +146,13 @@ class RecordedGeneration:
     def call_of(self, config: Any) -> Callable[..., Any]:
         """The forward pass of decoding steps."""
         return self.decoding
+
+    def arguments_of(self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a forward pass. transformers reads the names of the parameters."""
+        given = kwargs if inputs_embeds is None else {**kwargs, "inputs_embeds": inputs_embeds}
+        if isinstance(kwargs.get("past_key_values"), DecodingCache):
+            return self.arguments(input_ids, given)
+        return self.arguments.plainly(input_ids, given)
 
 
 def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> DecodingCache | None:

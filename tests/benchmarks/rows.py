@@ -382,7 +382,14 @@ UNSHRUNK = (
     "sparsegpt-2:4-int4",
 )
 """Rows that were measured without shrinkage, too."""
-ASYMMETRIC = ("gptq", "gptq-int3", "gptq-int2-g32", "sparsegpt-repaired", "sparsegpt-2:4")
+ASYMMETRIC = (
+    "gptq",
+    "gptq-int3",
+    "gptq-int2-g32",
+    "sparsegpt-repaired",
+    "sparsegpt-2:4",
+    "permuted-sparsegpt-2:4",
+)
 """Rows that were measured with the outputs of the uncompressed model as the target, too."""
 UNNORMALIZED = ("gptq", "gptq-int3", "gptq-int8", "w8a8", "awq-gptq-zeros")
 EARLIER = (
@@ -450,13 +457,18 @@ def unnormalized(steps: list[dict]) -> list[dict]:
     ]
 
 
+def asymmetric(steps: list[dict]) -> list[dict]:
+    """The passes with outputs of the uncompressed model as the target of those that fit layers."""
+    return [
+        {key: {**options, "error": "asymmetric"} if "error" in PASSES[key].model_fields else options}
+        for ((key, options),) in (step.items() for step in steps)
+    ]
+
+
 ROWS |= {f"{name}-unnormalized": unnormalized(ROWS[name]) for name in UNNORMALIZED}
 ROWS |= {f"{name}-earlier": earlier(ROWS[name]) for name in EARLIER}
 ROWS |= {f"{name}-unshrunk": unshrunk(ROWS[name]) for name in UNSHRUNK}
-ROWS |= {
-    f"{name}-asymmetric": [{key: {**options, "error": "asymmetric"}} for key, options in ROWS[name][0].items()]
-    for name in ASYMMETRIC
-}
+ROWS |= {f"{name}-asymmetric": asymmetric(ROWS[name]) for name in ASYMMETRIC}
 BATCH_OF_ONE = (
     "outlier_suppression",
     "lkd",

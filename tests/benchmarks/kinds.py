@@ -93,11 +93,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", help="keep the checkpoints in this folder")
     arguments = parser.parse_args()
+    head = True
     with tempfile.TemporaryDirectory() as scratch:
         for i, name in enumerate(arguments.only):
             folder = Path(arguments.out or scratch) / f"{i:02} {name}"
             try:
-                measured(recipe_of(arguments, name), name, folder, head=i == 0)
+                measured(recipe_of(arguments, name), name, folder, head)
+                head = False
             except compress.CompressError as error:
                 if error.exit_code != 2:  # not a matter of the model
                     raise

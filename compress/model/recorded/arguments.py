@@ -1,8 +1,8 @@
 """The arguments of decoding steps, made from those of the step before.
 
-transformers makes the positions and the mask of each step from nothing, which takes a fifth of the time of a step of a
-small model. It makes those of two steps of each text, and of two behind a window: where the second follows from the
-first, so do the others.
+transformers makes the positions and the mask of each step anew, as slowly as several layers of a small model compute.
+It makes those of two steps of each text, and of two behind a sliding window: where the second follows from the first, so
+do the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StepArguments:
         self.model = model
         kind: Any = type(model)
         standard: Any = GenerationMixin
-        own = hasattr(kind, "create_masks_for_generate") or kind.is_remote_code()
+        own = hasattr(kind, "create_masks_for_generate") or getattr(kind, "_auto_class", None) is not None
         same = kind.prepare_inputs_for_generation is standard.prepare_inputs_for_generation
         chunked = getattr(text_config(model.config), "attention_chunk_size", None) is not None
         self.fits = same and not own and not chunked

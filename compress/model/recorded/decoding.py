@@ -84,7 +84,7 @@ class RecordedDecoding:
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude what belongs to this process and this model; a copy records steps of its own."""
-        return {**vars(self), "known": {}, "last": None, "otherwise": None}
+        return {**vars(self), "known": {}, "last": None, "place": None, "otherwise": None}
 
     def __call__(self, **inputs: Any) -> Any:
         """The outputs of the model, as its forward pass gives them."""

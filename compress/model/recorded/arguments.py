@@ -1,8 +1,8 @@
 """The arguments of decoding steps, made from those of the step before.
 
 transformers makes the positions and the mask of each step anew, as slowly as several layers of a small model compute.
-It makes those of two steps of each text, and of two behind a sliding window: where the second follows from the first, so
-do the others.
+It makes those of two steps of each text, and of two behind a sliding window. Where the second follows from the first,
+so do the others.
 """
 
 from __future__ import annotations

@@ -87,8 +87,11 @@ class ThreadLink:
         self.meet()
         return found
 
-    def send(self, tensor, source: int) -> None:
-        tensor.copy_(self.broadcast(tensor, source))
+    def exchange(self, parts):
+        return torch.stack([self.broadcast(parts, source)[self.rank] for source in range(self.barrier.parties)])
+
+    def collect(self, part):
+        return torch.stack([self.broadcast(part, source) for source in range(self.barrier.parties)])
 
     def fail(self, code: int, message: str) -> bool:
         self.barrier.abort()

@@ -219,7 +219,7 @@ class Gram(Observer):
         self._factors.clear()
 
     def combine(self, processes: Processes) -> None:
-        self._slabs = [processes.sum(slab) for slab in self._slabs]
+        self._slabs = processes.sums(self._slabs)
         self._factors.clear()
 
     @classmethod

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.nn import functional
 
 from compress.errors import CompressError, ProcessError
 
@@ -81,10 +83,16 @@ class Processes:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor of one shape over all processes, added in the order of ranks."""
-        return self._folded(tensor, torch.add)
+        return self.sums([tensor])[0]
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`sum` of each tensor; the processes meet once."""
+        self.wait()
+        return [self._folded(tensor, torch.add) for tensor in tensors]
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The element-wise maximum of a tensor of one shape over all processes."""
+        self.wait()
         return self._folded(tensor, torch.maximum)
 
     def totals(self, *values: float) -> tuple[float, ...]:
@@ -123,16 +131,17 @@ class Processes:
             raise found from (None if found is error else error)
 
     def _folded(self, tensor: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        if self.link is None:
+        """Combine tensors of all processes, which have met.
+
+        Each process combines one part, so it sends two tensors at most, however many processes there are.
+        """
+        if self.link is None or not tensor.numel():
             return tensor
-        own, found = tensor.detach().cpu().contiguous(), None
-        self.link.meet()
-        for source in range(self.size):
-            part = own if source == self.rank else torch.empty_like(own)
-            self.link.send(part, source)
-            found = part if found is None else combine(found, part)
-        assert found is not None
-        return found.to(tensor.device)
+        flat = tensor.detach().cpu().reshape(-1)
+        length = -(-len(flat) // self.size)
+        parts = functional.pad(flat, (0, length * self.size - len(flat))).view(self.size, length)
+        found = self.link.collect(reduce(combine, self.link.exchange(parts).unbind()))
+        return found.view(-1)[: len(flat)].view(tensor.shape).to(tensor.device)
 
 
 ALONE = Processes()
@@ -172,10 +181,25 @@ class Link:
             dist.broadcast_object_list(held, source, self._group, torch.device("cpu"))
         return value if own else held[0] if device is None else moved(held[0], device)
 
-    def send(self, tensor: Tensor, source: int) -> None:
-        """Overwrite a tensor on the CPU with that of the process `source`; after `meet`."""
+    def exchange(self, parts: Shaped[Tensor, "processes length"]) -> Shaped[Tensor, "processes length"]:
+        """Send part i to process i, and return the parts for this process in the order of ranks.
+
+        On the CPU, after `meet`.
+        """
+        found = torch.empty_like(parts)
         with _connected():
-            dist.broadcast(tensor, source, self._group)
+            dist.all_to_all_single(found, parts, group=self._group)
+        return found
+
+    def collect(self, part: Shaped[Tensor, " length"]) -> Shaped[Tensor, "processes length"]:
+        """The parts of all processes, of one length, in the order of ranks.
+
+        On the CPU, after `meet`.
+        """
+        found = part.new_empty(len(self._others) + 1, len(part))
+        with _connected():
+            dist.all_gather(list(found.unbind()), part, self._group)
+        return found
 
     def meet(self) -> None:
         """Wait until all processes are here.

@@ -70,10 +70,11 @@ def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
     """Replace gradients by their sums over all processes; one that no process has stays None."""
     if processes.size == 1:
         return
-    known = [any(flags) for flags in zip(*processes.gather([p.grad is not None for p in parameters]), strict=True)]
-    for parameter in (parameter for parameter, some in zip(parameters, known, strict=True) if some):
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = processes.sum(own)
+    known = torch.tensor([parameter.grad is not None for parameter in parameters])
+    own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    owners, *found = processes.sums([known.int(), *own])
+    for parameter, some, gradient in zip(parameters, owners.tolist(), found, strict=True):
+        parameter.grad = gradient if some else None
 
 
 class ReconstructionPass(TrainingOptions, BlockPass):

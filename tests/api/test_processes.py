@@ -59,6 +59,16 @@ def test_values_are_added_in_the_order_of_ranks():
     assert parts[0].tolist() == [1e8, 0.0]  # what a process gave is unchanged
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (7, 2, 3)])
+def test_tensors_of_any_size_are_added_and_keep_their_shape(shape):
+    parts = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts = torch.arange(3)[:, None]
+    expected = parts[0] + parts[1] + parts[2]
+
+    for added, count in in_threads(3, lambda p: p.sums([parts[p.rank], counts[p.rank]])):
+        assert torch.equal(added, expected) and added.shape == shape and count.tolist() == [3]
+
+
 def test_each_item_is_computed_once_and_known_to_all():
     computed = []
 

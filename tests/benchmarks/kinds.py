@@ -6,7 +6,7 @@ MODEL is compressed by every recipe of `ROWS`, calibrated on windows of the text
 checkpoint is compared with MODEL on as many other windows. One row of a Markdown table per recipe: the measures of
 agreement, or for a language model its perplexity, the difference of the losses and the KL divergence in nats per token,
 with their standard errors; megabytes of the checkpoint, bits per weight of the compressed layers, and seconds of all
-passes. A row that the model cannot have ends with the reason, such as an embedding that is tied to the output head.
+passes. Rows that the model cannot have stand last, with the reason, such as an embedding that is tied to the output head.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", help="keep the checkpoints in this folder")
     arguments = parser.parse_args()
-    head = True
+    head, refused = True, []
     with tempfile.TemporaryDirectory() as scratch:
         for i, name in enumerate(arguments.only):
             folder = Path(arguments.out or scratch) / f"{i:02} {name}"
@@ -103,7 +103,9 @@ def main() -> None:
             except compress.CompressError as error:
                 if error.exit_code != 2:  # not a matter of the model
                     raise
-                print(row([name, str(error)]), flush=True)
+                refused.append(row([name, str(error)]))
+    for line in refused:
+        print(line)
 
 
 def recipe_of(arguments: argparse.Namespace, name: str) -> compress.Recipe:

@@ -71,12 +71,11 @@ class Overridden(WeightGrid):
         fell = False
         for override in (*self.overrides, None):
             own = self if override is None else None if override.dense else self._with_override(override)
-            mine = [name for name in left if override is None or override.takes(name)]
-            left = [name for name in left if name not in set(mine)]
-            fallen = (
-                [] if own is None or own.fallback is None else [n for n in mine if names.shapes[n][1] % own.grid.block]
-            )
-            stay = [name for name in mine if name not in set(fallen)]
+            mine = dict.fromkeys(name for name in left if override is None or override.takes(name))
+            left = [name for name in left if name not in mine]
+            block = None if own is None or own.fallback is None else own.grid.block
+            fallen = dict.fromkeys(name for name in mine if block is not None and names.shapes[name][1] % block)
+            stay = [name for name in mine if name not in fallen]
             if fallen:
                 assert own is not None
                 options = {"weights": own.fallback, "group_size": PLAIN_GROUP}

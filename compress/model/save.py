@@ -58,8 +58,9 @@ def block_tensors(name: str, module: nn.Module, format_: Format, storage: torch.
             full = f"{name}.{child_name}"
             inside.append(child_name + ".")
             found |= {f"{full}.{key}": t for key, t in layer_tensors(child, format_, storage).items()}
+    starts = tuple(inside)
     for child_name, tensor in module.state_dict().items():
-        if not any(child_name.startswith(prefix) for prefix in inside):
+        if not child_name.startswith(starts):
             found[f"{name}.{child_name}"] = in_storage(tensor, format_.stored_dtype(tensor.shape, storage))
     return {key: found[key].cpu().contiguous() for key in sorted(found)}
 
@@ -198,5 +199,5 @@ def _write_others(opened: OpenModel, folder: Path) -> list[str]:
 
 def dense_linear_names(opened: OpenModel, compressed: set[str]) -> list[str]:
     """Full names of all dense linears of the model, with the head. compressed: the names of compressed layers."""
-    packed = {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
-    return [name for name in linears(opened.model) if name not in compressed | packed]
+    packed = compressed | {name for end in find_ends(opened.model) if end.name in compressed for name in end.names}
+    return [name for name in linears(opened.model) if name not in packed]

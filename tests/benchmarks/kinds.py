@@ -1,6 +1,7 @@
 """Quality, bytes and seconds of recipes on a real model of any kind, such as a decoder or a sentence encoder.
 
-    python tests/benchmarks/kinds.py MODEL [--text FILE] [--only NAME...] [--windows 64] [--length 128] [--out FOLDER]
+    python tests/benchmarks/kinds.py MODEL [--text FILE] [--only NAME...] [--windows 64] [--length 128] [--steps 300]
+        [--train weights norms] [--out FOLDER]
 
 MODEL is compressed by every recipe of `ROWS`, calibrated on windows of the text, in format native. The reloaded
 checkpoint is compared with MODEL on as many other windows. One row of a Markdown table per recipe: the measures of
@@ -89,7 +90,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(ROWS), help="names of rows")
     parser.add_argument("--windows", type=int, default=64, help="calibration sequences, and windows of the comparison")
     parser.add_argument("--length", type=int, default=128, help="tokens of each")
-    parser.add_argument("--steps", type=int, default=DISTILL["steps"], help="training steps of distill")
+    parser.add_argument("--steps", type=int, default=DISTILL["steps"], help="training steps of distill and gmp")
+    parser.add_argument(
+        "--train", nargs="+", default=DISTILL["train"], help="what they train; without biases if a model has none"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--out", help="keep the checkpoints in this folder")
     arguments = parser.parse_args()
@@ -111,8 +115,9 @@ def main() -> None:
 def recipe_of(arguments: argparse.Namespace, name: str) -> compress.Recipe:
     """The recipe of a row."""
     texts = {"windows": arguments.windows, "length": arguments.length}
+    given = {"steps": arguments.steps, "train": arguments.train}
     steps = [
-        {key: {**options, "steps": arguments.steps} if "steps" in options else options}
+        {key: options | (given if "steps" in options else {})}
         for ((key, options),) in (step.items() for step in ROWS[name])
     ]
     return compress.Recipe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from compress.model.open.experts import Experts, open_experts
 from compress.model.open.load import cache_schemes, fill, fill_caches, schemes_of, weights_in_codes
 from compress.model.open.matching import lacking, match
 from compress.model.open.opening import Mapped
-from compress.model.open.stored import stored_in
+from compress.model.open.stored import by_owner, stored_in
 from compress.model.structure.ends import compressed_ends, find_ends, replace_end, tie_recorded
 from compress.weights.layer import LayerScheme
 
 NATIVE = Native()
+NUMBER = re.compile(r"\d+")
 
 
 def check_devices(device_map: Any) -> None:
@@ -86,8 +88,8 @@ class Filling:
         for module in model.modules():  # no random weights in the place of those that come later
             if not module._non_persistent_buffers_set:
                 vars(module)["_is_hf_initialized"] = True
-        ignored = [rf"^{re.escape(name)}\.(?!bias$)" for name in schemes]
-        ignored += [rf"\.{scale}$" for scale in SCALES]
+        kinds = {NUMBER.sub(r"\\d+", re.escape(name)) for name in schemes}  # transformers tries each on every name
+        ignored = [rf"^{kind}\.(?!bias$)" for kind in kinds] + [rf"\.{scale}$" for scale in SCALES]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
         return cls(schemes, caches, stored, modules, dtype or torch.get_default_dtype())
 
@@ -96,16 +98,15 @@ class Filling:
         places = getattr(model, "hf_device_map", None) or {"": model.device}
         for name, module in self.modules.items():
             _put_back(model, name, module)
-        for name, scheme in self.schemes.items():
-            names = [key for key in self._under(name) if not key.endswith(".bias")]
-            held = Mapped(self.stored, self.dtype, _device_of(name, places)).read_raw(names)
-            fill(model, "", held, {name: scheme}, NATIVE, self.dtype, self.stored)
+        ends = {end.name: end for end in find_ends(model)}
+        mapped = cache(partial(Mapped, self.stored, self.dtype))
+        for name, names in by_owner(self.stored, self.schemes).items():
+            inside = [key for key in names if not key.endswith(".bias")]
+            held = mapped(_device_of(name, places)).read_raw(inside)
+            fill(model, "", held, {name: self.schemes[name]}, NATIVE, self.dtype, self.stored, ends)
         scales = [name for name in self.stored if name.endswith(SCALES)]
         fill_caches(model, "", Mapped(self.stored, self.dtype, model.device).read(scales), self.caches)
         model.requires_grad_(False)
-
-    def _under(self, layer: str) -> list[str]:
-        return [name for name in self.stored if name.startswith(f"{layer}.")]
 
 
 def _taken(model: PreTrainedModel, schemes: Mapping[str, LayerScheme]) -> dict[str, nn.Module]:

@@ -32,10 +32,10 @@ from compress.model.open.inference import (
     share_inputs,
 )
 from compress.model.open.limits import limited_modules
-from compress.model.open.stored import stored_shapes, stored_tensors
+from compress.model.open.stored import by_owner, stored_shapes, stored_tensors
 from compress.model.open.untrusted import check_folder
 from compress.model.saving import MASKED_KEY, guard_saving
-from compress.model.structure.ends import find_ends, replace_end, tie
+from compress.model.structure.ends import End, find_ends, replace_end, tie
 from compress.numerics.dtypes import dtype_name
 from compress.weights.layer import LayerScheme
 
@@ -296,20 +296,21 @@ def fill(
     format_: Format,
     dtype: torch.dtype,
     files: Mapping[str, tuple[Path, str]] | None = None,
+    ends: Mapping[str, End] | None = None,
 ) -> None:
     """Replace linears below `root` by the compressed linears of a checkpoint.
 
     prefix + name below `root` is the full name; tensors and schemes are by full name. dtype: of the computation;
-    weights stored as floats are cast to it. files: the places of the tensors, for messages.
+    weights stored as floats are cast to it. files: the places of the tensors, for messages. ends: of `root`, by name;
+    found if they are not given.
 
     Raises ModelError for missing or invalid tensors, with the full name.
     """
-    for full, scheme in schemes.items():
-        if not full.startswith(prefix):
-            continue
-        start = full + "."
-        inside = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
-        end = None if prefix else next((end for end in find_ends(root) if end.name == full), None)
+    if ends is None:
+        ends = {} if prefix else {end.name: end for end in find_ends(root)}
+    for full, names in by_owner(tensors, (name for name in schemes if name.startswith(prefix))).items():
+        scheme, start, end = schemes[full], full + ".", ends.get(full)
+        inside = {name.removeprefix(start): tensors[name] for name in names}
         layer = replace_linear(root, full.removeprefix(prefix)) if end is None else replace_end(root, end)
         if scheme.shape != layer.shape:
             here, there = list(layer.shape), list(scheme.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from os.path import expanduser
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from compress.model.open.masks import MaskPolicy, Zeros, mask_from_zeros, record
 from compress.model.open.narrow import narrow_dtype
 from compress.model.open.opening import Mapped, OpenModel
 from compress.model.open.sentence import read_sentence_files
+from compress.model.open.stored import by_owner
 from compress.model.open.supported import check_supported
 from compress.model.open.untrusted import read_json
 from compress.model.structure.blocks import Block, find_blocks
@@ -101,8 +103,9 @@ class Packed(Mapped):
 
     def _packed(self, prefix: str) -> dict[str, Tensor]:
         """The tensors of the compressed linears of a block, in their stored dtype."""
-        starts = tuple(f"{name}." for name in self.schemes if name.startswith(prefix))
-        found = self._all_stored().read_raw([name for name in self.stored if name.startswith(starts)], waited=True)
+        layers = (name for name in self.schemes if name.startswith(prefix))
+        names = by_owner((name for name in self.stored if name.startswith(prefix)), layers)
+        found = self._all_stored().read_raw(list(chain.from_iterable(names.values())), waited=True)
         wide = {n: t for n, t in found.items() if t.is_floating_point() and t.element_size() > 1}
         opening.check_finite("", wide, self.stored)
         return found

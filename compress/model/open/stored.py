@@ -82,6 +82,18 @@ def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int,
     return {name: header.shape for name, header in headers_of(files).items()}
 
 
+def by_owner(names: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
+    """The names that lie below each owner, such as the tensors of layers. No owner lies below another one."""
+    found: dict[str, list[str]] = {owner: [] for owner in owners}
+    for name in names:
+        above = name
+        while above := above.rpartition(".")[0]:
+            if above in found:
+                found[above].append(name)
+                break
+    return found
+
+
 def by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
     """The names in each file of these tensors, by their names in the model."""
     found: dict[Path, dict[str, str]] = {}

@@ -68,12 +68,11 @@ def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
 def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
     """The header of each of these tensors, by the name that is given for it."""
     found: dict[str, Header] = {}
-    for path in sorted({path for path, _ in files.values()}):
+    for path, keys in by_file(files, files).items():
         with opened_file(path) as file:
-            for name, (place, key) in files.items():
-                if place == path:
-                    part = file.get_slice(key)
-                    found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+            for name, key in keys.items():
+                part = file.get_slice(key)
+                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
     return found
 
 

@@ -197,8 +197,10 @@ class Link:
         On the CPU, after `meet`.
         """
         found = part.new_empty(len(self._others) + 1, len(part))
+        found[self._rank] = part
         with _connected():
-            dist.all_gather(list(found.unbind()), part, self._group)
+            for source, row in enumerate(found):  # all_gather: torch 2.6 sometimes hangs when it ends soon after one
+                dist.broadcast(row, source, self._group)
         return found
 
     def meet(self) -> None:

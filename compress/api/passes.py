@@ -346,7 +346,15 @@ class ModelPass(Pass):
 Step = tuple[str, Pass, list[str]]
 """(label, pass, full names of the linears that the pass works on)."""
 
+ERROR_TOKENS = 128
+"""Of one sequence, if no pass calibrates: enough for the errors of layers, of which few rows are sampled."""
+
 
 def calibrates(steps: Sequence[Step]) -> bool:
-    """Whether one of the passes calibrates; else one sequence is enough, to measure the errors of layers."""
+    """Whether one of the passes calibrates; else a part of one sequence is enough, to measure the errors of layers."""
     return any(step.requires.data for _, step, _ in steps)
+
+
+def measured_tokens(steps: Sequence[Step], length: int) -> int:
+    """The tokens of a calibration sequence that a run reads. length: of the sequence."""
+    return length if calibrates(steps) else min(length, ERROR_TOKENS)

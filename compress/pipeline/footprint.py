@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from compress.api.memory import STORE_BYTES, ProblemSize
-from compress.api.passes import LayerPass, ModelPass, Pass, Step, calibrates
+from compress.api.passes import LayerPass, ModelPass, Pass, Step, calibrates, measured_tokens
 from compress.api.samples import Sample
 from compress.data.ids import extent
 from compress.data.recorded import count_in
@@ -92,8 +92,10 @@ class Footprint:
     def __post_init__(self) -> None:
         calibration = self.recipe.calibration
         sequences, self.length = extent(calibration, calibration.sequences, calibration.length)
-        if not sequences and kind_of(self.opened.model) is RECORDED:
-            sequences = count_in(calibration, "calibration")
+        if kind_of(self.opened.model) is RECORDED:
+            sequences = sequences or count_in(calibration, "calibration")
+        else:
+            self.length = measured_tokens(self.steps, self.length)
         batch = min(calibration.batch, sequences)
         read = sequences
         if not calibrates(self.steps):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress.api.context import Run, device_of
 from compress.api.journal import Journal
 from compress.api.limits import size_of
-from compress.api.passes import Pass, Step, calibrates
+from compress.api.passes import ERROR_TOKENS, Pass, Step, calibrates
 from compress.api.processes import ALONE, Processes
 from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
@@ -286,7 +286,7 @@ def compress(job: Job) -> None:
     ids, batch = job.ids, job.recipe.calibration.batch
     probe, own = beginning(ids, PROBE_TOKENS), own_batches(ids, batch, job.context.processes)
     if not calibrates(job.steps):
-        own = [ids[:1]]  # of which `Sample` keeps few rows
+        own = [beginning(ids, ERROR_TOKENS)]
     loads_in = job.opened.loads_in if job.recipe.save.dtype == "auto" else job.context.storage
     about = job.stated, loads_in, job.accept
     sink = Shards(job.opened, job.context, job.steps, job.manifest, probe, *about)

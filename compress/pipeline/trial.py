@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from compress.api.context import Run
 from compress.api.journal import Journal
-from compress.api.passes import Pass, Step, calibrates
+from compress.api.passes import Pass, Step, calibrates, measured_tokens
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
@@ -124,7 +124,7 @@ class Bench:
         asked = recipe.calibration
         sequences, length = extent(asked, asked.sequences, asked.length)
         batch = min(asked.batch, sequences) if calibrates(steps) else 1
-        return cls(recipe, opened, model, [one for one in mine if one[2]], batch, length)
+        return cls(recipe, opened, model, [one for one in mine if one[2]], batch, measured_tokens(steps, length))
 
     def run(self, batches: int, times: int) -> tuple[dict[str, float], PreTrainedModel]:
         """The seconds of every phase with so many batches and `times` * STEPS steps, and the compressed model."""

@@ -34,6 +34,7 @@ BEAT_SECONDS = 3.0  # between two signs of life
 SILENT_SECONDS = 30.0  # without a sign of life, after which a process has ended
 LEAVE_SECONDS = 10.0  # in which the others read the last values of the store
 PAUSE_SECONDS = 0.01  # the longest pause between two looks whether the others have arrived
+LATE = 0.05  # of the time of waiting, by which a process may notice too late that the others have arrived
 AGAIN = "run the same command again to resume, with any number of processes"
 
 
@@ -223,7 +224,7 @@ class Link:
             return True
 
     def _await(self, other: int) -> None:
-        beat, waited, pause = "", 0.0, PAUSE_SECONDS / 16
+        beat, waited = "", 0.0
         while int(self._read(f"met {other}") or 0) < self._met:
             failed = self._read("failed")
             if failed:
@@ -233,9 +234,9 @@ class Link:
             beat, waited = (beat, waited) if now == beat else (now, 0.0)
             if waited > SILENT_SECONDS:
                 raise ProcessError(f"process {other} has ended or does not answer; {AGAIN}")
+            pause = min(max(LATE * waited, PAUSE_SECONDS / 20), PAUSE_SECONDS)
             time.sleep(pause)
             waited += pause  # not the clock: this process may have been suspended, too
-            pause = min(2 * pause, PAUSE_SECONDS)
 
     def _read(self, key: str) -> str:
         """A value in the store; '' if there is none."""

@@ -8,7 +8,7 @@ tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from compress.formats.containers.safetensors import write_shard
 from compress.model.kv_cache import SCALES, round_cache, rounded_caches, scheme_of
 from compress.model.linear import CompressedLinear
 from compress.model.open.opening import InMemory, Mapped, OpenModel, assign
-from compress.model.open.stored import stored_in
+from compress.model.open.stored import by_owner, stored_in
 from compress.model.reshape.reconfigure import build, replace_in_place, shapes, sketch
 from compress.model.save import outside_state
 from compress.model.structure.blocks import find_blocks
@@ -116,10 +116,9 @@ def outside_of(opened: OpenModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore_outside(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """The inverse of `outside_of`."""
     tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
+    of_layers, others = _by_layer(tensors, record["layers"])
     for name, values in record["layers"].items():
-        put_end(model, name, _layer_from(_below(name, tensors), values))
-    inside = tuple(f"{name}." for name in record["layers"])
-    others = {name: tensor for name, tensor in tensors.items() if not name.startswith(inside or ("\0",))}
+        put_end(model, name, _layer_from(of_layers[name], values))
     restore_state(model, others, {**record, "layers": {}, "turned": []})
 
 
@@ -140,12 +139,12 @@ def state_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """The inverse of `state_of`; the linears of the block may be in any form."""
     tensors = {name: t.T if name in record["turned"] else t for name, t in tensors.items()}
+    of_layers, others = _by_layer(tensors, record["layers"])
     for name, values in record["layers"].items():
-        layer = _layer_from(_below(name, tensors), values)
+        layer = _layer_from(of_layers[name], values)
         parent, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer)
-    inside = tuple(f"{name}." for name in record["layers"])
-    assign(module, {name: t for name, t in tensors.items() if not name.startswith(inside)})
+    assign(module, others)
     for name, values in record["caches"].items():
         attention = module.get_submodule(name)
         if scheme_of(attention) is None:
@@ -153,10 +152,14 @@ def restore_state(module: nn.Module, tensors: Mapping[str, Tensor], record: Mapp
             round_cache(attention, CacheScheme.from_json(values), (of_keys, of_values))
 
 
-def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a module, by their names inside of it."""
-    start = f"{name}."
-    return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+def _by_layer(
+    tensors: Mapping[str, Tensor], layers: Iterable[str]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """(the tensors of each layer, by their names inside of it; all other tensors)."""
+    names = by_owner(tensors, layers)
+    found = {layer: {name.removeprefix(f"{layer}."): tensors[name] for name in own} for layer, own in names.items()}
+    taken = {name for own in names.values() for name in own}
+    return found, {name: tensor for name, tensor in tensors.items() if name not in taken}
 
 
 def _layer_state(layer: CompressedLinear) -> tuple[dict[str, Tensor], dict[str, Any]]:

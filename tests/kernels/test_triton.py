@@ -21,6 +21,7 @@ from compress import RTN
 from compress.kernels import dispatch
 from compress.kernels.triton import KERNEL, launch
 from compress.kernels.triton import codes as gpu
+from compress.kernels.triton.counters import Counters
 from compress.kernels.triton.launch import Tile
 from compress.model.linear import CompressedLinear
 from compress.native.choice import VARIABLE
@@ -245,7 +246,7 @@ def test_sums_of_splits():
 
 
 def test_counters_of_calls_that_may_run_at_once_are_apart():
-    counters = launch.Counters(DEVICE)
+    counters = Counters(DEVICE)
     first, second = counters.of_stream(1, 10), counters.of_stream(2, 10)
     assert first.data_ptr() != second.data_ptr() and counters.of_stream(1, 7).data_ptr() == first.data_ptr()
     assert len(counters.of_stream(1, 5000)) >= 5000  # more tiles
@@ -256,7 +257,7 @@ def test_counters_of_calls_that_may_run_at_once_are_apart():
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 def test_replays_beside_other_calls():
     """A graph of split products gives the bits of its first call, while calls on another stream count, too."""
-    part, x = part_of(300, 4096, "int4", 128), here(2, 4096, dtype=torch.bfloat16)
+    part, x = part_of(300, 4096, "int4", 128), here(3, 4096, dtype=torch.bfloat16)
     wanted, graph = dispatch.linear(x, [part], None, None), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = [dispatch.linear(x, [part], None, None) for _ in range(5)]
@@ -388,6 +389,8 @@ CASES = {  # the programs of each way to compute a product
     "integers of 3 bits": {"grid": "int3", "group": "channel", "rounding": "int8", "dtype": "bfloat16", "batch": 64, "zeros": False},
     "codes of groups": {"grid": "int4", "group": 128, "rounding": "int8", "dtype": "bfloat16", "batch": 128, "zeros": False},
     "one row": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 1, "zeros": False},
+    "one row of bytes": {"grid": "int8", "group": 128, "rounding": "", "dtype": "float16", "batch": 1, "zeros": True},
+    "few rows": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 3, "zeros": False},
     "integers": {"grid": "int8", "group": "channel", "rounding": "int8", "dtype": "float16", "batch": 1, "zeros": False},
     "8-bit floats": {"grid": "fp8_e4m3", "group": "channel", "rounding": "fp8_e4m3", "dtype": "bfloat16", "batch": 64, "zeros": False},
     "3 bits": {"grid": "int3", "group": 32, "rounding": "", "dtype": "float16", "batch": 64, "zeros": False},
@@ -416,5 +419,9 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {"product", "round_rows"} <= {each["program"] for each in found} <= {"product", "round_rows", "weights"}
+    assert (
+        {"product", "round_rows"}
+        <= {each["program"] for each in found}
+        <= {"product", "round_rows", "weights", "vector"}
+    )
     assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found

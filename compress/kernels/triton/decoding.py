@@ -226,3 +226,36 @@ def unit_scales(scale, zero, shared, index, n, u, width, group, stride, per_unit
     if wide:
         each, low = spread(each, per_unit), spread(low, per_unit)
     return each, low
+
+
+@triton.jit
+def lifted(word, table, low_one, high_one, j: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr,
+           by_pairs: tl.constexpr, direct: tl.constexpr):  # fmt: skip
+    """The number of code j of words in float32; for integers, the code plus `lift`, which a mask and a shift make.
+
+    by_pairs: one shift serves two codes, and the one of even j stands lower in the mantissa. low_one, high_one: the bits
+    of `lift` of both; variables, since an instruction takes one constant alone.
+    """
+    if kind == "integer":
+        low: tl.constexpr = by_pairs and j % 2 == 0
+        at: tl.constexpr = 23 - 2 * bits if low else 23 - bits
+        right: tl.constexpr = j * bits - at
+        moved = word >> right if right >= 0 else word << -right
+        return ((moved & (((1 << bits) - 1) << at)) | (low_one if low else high_one)).to(tl.float32, bitcast=True)
+    return numbers(((word >> (j * bits)) & ((1 << bits) - 1)).to(tl.int32), table, kind, 0, direct)
+
+
+@triton.jit
+def lift(j: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, by_pairs: tl.constexpr):
+    """What `lifted` adds to code j."""
+    return 0 if kind != "integer" else 1 << (2 * bits if by_pairs and j % 2 == 0 else bits)
+
+
+@triton.jit
+def column(tile, j: tl.constexpr):
+    """Column j of a tile [rows, columns], whose columns are a power of two and in the registers of a thread."""
+    for level in tl.static_range(5):
+        if tile.shape[1] > 1:
+            even, odd = tl.split(tl.reshape(tile, [tile.shape[0], tile.shape[1] // 2, 2]))
+            tile = even if (j >> level) % 2 == 0 else odd
+    return tl.reshape(tile, [tile.shape[0]])

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compress.kernels.triton.counters import counters
+
 PROGRAMS = "compress.kernels.triton.programs"
+VECTORS = 2  # rows of inputs up to which each is multiplied without tensor cores
 FEW = 16  # rows of inputs up to which they are read where they are
 MOST = 64  # rows of inputs for which weights are decoded in the product; for more, decoding them apart pays
 KEPT = 64  # plans of a weight
 AT_ONCE = 1024  # elements that `round_rows` holds
+VECTOR_ROWS = 2, 4  # rows of weights of a program for one row of inputs
+VECTOR_WAVES = 6  # programs per multiprocessor, if there are so many
+VECTOR_WORDS = 32, 256  # least and most words of a row that a step of it reads
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}  # 1024 and 128, whose last digit is 1, in both halves
-COUNTERS = 1 << 20  # counters of the tiles of the calls of CUDA graphs: some hundred thousand calls of small batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +80,16 @@ class PackedCodes:
     def at_once(self, dtype: torch.dtype) -> bool:
         """Whether all codes of a unit are decoded together for operands of this dtype."""
         return self.per_unit == 1 or self.pairs(dtype)
+
+    @property
+    def by_words(self) -> bool:
+        """Whether words hold whole codes, and the columns of a word have one scale."""
+        return self.bits in (2, 4, 8) and (self.one_scale or (self.index is None and self.group % self.per_word == 0))
+
+    @property
+    def per_word(self) -> int:
+        """Codes of a word of 32 bits, of codes of 2, 4 or 8 bits."""
+        return 32 // self.bits
 
     @property
     def one_scale(self) -> bool:
@@ -253,44 +268,6 @@ def language(dtype: torch.dtype) -> Any:
     return getattr(programs().tl, str(dtype).removeprefix("torch."))
 
 
-class Counters:
-    """Zeros in which the programs of a call count the parts of a tile that are done, and leave zeros.
-
-    Calls of one stream follow each other and share them. Each call in a CUDA graph has its own.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.taken = device, 0
-        self.pool = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-        self.streams: dict[int, Tensor] = {}
-
-    def of_graph(self, tiles: int) -> Tensor:
-        """Counters for one call, which another call never gets."""
-        first, self.taken = self.taken, self.taken + tiles
-        return self.pool[first : first + tiles]
-
-    def of_stream(self, stream: int, tiles: int) -> Tensor:
-        """Counters for the calls of a stream."""
-        if stream not in self.streams or len(self.streams[stream]) < tiles:
-            self.streams[stream] = torch.zeros(max(tiles, 1024), dtype=torch.int32, device=self.device)
-        return self.streams[stream]
-
-
-_counters: dict[torch.device, Counters] = {}
-
-
-def counters(device: torch.device, tiles: int) -> Tensor:
-    """Counters for a call on the current stream."""
-    on_gpu = device.type == "cuda"
-    capturing, known = on_gpu and torch.cuda.is_current_stream_capturing(), _counters.get(device)
-    if capturing and (known is None or known.taken + tiles > COUNTERS):
-        return torch.zeros(tiles, dtype=torch.int32, device=device)
-    known = known or _counters.setdefault(device, Counters(device))
-    if capturing:
-        return known.of_graph(tiles)
-    return known.of_stream(torch.cuda.current_stream(device).cuda_stream if on_gpu else 0, tiles)
-
-
 @dataclass(frozen=True)
 class Plan:
     """How the products of a weight with some rows of inputs are computed: programs [tiles, parts] with their options.
@@ -339,6 +316,8 @@ def plan_of(weight: PackedCodes, batch: int, dtype: torch.dtype, native: bool, d
 def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Rounding | None, native: bool) -> Tensor:
     """x [batch, width] times a weight, plus bias. native: codes of inputs and weights are multiplied."""
     batch, device = x.shape[0], x.device
+    if batch <= VECTORS and rounding is None and weight.by_words:
+        return multiply_vectors(x, weight, bias)
     if batch > MOST and rounding is None and weight.at_once(x.dtype) and x.dtype in MAGIC:
         return torch.nn.functional.linear(x, dequantized(weight, x.dtype), bias)
     plan = plan_of(weight, batch, x.dtype, native, device)
@@ -360,6 +339,41 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
     )  # fmt: skip
     return y
+
+
+def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
+    """`multiply` for few rows of x. A program multiplies one of them; those of other rows find the words in the cache."""
+    words = weight.words.view(torch.int32)
+    stride = words.shape[1]
+    block, n = vector_block(stride), vector_rows(weight.rows, x.device)
+    y = torch.empty(x.shape[0], weight.rows, dtype=x.dtype, device=x.device)
+    options = {name: value for name, value in weight.options.items() if name != "per_unit"}
+    low_one, high_one = (one_at(23 - count * weight.bits) for count in (2, 1))
+    programs().vector[(x.shape[0] * math.ceil(weight.rows / n),)](
+        x, words, *weight.pointers[1:], y if bias is None else bias, y, x.shape[0], weight.rows, weight.width, stride,
+        weight.scale_stride, x.stride(0), low_one, high_one, **options, group=weight.group, biased=bias is not None,
+        direct=x.device.type != "cpu", whole=stride * weight.per_word == weight.width and stride % block == 0,
+        block_n=n, block_u=block, num_warps=1, num_stages=1,
+    )  # fmt: skip
+    return y
+
+
+def vector_block(stride: int) -> int:
+    """Words of a row that `vector` reads in a step: a power of two, which divides those of a row if it can."""
+    least, most = VECTOR_WORDS
+    divisor = stride & -stride
+    return min(most, divisor if divisor >= 4 * least else max(least, 1 << (stride - 1).bit_length()))
+
+
+def vector_rows(rows: int, device: torch.device) -> int:
+    """Rows of weights of a program of `vector`: the most that leave every multiprocessor several programs."""
+    wanted = VECTOR_WAVES * multiprocessors(device)
+    return max((n for n in VECTOR_ROWS if rows >= n * wanted), default=VECTOR_ROWS[0])
+
+
+def one_at(bit: int) -> int:
+    """The bits of the float32 in which this bit of the mantissa is worth 1."""
+    return (127 + 23 - bit) << 23
 
 
 def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:

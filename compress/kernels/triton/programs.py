@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 
 from compress.kernels.triton.decoding import (
+    column,
+    lift,
+    lifted,
     numbers,
     paired,
     scale_at,
@@ -141,6 +144,60 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
         total = total.to(tl.float32)
         total = (total - low * sums[None, :] if zero_kind == "point" else total) * each
     finish(total, x_scale, bias, y, parts, arrived, m, n, place, here, batch * rows, rounded, split, biased)
+
+
+@triton.jit
+def vector(x, words, scale, zero, shared, table, index, bias, y, batch, rows, width, stride, scale_stride, x_row,
+           low_one, high_one, group: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr, scale_kind: tl.constexpr,
+           zero_kind: tl.constexpr, group_kind: tl.constexpr, biased: tl.constexpr, direct: tl.constexpr,
+           whole: tl.constexpr, block_n: tl.constexpr, block_u: tl.constexpr):  # fmt: skip
+    """W x for some rows of W and one row of x, by one warp.
+
+    No tensor cores and no shared memory, so that all words of a step are on their way at once: reading them is what a
+    product with one row costs. A thread multiplies the codes of its words, and scales their sum, since the columns of a
+    word have one scale; it reads consecutive words of 32 at once, as it reads inputs, so that both are in its registers.
+    What `lifted` adds to integers is subtracted once from all rows. words: int32. The other arguments are those of
+    `product`.
+    """
+    per_word: tl.constexpr = 32 // bits
+    by_pairs: tl.constexpr = bits <= 4 and x.dtype.element_ty != tl.float32  # less exact
+    m = (tl.program_id(0) % batch).to(tl.int64)
+    n = (tl.program_id(0) // batch).to(tl.int64) * block_n + tl.arange(0, block_n)
+    here = n < rows
+    n = tl.minimum(n, rows - 1)
+    total = tl.zeros([block_n, block_u], tl.float32)
+    for start in range(0, stride, block_u):
+        u = start + tl.arange(0, block_u)
+        word = word_at(words, n, tl.max_contiguous(u, 1), stride, 0, 1, whole)
+        columns = u[:, None] * per_word + tl.arange(0, per_word)[None, :]
+        if whole:
+            some = tl.load(x + m * x_row + columns)
+        else:
+            some = tl.load(x + m * x_row + columns, mask=columns < width, other=0.0)
+        at = tl.zeros([1], tl.int32) if group_kind == "one" else u * per_word
+        each, low = scale_at(scale, zero, shared, index, n, at, width, group, scale_stride, scale_kind, zero_kind,
+                             group_kind)  # fmt: skip
+        sums, lifts = tl.zeros([block_u], tl.float32), tl.zeros([block_u], tl.float32)
+        for j in tl.static_range(per_word):
+            one = column(some, j).to(tl.float32)
+            sums += one
+            lifts += one * (lift(j, bits, kind, by_pairs) + point)
+        part = tl.zeros_like(total) - lifts[None, :] if kind == "integer" else tl.zeros_like(total)
+        for j in tl.static_range(per_word):
+            value = lifted(word, table, low_one.to(tl.uint32), high_one.to(tl.uint32), j, bits, kind, by_pairs, direct)
+            if not whole and (kind == "e4m3" or kind == "e5m2"):  # what stands after the last column may be NaN
+                value = tl.where((u * per_word + j < width)[None, :], value, 0.0)
+            one = column(some, j).to(tl.float32)
+            part = tl.fma(value, tl.broadcast_to(one[None, :], value.shape), part)
+        if zero_kind == "point":
+            part -= low * sums[None, :]
+        total += part * each
+        if zero_kind == "minimum":
+            total += low * sums[None, :]
+    found = tl.sum(total, axis=1)
+    if biased:
+        found += tl.load(bias + n).to(tl.float32)
+    tl.store(y + m * rows + n, found.to(y.dtype.element_ty), mask=here)
 
 
 @triton.jit

@@ -233,8 +233,8 @@ def lifted(word, table, low_one, high_one, j: tl.constexpr, bits: tl.constexpr, 
            by_pairs: tl.constexpr, direct: tl.constexpr):  # fmt: skip
     """The number of code j of words in float32; for integers, the code plus `lift`, which a mask and a shift make.
 
-    by_pairs: one shift serves two codes, and the one of even j stands lower in the mantissa. low_one, high_one: the bits
-    of `lift` of both; variables, since an instruction takes one constant alone.
+    by_pairs: one shift serves two codes, and the one of even j stands lower in the mantissa. low_one, high_one: the
+    bits of `lift` of both; variables, since an instruction takes one constant alone.
     """
     if kind == "integer":
         low: tl.constexpr = by_pairs and j % 2 == 0

@@ -342,7 +342,7 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
 
 
 def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """`multiply` for few rows of x. A program multiplies one of them; those of other rows find the words in the cache."""
+    """`multiply` for few rows of x. A program multiplies one of them; that of the next row finds words in the cache."""
     words = weight.words.view(torch.int32)
     stride = words.shape[1]
     block, n = vector_block(stride), vector_rows(weight.rows, x.device)

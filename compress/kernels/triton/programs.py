@@ -148,16 +148,16 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
 
 @triton.jit
 def vector(x, words, scale, zero, shared, table, index, bias, y, batch, rows, width, stride, scale_stride, x_row,
-           low_one, high_one, group: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr, scale_kind: tl.constexpr,
-           zero_kind: tl.constexpr, group_kind: tl.constexpr, biased: tl.constexpr, direct: tl.constexpr,
-           whole: tl.constexpr, block_n: tl.constexpr, block_u: tl.constexpr):  # fmt: skip
+           low_one, high_one, group: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr,
+           scale_kind: tl.constexpr, zero_kind: tl.constexpr, group_kind: tl.constexpr, biased: tl.constexpr,
+           direct: tl.constexpr, whole: tl.constexpr, block_n: tl.constexpr, block_u: tl.constexpr):  # fmt: skip
     """W x for some rows of W and one row of x, by one warp.
 
     No tensor cores and no shared memory, so that all words of a step are on their way at once: reading them is what a
     product with one row costs. A thread multiplies the codes of its words, and scales their sum, since the columns of a
-    word have one scale; it reads consecutive words of 32 at once, as it reads inputs, so that both are in its registers.
-    What `lifted` adds to integers is subtracted once from all rows. words: int32. The other arguments are those of
-    `product`.
+    word have one scale. The threads of a warp read 32 consecutive words, and the inputs of each: both stay in their
+    registers. What `lifted` adds to integers is subtracted once, from the sum of a word. words: int32. low_one,
+    high_one: those of `lifted`. The other arguments are those of `product`.
     """
     per_word: tl.constexpr = 32 // bits
     by_pairs: tl.constexpr = bits <= 4 and x.dtype.element_ty != tl.float32  # less exact

@@ -87,6 +87,9 @@ class ThreadLink:
         self.meet()
         return found
 
+    def gather(self, value):
+        return [self.broadcast(value, source) for source in range(self.barrier.parties)]
+
     def exchange(self, parts):
         return torch.stack([self.broadcast(parts, source)[self.rank] for source in range(self.barrier.parties)])
 

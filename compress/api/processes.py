@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ BEAT_SECONDS = 3.0  # between two signs of life
 SILENT_SECONDS = 30.0  # without a sign of life, after which a process has ended
 LEAVE_SECONDS = 10.0  # in which the others read the last values of the store
 PAUSE_SECONDS = 0.01  # the longest pause between two looks whether the others have arrived
+SMALL = 1 << 12  # characters of a value that goes over the store
+BROADCAST = "-"  # in the store, of a value that does not
 LATE = 0.05  # of the time of waiting, by which a process may notice too late that the others have arrived
 AGAIN = "run the same command again to resume, with any number of processes"
 
@@ -63,10 +66,7 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in the order of ranks, in every process."""
-        if self.link is None:
-            return [value]
-        self.link.meet()
-        return [self.link.broadcast(value if source == self.rank else None, source) for source in range(self.size)]
+        return [value] if self.link is None else self.link.gather(value)
 
     def wait(self) -> None:
         """Wait until all processes are here."""
@@ -173,6 +173,30 @@ class Link:
                 time.sleep(PAUSE_SECONDS)
         dist.destroy_process_group()
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in the order of ranks.
+
+        Numbers and texts go over the store, in which the processes meet anyway: gloo wakes up several times for each.
+        """
+        told, turn = json.dumps(value) if _plain(value) else BROADCAST, self._met % 2
+        told = told if len(told) <= SMALL else BROADCAST
+        with _connected():  # overwritten two meetings later, when all have read it
+            self._store.set(f"told {self._rank} {turn}", told)
+        self.meet()
+        return [
+            value if source == self._rank and told != BROADCAST else self._heard(source, turn, value)
+            for source in range(len(self._others) + 1)
+        ]
+
+    def _heard(self, source: int, turn: int, value: Any) -> Any:
+        """The value of a process that has told it, or broadcasts it. value: of this process."""
+        with _connected():
+            told = self._store.get(f"told {source} {turn}").decode()
+        if told == BROADCAST:
+            return self.broadcast(value, source)
+        found = json.loads(told)
+        return tuple(found) if isinstance(found, list) else found
+
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of the process `source`, with its tensors on this process's device; after `meet`."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
@@ -272,6 +296,12 @@ def _connected() -> Iterator[None]:
 
 def _lost(error: RuntimeError) -> ProcessError:
     return ProcessError(f"another process has ended ({' '.join(str(error).split())[:100]}); {AGAIN}")
+
+
+def _plain(value: Any) -> bool:
+    """Whether a value is a number, a text or nothing, or a tuple of those."""
+    values = value if isinstance(value, tuple) else (value,)
+    return all(one is None or isinstance(one, (int, float, str)) for one in values)
 
 
 def divided(costs: Sequence[float], size: int) -> list[int]:

@@ -172,7 +172,6 @@ class AWQ(WeightGrid, BlockPass):
         """(index of the best scale, its error, that of the first).
 
         All scales are tried on a few rows of the weights; then the best ones and the first one are tried on all rows.
-        Processes divide the scales.
         """
         drafts = {
             statistics: [part[:: -(-len(part) // SKETCH)] for part in parts] for statistics, parts in weights.items()
@@ -186,14 +185,19 @@ class AWQ(WeightGrid, BlockPass):
     def _errors(
         self, scales: Sequence[Tensor], weights: Mapping[InputStatistics, Sequence[Tensor]], processes: Processes
     ) -> list[float]:
-        """2 ||Q(W s) (X / s) - W X||^2 over all weights and tokens, for each scale."""
-        found = [0.0] * len(scales)
-        mine = processes.share(list(enumerate(scales)))
+        """2 ||Q(W s) (X / s) - W X||^2 over all weights and tokens, for each scale.
+
+        Processes divide the scales, and of few scales the rows, too.
+        """
+        found, trials = [0.0] * len(scales), 0
+        parts = processes.size if len(scales) < STEPS else 1
         for statistics, members in weights.items():
             hessian = statistics.hessian.mul_(statistics.tokens)
-            for rows in (rows for weight in members for rows in chunks(weight)):
-                for i, scale in mine:
-                    found[i] += float(row_errors(self.rounded(rows * scale).div_(scale).sub_(rows), hessian).sum())
+            for rows in (rows for weight in members for rows in chunks(weight, parts)):
+                for i in processes.share(range(len(scales)), trials):
+                    difference = self.rounded(rows * scales[i]).div_(scales[i]).sub_(rows)
+                    found[i] += float(row_errors(difference, hessian).sum())
+                trials += len(scales)
         return list(processes.totals(*found))
 
     def rounded(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
@@ -209,14 +213,16 @@ class AWQ(WeightGrid, BlockPass):
             return
         hessian = statistics.hessian
         blocks = diagonal_blocks(hessian, self.group_size)
-        for name in names:
-            layer = replace_linear(block, name)
-            weight = layer.weight
-            found = processes.spread(
-                list(weight.split(rows_of(weight, processes.size))),
-                lambda rows: self.clipped(rows.float(), hessian, blocks).to(rows),
-            )
-            layer.put(torch.cat(found))
+        layers = {name: replace_linear(block, name) for name in names}
+        weights = {name: layer.weight for name, layer in layers.items()}
+        parts = [(name, rows) for name in names for rows in weights[name].split(rows_of(weights[name], processes.size))]
+        found = processes.spread(
+            parts,
+            lambda part: self.clipped(part[1].float(), hessian, blocks).to(part[1]),
+            [float(rows.numel()) for _, rows in parts],
+        )
+        for name, layer in layers.items():
+            layer.put(torch.cat([rows for (of, _), rows in zip(parts, found, strict=True) if of == name]))
 
     def clipped(
         self,
@@ -312,9 +318,9 @@ def rows_of(weight: Float[Tensor, "out in"], parts: int = 1) -> int:
     return max(1, min(CHUNK // weight.shape[1], -(-len(weight) // parts)))
 
 
-def chunks(weight: Float[Tensor, "out in"]) -> Iterator[Float[Tensor, "rows in"]]:
-    """The weight a few rows at a time, in float32."""
-    for rows in weight.split(rows_of(weight)):
+def chunks(weight: Float[Tensor, "out in"], parts: int = 1) -> Iterator[Float[Tensor, "rows in"]]:
+    """The weight a few rows at a time, in float32. parts: the least number of such parts."""
+    for rows in weight.split(rows_of(weight, parts)):
         yield rows.float()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compress.api.journal import Entry
 from compress.api.layers import Layer, Solution
-from compress.api.observers import CrossGram, Nothing, Observer, without_data
+from compress.api.observers import CrossGram, Gram, Nothing, Observer, without_data
 from compress.api.passes import LayerPass
 from compress.api.processes import divided
 from compress.api.samples import Sample
@@ -140,7 +140,7 @@ class LayerWork:
             with journal.apart() as entries:
                 return *self._solve(name, shared_absmax[name]), entries
 
-        costs = [self.layers[name].shape[0] * self.layers[name].shape[1] ** 2 for name in members]
+        costs = [self._cost(name) for name in members]
         owners = divided(costs, size)
         found = self.processes.spread(members, solve, costs)
         for name, owner, (result, solution, entries) in zip(members, owners, found, strict=True):
@@ -149,6 +149,11 @@ class LayerWork:
                     put(self.context, name, layer := self.layers[name], solution, layer.weight.float())
             journal.replay(entries)
             self.results.append(result)
+
+    def _cost(self, name: str) -> float:
+        """The relative time of a layer's solution: products with a Hessian take the square of its columns."""
+        rows, columns = self.layers[name].shape
+        return rows * columns * (columns if isinstance(self.seen[name], Gram) else 1)
 
     def _check_tokens(self, members: Sequence[str]) -> None:
         """Journal layers without calibration tokens and experts with few; the former get substitute statistics.

@@ -299,9 +299,9 @@ def _lost(error: RuntimeError) -> ProcessError:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a number, a text or nothing, or a tuple of those."""
-    values = value if isinstance(value, tuple) else (value,)
-    return all(one is None or isinstance(one, (int, float, str)) for one in values)
+    """Whether a value is a number, a text or nothing, or a tuple of those, of no other type."""
+    values = value if type(value) is tuple else (value,)
+    return all(type(one) in (bool, int, float, str, type(None)) for one in values)
 
 
 def divided(costs: Sequence[float], size: int) -> list[int]:

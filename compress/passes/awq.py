@@ -213,16 +213,17 @@ class AWQ(WeightGrid, BlockPass):
             return
         hessian = statistics.hessian
         blocks = diagonal_blocks(hessian, self.group_size)
-        layers = {name: replace_linear(block, name) for name in names}
-        weights = {name: layer.weight for name, layer in layers.items()}
-        parts = [(name, rows) for name in names for rows in weights[name].split(rows_of(weights[name], processes.size))]
-        found = processes.spread(
-            parts,
-            lambda part: self.clipped(part[1].float(), hessian, blocks).to(part[1]),
-            [float(rows.numel()) for _, rows in parts],
-        )
-        for name, layer in layers.items():
-            layer.put(torch.cat([rows for (of, _), rows in zip(parts, found, strict=True) if of == name]))
+        for members in [list(names)] if processes.size > 1 else [[name] for name in names]:  # exchanged at once
+            layers = {name: replace_linear(block, name) for name in members}
+            held = {name: layer.weight for name, layer in layers.items()}
+            parts = [(name, rows) for name in held for rows in held[name].split(rows_of(held[name], processes.size))]
+            found = processes.spread(
+                parts,
+                lambda part: self.clipped(part[1].float(), hessian, blocks).to(part[1]),
+                [float(rows.numel()) for _, rows in parts],
+            )
+            for name, layer in layers.items():
+                layer.put(torch.cat([rows for (of, _), rows in zip(parts, found, strict=True) if of == name]))
 
     def clipped(
         self,

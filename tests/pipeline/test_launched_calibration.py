@@ -4,6 +4,7 @@ import json
 import signal
 import time
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from launching import ROOT, agreement, finish, fork, start
@@ -172,3 +173,28 @@ def test_accelerate_launches_the_command(alone, recipes, tmp_path):
     ((code, told, errors),) = finish(start([*command, "-m", "compress", "run", recipes[1], "-o", str(tmp_path)], 1))
     assert code == 0 and told.count("checkpoint sha256") == 1, errors
     assert sums(tmp_path).keys() == sums(alone / "wanda").keys()
+
+
+def test_values_of_every_kind_arrive_in_the_order_of_ranks():
+    """Over the store or by a broadcast; some processes take one way, and others the other."""
+    program = """
+        import math
+        import torch
+        from compress.api.processes import Processes
+
+        processes = Processes.launched(cpu=True)
+        rank, size = processes.rank, processes.size
+        long = "x" * 10000
+        for turn in range(20):
+            assert processes.gather((turn, rank)) == [(turn, each) for each in range(size)]
+        for values in ([0.1, None, "-"], [long, "", True], [(1, 2.5), torch.ones(2), [3]], [{"a": (1,)}, 7, long]):
+            found = processes.gather(values[rank])
+            processes.wait()
+            assert [type(each) for each in found] == [type(each) for each in values], (found, values)
+            assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(found, values))
+        least, most = processes.gather((math.inf, -1e-300))[2]
+        assert (least, most) == (math.inf, -1e-300) and math.isnan(processes.gather(math.nan)[0])
+        print("all arrived")
+    """
+    for code, told, errors in finish(fork(["-c", dedent(program)], 3)):
+        assert code == 0 and "all arrived" in told, errors

@@ -1,8 +1,9 @@
 """The processes of a launcher: how they divide work, exchange values, and learn that one of them has failed.
 
 Values are combined in the order of ranks, so that the same number of processes gives the same bits. Exchanges go over
-the CPU (gloo) on any device. Before each exchange the processes meet in the store of the launcher: a process may
-compute for hours meanwhile, but one that ended or lost its connection is noticed within a minute.
+the CPU (gloo) on any device, those of numbers and short texts over the store of the launcher. Before each exchange the
+processes meet in that store: a process may compute for hours meanwhile, but one that ended or lost its connection is
+noticed within a minute.
 """
 
 from __future__ import annotations

@@ -419,9 +419,6 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (
-        {"product", "round_rows"}
-        <= {each["program"] for each in found}
-        <= {"product", "round_rows", "weights", "vector"}
-    )
+    programs = {"product", "round_rows", "vector"}
+    assert programs <= {each["program"] for each in found} <= programs | {"weights"}
     assert all(each["shared"] <= SHARED_MEMORY[capability] and each["spilled"] <= 256 for each in found), found

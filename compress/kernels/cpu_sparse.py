@@ -14,6 +14,7 @@ from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.codes import PackedKernel, reads
 from compress.kernels.cpu.packed import UNIT, PackedCodes
 from compress.native.library import LANES, library
+from compress.native.pages import PAGES
 
 KEPT_F32, KEPT_BF16 = 11, 12  # compress_codec of compress_cpu.h
 TILES = 64  # that are packed at a time, to limit memory
@@ -45,8 +46,7 @@ def pack(part: Any) -> PackedCodes:
         counts.append(kept.sum((1, 2)))
         masks[first : first + TILES, :width] = (kept * bits).sum(-1, dtype=torch.int32).to(torch.int16)
     each = torch.cat(counts)
-    words = torch.empty(int(each.sum()) + LANES, dtype=dtype)
-    native.compress_advise(words.data_ptr(), words.nbytes)
+    words = PAGES.empty(int(each.sum()) + LANES, dtype=dtype)
     torch.cat([*values, torch.zeros(LANES, dtype=dtype)], out=words)  # zeros: whole vectors are read
     offsets, sizes = each.cumsum(0) - each, (codec, rows, width, columns)
     scale = torch.ones(tiles, 1, LANES)

@@ -3,7 +3,8 @@
 //     ceilings THREADS
 //
 // prints a JSON object of GB/s (of reading 256 MiB in huge pages) and Gop/s (of the widest instructions that it was
-// compiled for: float32, bfloat16 pairs, int8 quads). Each is the best of several rounds.
+// compiled for: float32, bfloat16 pairs, int8 quads). Each is the best of several rounds. As a library it reads once more
+// when `read_all` is called, since what a shared machine reads changes from minute to minute.
 
 #include <immintrin.h>
 #include <sys/mman.h>
@@ -30,9 +31,9 @@ constexpr int LANES = sizeof(Floats) / 4;
 
 // Seconds of the slowest of `threads` that start together; the best round.
 template <class F>
-double seconds(int threads, F work) {
+double seconds(int threads, F work, int rounds = ROUNDS) {
     double best = 1e9;
-    for (int round = 0; round < ROUNDS; ++round) {
+    for (int round = 0; round < rounds; ++round) {
         std::atomic<int> ready{0};
         std::vector<double> took(threads);
         std::vector<std::thread> team;
@@ -70,19 +71,33 @@ double products(int threads, T zero, F step) {
     });
 }
 
-int main(int, char **arguments) {
-    const int threads = std::atoi(arguments[1]);
-    void *data = mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    madvise(data, BYTES, MADV_HUGEPAGE);
-    std::memset(data, 1, BYTES);
-    const double reading = seconds(threads, [&](int i) {
-        const Floats *from = static_cast<const Floats *>(data);
+// Bytes to read, in huge pages.
+const void *bytes() {
+    static void *const data = [] {
+        void *found = mmap(nullptr, BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        madvise(found, BYTES, MADV_HUGEPAGE);
+        std::memset(found, 1, BYTES);
+        return found;
+    }();
+    return data;
+}
+
+double reading(int threads, int rounds) {
+    const Floats *const from = static_cast<const Floats *>(bytes());
+    return seconds(threads, [&](int i) {
         const int64_t each = BYTES / sizeof(Floats) / threads / 4 * 4;
         Floats a = from[0], b = a, c = a, d = a;
         for (int64_t k = each * i; k < each * (i + 1); k += 4) a += from[k], b += from[k + 1], c += from[k + 2], d += from[k + 3];
         sink = ((a + b) + (c + d))[0];
-    });
-    std::printf("{\"threads\": %d, \"read_gb_s\": %.1f", threads, BYTES / reading / 1e9);
+    }, rounds);
+}
+
+// Gigabytes per second of reading once.
+extern "C" double read_all(int threads) { return BYTES / reading(threads, 1) / 1e9; }
+
+int main(int, char **arguments) {
+    const int threads = std::atoi(arguments[1]);
+    std::printf("{\"threads\": %d, \"read_gb_s\": %.1f", threads, BYTES / reading(threads, ROUNDS) / 1e9);
     const double count = 2.0 * STEPS * CHAINS * LANES * threads / 1e9;
     Floats one = {};
     one += 1.0f;

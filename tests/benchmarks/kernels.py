@@ -7,13 +7,19 @@ of reading, Gop/s of float32, bfloat16 and int8 products. Then a row per shape, 
 float32 and bfloat16; of the kernel with float32 inputs, with float32 inputs that it may round to bfloat16 (torch's matmul
 precision "medium"), with bfloat16 inputs, and with inputs rounded to int8; of the layer itself in plain torch with float32
 inputs; of the peers (`peer_kernels.py`). The ratios are those of the better torch time of the dense weight to the kernel.
-The shares are those of the read ceiling that the packed weight takes at batch 1, and of the ceilings of products at larger
-batches. The calls of a row take turns. Run it on an idle machine.
+The shares are those of the ceilings of products; at batch 1, where reading the packed weight rules, of `read_gb_s`, what
+the machine reads at that time: it is measured in turns with the calls, since it changes on a machine that others use.
+
+Up to 8 rows of inputs, each call is made on one copy of the weight after the other, 128 MiB of them and at most 32, as the
+layers of a model follow each other: no weight is in a cache when it is read, and no thread has gone to sleep. The calls of
+a row take turns. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import ctypes
 import json
 import statistics
 import subprocess
@@ -23,6 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import peer_kernels
 import torch
@@ -50,33 +57,56 @@ from compress.weights.transforms.rounding import InputRounding
 from compress.weights.trellis import TrellisPart, TrellisScheme
 
 ROUNDS, SECONDS = 30, 0.4  # calls of each at most, and the time that they may take
+FEW = 8  # rows of inputs up to which reading the weight may take longest
+CHAIN_BYTES, MOST_COPIES = 128 << 20, 32
+
+Chain = Sequence[Callable[[], object]]
+"""The same call on each copy of a weight."""
 
 
-def medians(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median microseconds of each call; they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
+def copies_of(layer: Layer | torch.Tensor, batch: int) -> list[Any]:
+    """As many copies of a layer or a dense weight as no cache holds; with many rows of inputs, itself alone."""
+    size = layer.nbytes if isinstance(layer, torch.Tensor) else layer.stored_bytes
+    count = min(MOST_COPIES, -(-CHAIN_BYTES // size)) if batch <= FEW else 1
+    return [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
+
+
+def medians(chains: dict[str, Chain], read: Callable[[], float] | None) -> dict[str, float]:
+    """Median microseconds of a call of each chain, and GB/s of `read`, if any; all take turns."""
+    found: dict[str, list[float]] = {name: [] for name in chains}
+    rates: list[float] = []
+    for chain in chains.values():
+        for call in chain:
+            call()
     begin = perf_counter()
     for i in range(ROUNDS):
-        for name, call in calls.items():
+        if read is not None:
+            rates.append(read())
+        for name, chain in chains.items():
             start = perf_counter()
-            call()
-            found[name].append(1e6 * (perf_counter() - start))
-        if i >= 4 and perf_counter() - begin > SECONDS * len(calls):
+            for call in chain:
+                call()
+            found[name].append(1e6 * (perf_counter() - start) / len(chain))
+        if i >= 4 and perf_counter() - begin > SECONDS * len(chains):
             break
+    if read is not None:
+        found["read_gb_s"] = rates
     return {name: statistics.median(times) for name, times in found.items()}
 
 
-def ceilings(threads: int) -> list[dict[str, float]]:
-    """The limits of the machine on one thread and on all."""
-    source = Path(__file__).with_name("ceilings.cpp")
+def ceilings(threads: int) -> tuple[list[dict[str, float]], Callable[[], float]]:
+    """The limits of the machine on one thread and on all; and what reads once more on all, in GB/s."""
+    source = str(Path(__file__).with_name("ceilings.cpp"))
+    options = ["c++", "-O3", "-std=c++17", "-march=native", "-pthread", "-fPIC"]
     with tempfile.TemporaryDirectory() as folder:
-        program = str(Path(folder) / "ceilings")
-        options = ["-O3", "-std=c++17", "-march=native", "-pthread"]
-        subprocess.run(["c++", *options, str(source), "-o", program], check=True)
+        program, shared = str(Path(folder) / "ceilings"), str(Path(folder) / "ceilings.so")
+        subprocess.run([*options, source, "-o", program], check=True)
+        subprocess.run([*options, "-shared", source, "-o", shared], check=True)
+        read = ctypes.CDLL(shared).read_all
+        read.restype = ctypes.c_double
         counts = sorted({1, threads})
-        return [json.loads(subprocess.run([program, str(n)], check=True, capture_output=True).stdout) for n in counts]
+        limits = [json.loads(subprocess.run([program, str(n)], check=True, capture_output=True).stdout) for n in counts]
+    return limits, partial(read, threads)
 
 
 def medium(call: Callable[[], object]) -> object:
@@ -108,6 +138,11 @@ class Layer:
             return self.product(x)
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes of a checkpoint."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.tensors().values())
+
+    @property
     def size_bytes(self) -> int:
         """The bytes that kernels read of the weight; those of the parts where plain torch computes."""
         return sum(sum(tensor.nbytes for tensor in _read_of(part)) for part in self.parts)
@@ -120,22 +155,33 @@ def _read_of(part: WeightPart) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
+def peers_of(weight: torch.Tensor, bits: int, batch: int, threads: int, count: int) -> dict[str, Chain]:
+    """The peers' calls, each on so many weights of its own."""
+    found = [peer_kernels.products(weight, bits, batch, threads) for _ in range(count)]
+    return {name: [calls[name] for calls in found] for name in found[0]}
+
+
 def compared(
-    layer: Layer, dense: dict[str, torch.Tensor], batch: int, rounding: InputRounding, peers: peer_kernels.Calls
+    layers: list[Layer],
+    dense: dict[str, list[torch.Tensor]],
+    batch: int,
+    rounding: InputRounding,
+    peers: dict[str, Chain],
+    read: Callable[[], float],
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median microseconds of each call for a batch; and the same rounded, with ratios to the better torch time."""
-    calls: dict[str, Callable[[], object]] = {}
-    for name, weight in dense.items():
-        x = torch.randn(batch, weight.shape[1]).to(weight.dtype)
-        calls[f"torch_{name}"] = partial(torch.nn.functional.linear, x, weight)
-        calls[f"kernel_{name}"] = partial(layer.product, x)
-    x = torch.randn(batch, weight.shape[1])
-    calls["plain_torch"] = partial(layer.plain, x)
-    calls["kernel_medium"] = partial(medium, partial(layer.product, x))
-    if all(dispatch.kernel_for(part, x, rounding) for part in layer.parts):
-        calls["kernel_int8_inputs"] = partial(layer.product, x, rounding)
+    chains: dict[str, Chain] = {}
+    for name, weights in dense.items():
+        x = torch.randn(batch, weights[0].shape[1]).to(weights[0].dtype)
+        chains[f"torch_{name}"] = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+        chains[f"kernel_{name}"] = [partial(layer.product, x) for layer in layers]
+    x = torch.randn(batch, dense["float32"][0].shape[1])
+    chains["plain_torch"] = [partial(layers[0].plain, x)]
+    chains["kernel_medium"] = [partial(medium, partial(layer.product, x)) for layer in layers]
+    if all(dispatch.kernel_for(part, x, rounding) for part in layers[0].parts):
+        chains["kernel_int8_inputs"] = [partial(layer.product, x, rounding) for layer in layers]
     with torch.no_grad():
-        times = medians(calls | peers)
+        times = medians(chains | peers, read if batch == 1 else None)
     best = min(times["torch_float32"], times["torch_bfloat16"])
     ratios = {name.replace("kernel", "ratio"): round(best / times[name], 2) for name in times if "kernel" in name}
     return times, {name: round(value, 1) for name, value in times.items()} | ratios
@@ -261,7 +307,7 @@ def shares(layer: Layer, batch: int, times: dict[str, float], limit: dict[str, f
             continue
         thousands = 1e3 * times[f"kernel_{name}"]
         if batch == 1:
-            found[f"share_read_{name}"] = layer.size_bytes / thousands / limit["read_gb_s"]
+            found[f"share_read_{name}"] = layer.size_bytes / thousands / times["read_gb_s"]
         else:
             operations = 2 * batch * rows * width
             found[f"share_{name}"] = operations / thousands / limit[f"{ceiling}_gop_s"]
@@ -283,21 +329,21 @@ def main() -> None:
     if arguments.set and native.compress_use(arguments.set.encode()):
         raise SystemExit(f"{arguments.set} is not among {native.compress_instruction_sets().decode()}")
     print(json.dumps({"set": arguments.set or instruction_set()}), flush=True)
-    limits = ceilings(arguments.threads)
+    limits, read = ceilings(arguments.threads)
     for found in limits:
         print(json.dumps(found), flush=True)
     rounding = InputRounding.of(GRIDS["int8"])
     for shape in arguments.shape:
         rows, width = map(int, shape.split("x"))
         weight = torch.randn(rows, width) * 0.02
-        dense = {"float32": weight, "bfloat16": weight.bfloat16()}
         for grid in arguments.grid:
-            layer = layer_of(weight, grid)
             bits = GRIDS[grid].bits if grid in GRIDS and grid.startswith("int") else 0
             for batch in arguments.batch:
-                peers = peer_kernels.products(weight, bits, batch, arguments.threads)
-                times, row = compared(layer, dense, batch, rounding, peers)
-                row |= shares(layer, batch, times, limits[-1])
+                layers = copies_of(layer_of(weight, grid), batch)
+                dense = {"float32": copies_of(weight, batch), "bfloat16": copies_of(weight.bfloat16(), batch)}
+                peers = peers_of(weight, bits, batch, arguments.threads, len(layers))
+                times, row = compared(layers, dense, batch, rounding, peers, read)
+                row |= shares(layers[0], batch, times, limits[-1])
                 print(json.dumps({"shape": shape, "grid": grid, "batch": batch} | row), flush=True)
 
 

@@ -46,14 +46,14 @@ def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
 @given(
     st.integers(1, 70), st.integers(1, 200), st.sampled_from([2, 3, 4, 8]),
     st.sampled_from([1, 7, 16, 32, 48, 64, 128, "channel", "tensor"]), st.booleans(), st.booleans(), st.booleans(),
-    st.integers(1, 9), st.integers(0, 999),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 9), st.integers(0, 999),
 )  # fmt: skip
-def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, rounded, batch, seed):
+def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, rounded, dtype, batch, seed):
     group = min(group, width) if isinstance(group, int) else group
     part = part_of(rows, width, bits, group, symmetric, indexed and isinstance(group, int), seed=seed)
-    x, rounding = random(batch, width, seed=seed + 1), InputRounding.of(INT8) if rounded else None
+    x, rounding = random(batch, width, seed=seed + 1).to(dtype), InputRounding.of(INT8) if rounded else None
     assert KERNEL.supports(part, x, rounding)
-    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), x.dtype)
+    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), dtype)
 
 
 @settings(max_examples=40)

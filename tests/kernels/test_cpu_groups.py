@@ -8,7 +8,7 @@ from products import INT8, SETS, exact, near, part_of, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu import KERNEL
-from compress.kernels.cpu.pages import CHUNK, PAGE, Pages
+from compress.native.pages import CHUNK, PAGE, Pages
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.codes import CodesPart
@@ -74,7 +74,7 @@ def test_tensors_stand_in_large_pages_side_by_side():
     one.fill_(1), two.fill_(2)
     assert float(one.sum()) == 15 and float(two.sum()) == 30
     large = pages.empty(CHUNK, dtype=torch.int32)
-    assert large.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()
+    assert large.untyped_storage().data_ptr() != one.untyped_storage().data_ptr() and large.data_ptr() % PAGE == 0
     for _ in range(9):
         last = pages.empty(CHUNK // 8, dtype=torch.uint8)
     assert last.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()  # the next chunk

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from compress.kernels.contract import Part, RoundingLike
 from compress.kernels.cpu.packed import UNIT, PackedCodes, narrowed
-from compress.kernels.cpu.pages import PAGES
 from compress.kernels.recording import as_operators
 from compress.native.library import LANES, OUT_OF_MEMORY, available, library, pointer
+from compress.native.pages import PAGES
 
 HALF = 16  # columns of which groups are whole multiples
 TYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -18,6 +18,7 @@ from compress.model.shared_input import SharedInput
 from compress.model.structure.blocks import find_blocks
 from compress.model.structure.ends import find_ends, replace_end
 from compress.native.library import available, library
+from compress.native.pages import PAGES
 from compress.numerics.quant.grids import GRIDS
 from compress.weights.transforms.rounding import InputRounding
 
@@ -55,9 +56,7 @@ def _in_large_pages(tensor: Tensor) -> Tensor:
     native = library()
     if native is None or tensor.nbytes < LARGE:
         return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    native.compress_advise(copy.data_ptr(), copy.nbytes)
-    copy.copy_(tensor)
+    copy = PAGES.empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
     native.compress_release(tensor.data_ptr(), tensor.nbytes)
     return copy
 

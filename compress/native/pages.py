@@ -30,7 +30,7 @@ class Pages:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor without values."""
+        """A tensor without values. Raises MemoryError."""
         size = prod(shape) * dtype.itemsize
         if size > CHUNK:
             return _large(size).view(dtype).view(shape)
@@ -42,11 +42,14 @@ class Pages:
 
 
 def _large(size: int) -> Tensor:
-    """Bytes from the begin of a large page on."""
+    """Bytes from the begin of a large page on. Raises MemoryError."""
     native = library()
     assert native is not None
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    raw = torch.frombuffer(mmap.mmap(-1, size + PAGE, **private), dtype=torch.uint8)
+    try:
+        raw = torch.frombuffer(mmap.mmap(-1, size + PAGE, **private), dtype=torch.uint8)
+    except OSError as error:
+        raise MemoryError(f"can't allocate memory: {size + PAGE} bytes for packed weights") from error
     native.compress_advise(raw.data_ptr(), raw.nbytes)
     first = -raw.data_ptr() % PAGE
     return raw[first : first + size]

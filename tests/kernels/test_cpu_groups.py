@@ -79,3 +79,12 @@ def test_tensors_stand_in_large_pages_side_by_side():
         last = pages.empty(CHUNK // 8, dtype=torch.uint8)
     assert last.untyped_storage().data_ptr() != one.untyped_storage().data_ptr()  # the next chunk
     assert pages.empty(0, 16, dtype=torch.float32).numel() == 0
+
+
+def test_no_memory_for_pages(monkeypatch):
+    def none(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("compress.native.pages.mmap.mmap", none)
+    with pytest.raises(MemoryError, match="can't allocate memory: 69206016 bytes for packed weights"):
+        Pages().empty(2 * CHUNK, dtype=torch.uint8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from products import INT8, SETS, exact, near, part_of, random
+from products import INT8, SETS, exact, near, part_of, random, size_of_terms
 
 from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
@@ -53,7 +53,8 @@ def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, round
     part = part_of(rows, width, bits, group, symmetric, indexed and isinstance(group, int), seed=seed)
     x, rounding = random(batch, width, seed=seed + 1).to(dtype), InputRounding.of(INT8) if rounded else None
     assert KERNEL.supports(part, x, rounding)
-    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), dtype)
+    terms = size_of_terms(part, x) if dtype is torch.bfloat16 else 1e-6  # rounding rounds to bfloat16, too
+    assert near(dispatch.linear(x, [part], rounding, None), exact(part, x, rounding, None), dtype, terms)
 
 
 @settings(max_examples=40)

@@ -1,8 +1,8 @@
 """Memory in large pages for the weights of all layers, one after the other.
 
 A weight of some hundred kilobytes is too small for a large page of its own, and one of some megabytes would begin and
-end on small pages. From these a processor reads a tenth to a fifth slower: it looks up every page, and reads ahead only
-inside of one. The memory is fresh from the system: what the allocator used before may stand in small pages.
+end on small pages. From these a processor reads a tenth slower: it looks up every page, and reads ahead only inside of
+one. The memory is fresh from the system: what the allocator used before may stand in small pages.
 """
 
 from __future__ import annotations

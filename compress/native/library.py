@@ -39,6 +39,17 @@ class HadamardMatrix(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Attention(ctypes.Structure):
+    """`compress_attention` of compress_cpu.h."""
+
+    _fields_ = [
+        ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("mask", c_void_p), ("out", c_void_p),
+        ("sizes", c_int64 * 6), ("q_strides", c_int64 * 3), ("k_strides", c_int64 * 3), ("v_strides", c_int64 * 3),
+        ("out_strides", c_int64 * 3), ("mask_strides", c_int64 * 3), ("groups", c_int64), ("scale", c_float),
+        ("mask_type", c_int32), ("causal", c_int32), ("threads", c_int32),
+    ]  # fmt: skip
+
+
 class Columns(ctypes.Structure):
     """`compress_columns` of compress_cpu.h."""
 
@@ -89,6 +100,7 @@ def library() -> ctypes.CDLL | None:
     found.compress_rotate.argtypes = [c_void_p] * 5 + [c_int64] * 3 + [c_int32] * 4
     found.compress_round_columns.argtypes = found.compress_sum_groups.argtypes = [c_void_p]
     found.compress_search_walks.argtypes = [c_void_p]
+    found.compress_attend.argtypes = [ctypes.POINTER(Attention)]
     found.compress_decode_walks.argtypes = [c_void_p] * 3 + [c_int64] * 5 + [c_int32]
     found.compress_pack.argtypes = [c_void_p, c_void_p, c_void_p, c_int32]
     found.compress_codes.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int32]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from compress.errors import ModelError, SaveError
 from compress.formats.base import CacheScheme
 from compress.formats.native import Native
+from compress.model import prompts
 from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.kv_cache import CONFIG_KEY, SCALES, rounded_caches
 from compress.model.linear import CompressedLinear, linears, replace_linear
@@ -107,6 +108,7 @@ class Filling:
         scales = [name for name in self.stored if name.endswith(SCALES)]
         fill_caches(model, "", Mapped(self.stored, self.dtype, model.device).read(scales), self.caches)
         model.requires_grad_(False)
+        prompts.install(model)
 
 
 def _taken(model: PreTrainedModel, schemes: Mapping[str, LayerScheme]) -> dict[str, nn.Module]:

@@ -15,6 +15,7 @@ from compress.errors import ModelError
 from compress.formats import FORMATS
 from compress.formats.base import CacheScheme, Format
 from compress.formats.containers.digests import verify_digests
+from compress.model import prompts
 from compress.model.embedding import layer_of
 from compress.model.kv_cache import CONFIG_KEY, SCALES, attentions_with_cache, round_cache
 from compress.model.linear import linears, replace_linear, shape_of
@@ -108,7 +109,9 @@ def load(
     guard_saving(model)
     if compile:
         compile_generation(model)
-    elif compile is None and not found.caches:
+        return model, opening.read_tokenizer(folder, trust_remote_code)
+    prompts.install(model)
+    if compile is None and not found.caches:
         record_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 

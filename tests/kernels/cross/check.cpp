@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "attention.hpp"
 #include "columns.hpp"
 #include "rotations.hpp"
 #include "searches.hpp"
@@ -272,6 +273,7 @@ int main(int count, char **arguments) {
     check_rounding(library, random);
     check_searches(library, random);
     check_steps(library, random);
+    check_attentions(library, random);
     std::printf("%lld outputs compared, %d failures\n", static_cast<long long>(library.numbers), library.failures.count);
     return library.failures.count ? 1 : 0;
 }

@@ -18,6 +18,7 @@ struct Library {
     decltype(&compress_sum_groups) sum_groups;
     decltype(&compress_search_walks) search_walks;
     decltype(&compress_decode_walks) decode_walks;
+    decltype(&compress_attend) attend;
     decltype(&compress_run) run;
     decltype(&compress_advise) advise;
     decltype(&compress_release) release;
@@ -31,7 +32,8 @@ struct Library {
         get("compress_codes", codes), get("compress_rotate", rotate), get("compress_advise", advise);
         get("compress_round_columns", round_columns), get("compress_sum_groups", sum_groups);
         get("compress_search_walks", search_walks), get("compress_decode_walks", decode_walks);
-        get("compress_run", run), get("compress_release", release), get("compress_instruction_sets", instruction_sets), get("compress_use", choose);
+        get("compress_attend", attend), get("compress_run", run), get("compress_release", release);
+        get("compress_instruction_sets", instruction_sets), get("compress_use", choose);
         const std::string names = instruction_sets();
         for (size_t first = 0; first <= names.size();) {
             const size_t stop = std::min(names.find(',', first), names.size());

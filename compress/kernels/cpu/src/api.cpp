@@ -25,10 +25,12 @@ struct Set {
     int (*sum_groups)(const compress_groups *);
     int (*search_walks)(const compress_search *);
     int64_t (*run)(const compress_cpu::compress_step *);
+    int (*attend)(const compress_attention *);
     bool available;
 };
 
-#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of, set::search_walks, set::run
+#define COMPRESS_FUNCTIONS(set) set::products, set::rotate, set::round_columns, set::sum_groups_of, set::search_walks, set::run, \
+    set::attend_all
 
 const Set *sets() {
     using namespace compress_cpu;
@@ -55,7 +57,7 @@ const Set *sets() {
 #endif
 #endif
         {"generic", COMPRESS_FUNCTIONS(generic), true},
-        {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, false},
+        {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, false},
     };
     return found;
 }
@@ -287,6 +289,15 @@ int64_t compress_run(const compress_instruction *code, int64_t first, int64_t co
     if (first < 0 || first > count || threads < 1) return -1;
     const compress_cpu::compress_step step = {code, first, count, slots, threads};
     return best().run(&step);
+}
+
+int compress_attend(const compress_attention *attention) {
+    const compress_attention &a = *attention;
+    for (const int64_t size : a.sizes)
+        if (size < 0) return -1;
+    if (a.groups < 1 || a.sizes[1] % a.groups || a.threads < 1 || a.mask_type < 0 || a.mask_type > COMPRESS_MASK_F32) return -1;
+    if (!a.mask != (a.mask_type == COMPRESS_MASK_NONE)) return -1;
+    return a.sizes[0] && a.sizes[1] && a.sizes[2] && a.sizes[5] ? best().attend(attention) : 0;
 }
 
 int compress_pack(const compress_weight *weight, const uint8_t *codes, uint32_t *words, int32_t threads) {

@@ -192,6 +192,24 @@ COMPRESS_API int compress_search_walks(const struct compress_search *search);
 COMPRESS_API int compress_decode_walks(const uint8_t *codes, const float *values, float *found, int64_t count, int64_t size,
                                        int64_t states, int64_t step_bits, int64_t length, int32_t threads);
 
+// Attention of many queries: softmax(q k^T scale + mask) v. Strides are in numbers; those along a row are 1.
+enum compress_mask { COMPRESS_MASK_NONE = 0, COMPRESS_MASK_BOOL = 1, COMPRESS_MASK_F32 = 2 };
+
+struct compress_attention {
+    const float *q, *k, *v;
+    const void *mask;         // bytes, 1 for seen, or floats that are added; NULL: none
+    float *out;
+    int64_t sizes[6];         // sequences, heads, queries, keys, width of queries and keys, width of values
+    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];  // of sequences, heads and rows
+    int64_t mask_strides[3];  // of sequences, heads and queries; 0: the same for all
+    int64_t groups;           // heads of keys and values, each for heads of queries that follow each other
+    float scale;
+    int32_t mask_type, causal, threads;  // causal: query n sees the keys up to n
+};
+
+// Queries that see no key get zeros. Returns 0, -1 for sizes that do not fit, or -2 without memory.
+COMPRESS_API int compress_attend(const struct compress_attention *attention);
+
 // A step of a model as a list of instructions on numbers in memory. Every address is a slot, one of the bases given to
 // compress_run, and an offset, so that the same list runs on another cache.
 

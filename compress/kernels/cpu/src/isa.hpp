@@ -24,6 +24,7 @@ struct compress_step {
     int sum_groups_of(const compress_groups *groups);           \
     int search_walks(const compress_search *search);            \
     int64_t run(const compress_step *step);                     \
+    int attend_all(const compress_attention *attention);        \
     }
 COMPRESS_SET(generic)
 COMPRESS_SET(avx2)

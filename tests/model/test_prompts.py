@@ -29,9 +29,28 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.fixture(scope="module")
+def folder(pico, tmp_path_factory):
+    out = tmp_path_factory.mktemp("packed") / "out"
+    compress.run(compress.Recipe(model=pico, passes=[compress.RTN(weights="int8", group_size=32)], eval=None), out)
+    return out
+
+
 @pytest.fixture
-def loaded(pico):
-    return compress.load(pico, "float32")[0]
+def loaded(folder):
+    return compress.load(folder, "float32")[0]
+
+
+@pytest.fixture
+def plainly(loaded):
+    """The outputs of the loaded model in plain torch."""
+
+    @torch.no_grad()
+    def run(**inputs):
+        with dispatch.plain_torch():
+            return loaded(**inputs).logits
+
+    return run
 
 
 def ids_of(length, batch=1):
@@ -39,26 +58,28 @@ def ids_of(length, batch=1):
 
 
 @torch.no_grad()
-def test_a_prompt_is_computed_by_the_library_with_the_outputs_of_torch(loaded, pico_model, calls):
+def test_a_prompt_is_computed_by_the_library_with_the_outputs_of_torch(loaded, plainly, calls):
     ids = ids_of(40, 2)
-    found, wanted = loaded(ids).logits, pico_model.float()(ids).logits
+    found, wanted = loaded(ids).logits, plainly(input_ids=ids)
     assert len(calls) == loaded.config.num_hidden_layers
     assert torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_padding_on_the_left(loaded, pico_model, calls):
+def test_padding_on_the_left(loaded, plainly, calls):
     ids, seen = ids_of(40, 2), torch.ones(2, 40, dtype=torch.long)
     seen[0, :25] = 0
-    found, wanted = (m(input_ids=ids, attention_mask=seen).logits for m in (loaded, pico_model.float()))
+    given = {"input_ids": ids, "attention_mask": seen}
+    found, wanted = loaded(**given).logits, plainly(**given)
     assert calls and torch.allclose(found[seen.bool()], wanted[seen.bool()], atol=1e-4, rtol=1e-4)
 
 
-def test_generated_tokens_are_those_of_transformers(loaded, pico_model, calls):
+def test_generated_tokens_are_those_of_plain_torch(loaded, calls):
     ids = ids_of(50)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    found, wanted = loaded.generate(**given), pico_model.float().generate(**given)
-    assert found.equal(wanted)
+    found = loaded.generate(**given)
+    with dispatch.plain_torch():
+        assert found.equal(loaded.generate(**given))
     assert {call[2] for call in calls} == {50}  # steps are recorded with torch's operator
 
 
@@ -72,6 +93,12 @@ def test_torch_computes_short_prompts_gradients_and_runs(loaded, calls):
     assert not calls
     loaded(inputs_embeds=torch.zeros(1, 40, loaded.config.hidden_size))
     assert calls
+
+
+@torch.no_grad()
+def test_dense_models_are_left_to_torch(pico, calls):
+    compress.load(pico, "float32")[0](ids_of(40))
+    assert not calls
 
 
 @torch.no_grad()
@@ -90,10 +117,18 @@ def test_a_copy_of_a_model_has_it_too(loaded, calls):
     assert len(calls) == 2 * loaded.config.num_hidden_layers
 
 
+class Attends(torch.nn.Module):
+    def forward(self, x):
+        return scaled_dot_product_attention(x, x, x)
+
+
 @torch.no_grad()
-def test_compiled_models_are_one_graph(loaded, calls):
-    found = torch.compile(loaded, fullgraph=True, backend="eager")(ids_of(40)).logits
-    assert not calls and torch.allclose(found, loaded(ids_of(40)).logits, atol=1e-4, rtol=1e-4)
+def test_a_compiled_model_is_one_graph_with_the_operator_of_torch(calls):
+    model, x = Attends(), torch.randn(1, 20, 30, 8)
+    wanted = model(x)
+    prompts.install(model)
+    assert torch.allclose(torch.compile(model, fullgraph=True, backend="eager")(x), wanted) and not calls
+    assert torch.allclose(model(x), wanted, atol=1e-6) and len(calls) == 1
     torch.compiler.reset()
 
 

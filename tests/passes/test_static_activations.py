@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import compress
 from compress.api.observers import InputAbsMax
 from compress.errors import NumericError
+from compress.kernels import dispatch
 
 STATIC = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}
 FLOAT8 = {**STATIC, "weights": "fp8_e4m3", "activations": "fp8_e4m3"}
@@ -41,11 +42,13 @@ def test_transformers_rounds_inputs_with_the_stored_scale(folder, tmp_path):
     """transformers 5.23 with compressed-tensors 0.20 rounds inputs, dynamic or static, unless told to dequantize."""
     pytest.importorskip("compressed_tensors")
     ours, theirs = compress.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)
-    assert near(logits(theirs), logits(ours))
+    with dispatch.plain_torch():  # attention that differs in the last bit rounds other inputs up
+        assert near(logits(theirs), logits(ours))
     for factor in (20, 1 / 20):  # coarse steps; a range that most inputs exceed
         changed = scaled(folder, tmp_path / f"{factor:.2f}", factor)
         ours, theirs = compress.load(changed)[0], AutoModelForCausalLM.from_pretrained(changed)
-        assert near(logits(theirs), logits(ours))
+        with dispatch.plain_torch():
+            assert near(logits(theirs), logits(ours))
         assert not torch.equal(logits(theirs), logits(compress.load(folder)[0]))
 
 

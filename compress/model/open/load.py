@@ -107,11 +107,11 @@ def load(
         round_activations(model, activations)
     share_inputs(model)
     guard_saving(model)
+    if found.format is not None and not compile:
+        prompts.install(model)
     if compile:
         compile_generation(model)
-        return model, opening.read_tokenizer(folder, trust_remote_code)
-    prompts.install(model)
-    if compile is None and not found.caches:
+    elif compile is None and not found.caches:
         record_generation(model)
     return model, opening.read_tokenizer(folder, trust_remote_code)
 

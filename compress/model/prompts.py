@@ -1,4 +1,4 @@
-"""Prompts of a loaded model: their attention is computed by the C++ library, which takes half the time of torch's."""
+"""Prompts of a packed model: their attention is computed by the C++ library, which takes half the time of torch's."""
 
 from __future__ import annotations
 

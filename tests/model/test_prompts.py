@@ -1,4 +1,4 @@
-"""The attention of prompts of a loaded model: by the C++ library where it can, with torch's results."""
+"""The attention of prompts of a packed model: by the C++ library where it can, with torch's results."""
 
 import copy
 

@@ -29,6 +29,7 @@ def main() -> None:
     arguments.folder.mkdir(parents=True)
     save_file(tensors, arguments.folder / "model.safetensors", metadata={"format": "pt"})
     opened.config.architectures = [type(opened.model).__name__]
+    opened.config.dtype = dtype
     opened.config.save_pretrained(arguments.folder)
     if opened.tokenizer is not None:
         opened.tokenizer.save_pretrained(arguments.folder)

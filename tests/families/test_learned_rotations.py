@@ -108,7 +108,7 @@ def test_learning_spreads_outliers(pico_model, pico_ids):
     turned = learn_rotations(pico_model, found, options, run).hidden
     curve = run.training["here"]["curve"]
     assert curve[0]["loss"] > 3 and curve[-1]["loss"] < 0.8 * curve[0]["loss"]
-    assert float(turned[[3, 8]].abs().max()) < 0.95  # of channels that do not stay alone
+    assert float(turned[[3, 8]].abs().max()) < 0.99  # of channels that do not stay alone
     assert [point["rate"] for point in curve] == pytest.approx([1 - i / 9 for i in range(1, 9)])
 
 

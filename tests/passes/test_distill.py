@@ -342,17 +342,17 @@ def test_a_layer_map_beyond_the_blocks_is_an_error(pico_model, pico_ids):
 
 
 def test_another_model_can_be_the_teacher(pico_model, tmp_path, pico_ids):
-    """One that is the same but for its last block, whose outputs are doubled."""
+    """One that is the same but for its last block, whose outputs are doubled. The first step has all sequences."""
     other = copy.deepcopy(pico_model)
     with torch.no_grad():
         other.model.layers[2].mlp.down_proj.weight.mul_(2)
     other.save_pretrained(tmp_path / "teacher")
-    chain = [compress.RTN(**RTN3), Distill(steps=1, teacher=str(tmp_path / "teacher"))]
+    chain = [compress.RTN(**RTN3), Distill(steps=1, batch=6, teacher=str(tmp_path / "teacher"))]
     journal = Journal()
     before = kl(compress.apply(copy.deepcopy(pico_model), chain[:1]), other, pico_ids)
     compress.apply(pico_model, chain, pico_ids, journal=journal)
     first = next(e for e in journal.entries if e.message == "trained").figures["first_loss"]
-    assert first == pytest.approx(before, rel=0.3) and abs(first - before) > 0
+    assert first == pytest.approx(before, rel=0.1)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_before_any_work(recipe, tiny_folder, tmp_path):

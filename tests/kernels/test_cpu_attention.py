@@ -136,12 +136,29 @@ def test_what_torch_computes():
     assert not attends(q, k, k, torch.ones(20, 20, dtype=torch.int64), shared=True)
     assert not attends(q.clone().requires_grad_(), k, k, None, shared=True)
     assert not attends(q.to("meta"), k, k, None, shared=True)
+    assert not attends(q.half(), k.half(), k.half(), None, shared=True)
+    assert not attends(q.bfloat16(), k, k, None, shared=True)
+    assert not attends(q, k, k, torch.ones(20, 20).bfloat16(), shared=True)
+
+
+@pytest.mark.parametrize("kind", [None, "bool", "lowest"])
+def test_bfloat16_is_computed_in_float32(kind):
+    q, k, v = (random(1, heads, 40, 8, seed=heads).bfloat16() for heads in (4, 2, 2))
+    mask = masks(kind, (1, 4, 40, 40), 0)
+    mask = mask.bfloat16() if kind == "lowest" else mask
+    assert attends(q, k, v, mask, shared=True)
+    found = attend(q, k, v, mask, kind is None, 0.3)
+    wanted = plainly(q, k, v, mask if kind != "lowest" else mask.float(), kind is None, 0.3)
+    assert found.dtype is torch.bfloat16 and found.transpose(1, 2).is_contiguous()
+    assert torch.allclose(found.double(), wanted, rtol=2**-8, atol=1e-6)
 
 
 def test_the_operator_tells_torch_its_shape():
     q, k, v = random(1, 4, 20, 8), random(1, 2, 30, 8), random(1, 2, 30, 12)
     torch.library.opcheck(torch.ops.compress.attend, (q, k, v, None, True, 0.5))
     torch.library.opcheck(torch.ops.compress.attend, (q, k, v, torch.ones(20, 30, dtype=torch.bool), False, 0.5))
+    narrow = (one.bfloat16() for one in (q, k, v))
+    torch.library.opcheck(torch.ops.compress.attend, (*narrow, torch.zeros(20, 30).bfloat16(), False, 0.5))
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -66,6 +66,16 @@ def test_a_prompt_is_computed_by_the_library_with_the_outputs_of_torch(loaded, p
 
 
 @torch.no_grad()
+def test_a_prompt_in_bfloat16_is_nearer_to_float32_than_that_of_torch(folder, plainly, calls):
+    model, ids = compress.load(folder, "bfloat16")[0], ids_of(40, 2)
+    wanted, found = plainly(input_ids=ids), model(ids).logits
+    assert found.dtype is torch.bfloat16 and len(calls) == model.config.num_hidden_layers
+    with dispatch.plain_torch():
+        torchs = model(ids).logits
+    assert float((found - wanted).norm()) < 1.1 * float((torchs - wanted).norm())
+
+
+@torch.no_grad()
 def test_padding_on_the_left(loaded, plainly, calls):
     ids, seen = ids_of(40, 2), torch.ones(2, 40, dtype=torch.long)
     seen[0, :25] = 0
@@ -139,4 +149,5 @@ def test_what_is_left_to_torch():
     assert prompts.attention(q, q, q, torch.ones(40, 40, dtype=torch.bool), is_causal=True) is None
     assert prompts.attention(q, q[:, :1], q[:, :1]) is None
     assert prompts.attention(q, q[:, :1], q[:, :1], enable_gqa=True) is not None
+    assert prompts.attention(q.bfloat16(), q.bfloat16(), q.bfloat16()).dtype is torch.bfloat16
     assert prompts.attention(q.double(), q.double(), q.double()) is None

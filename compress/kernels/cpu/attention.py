@@ -11,8 +11,10 @@ MASKS = {torch.bool: 1, torch.float32: 2}  # compress_mask of compress_cpu.h
 
 
 def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared: bool) -> bool:
-    """Whether `attend` computes a call: float32 numbers on the CPU, no gradients. shared: k may have fewer heads."""
-    if not all(one.dtype is torch.float32 and one.is_cpu and one.dim() == 4 for one in (q, k, v)):
+    """Whether `attend` computes a call: of its dtypes, on the CPU, no gradients. shared: k may have fewer heads."""
+    if q.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not all(one.dtype is q.dtype and one.is_cpu and one.dim() == 4 for one in (q, k, v)):
         return False
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (q, k, v, mask)):
         return False
@@ -23,16 +25,20 @@ def attends(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shared: bool) 
         return False
     if not available() or instruction_set() == "generic":  # whose vectors are shorter than those of torch
         return False
-    return mask is None or (mask.dtype in MASKS and mask.is_cpu and mask.dim() <= 4)
+    return mask is None or (mask.dtype in (*MASKS, q.dtype) and mask.is_cpu and mask.dim() <= 4)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
     """softmax(q k^T scale + mask) v, [batch, heads, queries, width of v].
 
-    q, k, v: float32 [batch, heads, rows, width]; k and v may have fewer heads, which neighbours of q share. mask: bool,
-    false for keys that are not seen, or float32, broadcast to [batch, heads, queries, keys]. causal: query n sees the
-    keys up to n. Queries that see no key get zeros. Raises MemoryError.
+    q, k, v: float32 or bfloat16 [batch, heads, rows, width]; k and v may have fewer heads, which neighbours of q share.
+    mask: bool, false for keys that are not seen, or float32 or of their dtype, broadcast to [batch, heads, queries,
+    keys]. causal: query n sees the keys up to n. Queries that see no key get zeros. All is computed in float32. Raises
+    MemoryError.
     """
+    if q.dtype is torch.bfloat16:
+        added = mask if mask is None or mask.dtype is torch.bool else mask.float()
+        return attend(q.float(), k.float(), v.float(), added, causal, scale).to(q.dtype)
     native = library()
     assert native is not None
     batch, heads, queries, width = q.shape

@@ -3,8 +3,8 @@
     GOMP_SPINCOUNT=1000 python tests/benchmarks/attention.py [--threads 2] [--shape 9x3x512x64 32x8x512x128]
 
 A shape: heads, heads of keys and values, tokens, width of a head. Prints the instruction set, and for each shape torch's
-time in float32 and bfloat16 (causal) and with a mask in float32, the library's (causal, and with the same mask), and the
-ratio of torch's best time to each. Run it on an idle machine.
+time in float32 and bfloat16 (causal) and with a mask in float32, the library's for the same, and the ratio of torch's best
+time to each. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
             "torch bfloat16": partial(scaled_dot_product_attention, *(one.bfloat16() for one in whole), is_causal=True),
             "torch float32, mask": partial(scaled_dot_product_attention, *whole, attn_mask=seen),
             "library": partial(attend, q, k, v, None, True, width**-0.5),
+            "library bfloat16": partial(attend, *(one.bfloat16() for one in (q, k, v)), None, True, width**-0.5),
             "library, mask": partial(attend, q, k, v, seen, False, width**-0.5),
         })  # fmt: skip
         best = min(time for name, time in times.items() if "torch" in name)

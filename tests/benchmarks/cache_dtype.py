@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compress
-from compress.model.recorded.generation import DecodingCache
+from compress.model.recorded.caches import DecodingCache
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from compress.model.objective import text_config
+from compress.model.recorded.caches import DecodingCache
 
 IDS, MASK, POSITIONS, CACHE = "input_ids", "attention_mask", "position_ids", "past_key_values"
 CHANGING = {MASK, POSITIONS, CACHE}
@@ -28,13 +29,14 @@ GROWING = {"full_attention", "sliding_attention"}
 class Made:
     """The arguments of a step but its cache.
 
-    given: what they were made from, but what changes in each step. seen: tokens of the text, with the new one. steady:
-    they are what follows from the step before.
+    given: what they were made from, but what changes in each step. edits: of the cache. seen: tokens of the text, with
+    the new one. steady: they are what follows from the step before.
     """
 
     arguments: dict[str, Any]
     given: dict[str, Any]
     cache: weakref.ref[Cache]
+    edits: int
     seen: int
     steady: bool
 
@@ -64,14 +66,16 @@ class StepArguments:
             self.last = None
             return self.plainly(ids, given)
         seen, kept = ids.shape[1], {key: value for key, value in given.items() if key not in CHANGING}
-        follows = last is not None and last.cache() is cache and last.seen + 1 == seen and same(last.given, kept)
+        edits = cache.edits if isinstance(cache, DecodingCache) else 0
+        follows = last is not None and last.cache() is cache and (last.edits, last.seen + 1) == (edits, seen)
+        follows = follows and last is not None and same(last.given, kept)
         found = following(last.arguments, ids, given.get(POSITIONS), seen - 1) if last is not None and follows else None
         steady = found is not None
         if found is None or last is None or not last.steady:
             made = self.plainly(ids, given)
             wanted = {key: value for key, value in made.items() if key != CACHE}
             steady, found = found is not None and equal(found, wanted), wanted
-        self.last = Made(found, kept, weakref.ref(cache), seen, steady)
+        self.last = Made(found, kept, weakref.ref(cache), edits, seen, steady)
         return {**found, CACHE: cache}
 
     def plainly(self, ids: Tensor, given: dict[str, Any]) -> dict[str, Any]:

@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers import PreTrainedModel
 
 from compress.kernels import dispatch
 from compress.model.objective import text_config
 from compress.model.open.computation import widened_from
 from compress.model.recorded.arguments import StepArguments
+from compress.model.recorded.caches import LENGTHS as LENGTHS
+from compress.model.recorded.caches import DecodingCache, DecodingWindow, StoredLayer
 from compress.model.recorded.decoding import RecordedDecoding
 
-LENGTHS = 128
-"""Lengths of caches are multiples of this, so that texts of other lengths need no other step."""
 LARGEST_CACHE = 1 << 30
 """Bytes of a cache that is made for the longest text that a call may generate; a larger one grows with the text."""
 MODES = "greedy_search", "sample"
-"""What `generate` may do; beams and drafts move caches in ways of their own."""
+"""What `generate` may do with recorded steps; beams, and the model that checks a draft, take steps of another form."""
 HOOKS = (
     "_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get_compiled_call",
     "prepare_inputs_for_generation",
@@ -31,71 +30,12 @@ HOOKS = (
 NAMES = "generation_config", "model_kwargs", "generation_mode", "batch_size", "max_cache_length"
 
 
-class StoredLayer(StaticLayer):
-    """Keys and values of a fixed length that are kept in a dtype of their own, and given in that of the model.
-
-    stored: None: in that of the model.
-    """
-
-    stored: torch.dtype | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values, and return all."""
-        new, stored = (key_states, value_states), self.stored or key_states.dtype
-        keys, values = super().update(*[one.to(stored) for one in new], *args, **kwargs)
-        return keys.to(key_states.dtype), values.to(value_states.dtype)
-
-
-class DecodingWindow(StoredLayer, StaticSlidingWindowLayer):
-    """Keys and values of a sliding window."""
-
-
-class DecodingLayer(StoredLayer):
-    """Keys and values of a fixed length, of which the prompt sees its own alone."""
-
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__(max_cache_len)
-        self.prompted = False
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys, and the first one: those of the prompt, later all."""
-        return super().get_mask_sizes(query_length) if self.prompted else (query_length, 0)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values. The prompt gets its own back: empty places behind them would only take time."""
-        found = super().update(key_states, value_states, *args, **kwargs)
-        if self.prompted:
-            return found
-        self.prompted = True
-        return key_states, value_states
-
-    def reset(self) -> None:
-        """Forget all keys."""
-        super().reset()
-        self.prompted = False
-
-
-class DecodingCache(StaticCache):
-    """A cache whose steps are recorded. dtype: of keys and values."""
-
-    def __init__(self, model: PreTrainedModel, max_cache_len: int, dtype: torch.dtype) -> None:
-        super().__init__(config=text_config(model.config), max_cache_len=max_cache_len)
-        layers: list[Any] = list(self.layers)
-        if getattr(model, "_supports_attention_backend", False):  # others may make masks of a length of their own
-            layers = [DecodingLayer(max_cache_len) if type(layer) is StaticLayer else layer for layer in layers]
-        for i, layer in enumerate(layers):
-            if type(layer) is StaticSlidingWindowLayer:
-                layers[i] = DecodingWindow(layer.max_cache_len, layer.max_cache_len)
-            if isinstance(layers[i], StoredLayer):
-                layers[i].stored = dtype
-        self.layers: Any = layers
-
-
 class RecordedGeneration:
     """The recorded decoding of a model's `generate`.
 
-    A call that brings a cache, names one, searches with beams or drafts, or whose cache would be larger than
-    `LARGEST_CACHE`, is that of transformers. So is a call in plain torch (`dispatch.plain_torch`).
+    A call that brings another cache, names one, searches with beams, checks a draft, or whose cache would be larger
+    than `LARGEST_CACHE`, is that of transformers. So is a call in plain torch (`dispatch.plain_torch`), and a draft by
+    a model with sliding windows.
     """
 
     def __init__(self, model: PreTrainedModel, otherwise: Callable[..., Any] | None = None) -> None:
@@ -122,7 +62,9 @@ class RecordedGeneration:
         dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
         if self.fits(config, given, mode) and cache_bytes(self.model, batch, length, dtype) <= LARGEST_CACHE:
             cache = fixed_cache(self.model, -(-length // LENGTHS) * LENGTHS, dtype)
-            if cache is not None:
+            # Drafts are cropped, which a full window allows only where it keeps older tokens, too.
+            windows = cache is not None and any(isinstance(layer, DecodingWindow) for layer in cache.layers)
+            if cache is not None and not (windows and getattr(config, "is_assistant", False)):
                 given["past_key_values"] = cache
                 return
         getattr(type(self.model), HOOKS[0])(self.model, config, given, mode, batch, length)
@@ -150,7 +92,9 @@ class RecordedGeneration:
     def arguments_of(self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
         """The arguments of a forward pass. transformers reads the names of the parameters."""
         given = kwargs if inputs_embeds is None else {**kwargs, "inputs_embeds": inputs_embeds}
-        if isinstance(kwargs.get("past_key_values"), DecodingCache):
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, DecodingCache):
+            cache.reserve(kwargs.get("next_sequence_length") or 0)
             return self.arguments(input_ids, given)
         return self.arguments.plainly(input_ids, given)
 
@@ -158,7 +102,7 @@ class RecordedGeneration:
 def fixed_cache(model: PreTrainedModel, length: int, dtype: torch.dtype) -> DecodingCache | None:
     """A cache for so many tokens; None for a model that keeps other states than keys and values."""
     cache = DecodingCache(model, length, dtype)
-    return cache if all(isinstance(layer, StaticLayer) for layer in cache.layers) else None
+    return cache if all(isinstance(layer, StoredLayer) for layer in cache.layers) else None
 
 
 def cache_bytes(model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype) -> float:

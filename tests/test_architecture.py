@@ -89,6 +89,7 @@ BROAD = {
     "compress.api.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
     "compress.evaluate.harness.tasks:attempt": "tasks and data sets of others may raise anything; told as one failed task",
+    "compress.pipeline.evaluation:told_on_failure": "tells what was measured whatever happened, and raises on",
     "compress.model.open.hub:fetch": "the hub's client raises errors of several HTTP libraries; told as one ModelError",
     "compress.model.open.tokenizer:read_tokenizer": "the tokenizers library raises Exception itself; told as one ModelError",
     "compress.recipe.plugins:executed": "the code of others may raise anything; told as one RecipeError",

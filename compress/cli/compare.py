@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from compress.cli.complete import complete_compute
-from compress.cli.eval import settings_of, settings_options
+from compress.cli.eval import print_evaluation, settings_of, settings_options
 from compress.cli.show import print_json, print_table
 
 
@@ -46,7 +46,8 @@ def compare(
         from compress.pipeline.evaluation import evaluate_models
 
         found = evaluate_models(
-            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
+            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True,
+            on_failure=print_evaluation,
         )  # fmt: skip
         variants = pareto.from_evaluation(found)
     else:

@@ -79,21 +79,28 @@ def evaluate(
     from compress.pipeline.evaluation import evaluate_models
 
     processes = Processes.launched(cpu=device_of(device).type == "cpu")
+
+    def show(found: Evaluation) -> None:
+        if not processes.first:
+            return
+        text = found.model_dump_json(indent=2)
+        if out is not None:
+            write_text(out, text + "\n")
+        if as_json:
+            click.echo(text)
+        else:
+            print_evaluation(found)
+
     with processes.together():
         found = evaluate_models(
-            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True
-        )
+            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True,
+            on_failure=show,
+        )  # fmt: skip
     if not processes.first:
         if found.failed:
             raise ProcessError("tasks failed", told=True)
         return
-    text = found.model_dump_json(indent=2)
-    if out is not None:
-        write_text(out, text + "\n")
-    if as_json:
-        click.echo(text)
-    else:
-        print_evaluation(found)
+    show(found)
     if found.failed:
         raise Failure(f"{len(found.failed)} tasks failed: {', '.join(found.failed)}; the others are complete")
 

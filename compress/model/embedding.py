@@ -28,11 +28,11 @@ class CompressedEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, table: CompressedLinear, tied: bool) -> None:
         """embedding: the dense original, which does not change. table: weight [vocabulary, width]."""
         super().__init__()
-        table.role = "tied" if tied else "embedding"
         if tied:
             self.__dict__["table"] = table  # no submodule: the head holds its tensors
         else:
             self.table = table
+        table.role = "tied" if tied else "embedding"
         weight = embedding.weight
         self.own = copy.deepcopy(embedding, {id(weight): None})
         self.own.register_parameter("weight", None)
@@ -69,6 +69,20 @@ class CompressedEmbedding(nn.Module):
             rows, places = ids.unique(return_inverse=True)
         known = self.table.rows_at(rows, self.dtype_of_computation.dtype)
         return functional_call(self.own, {"weight": known}, (places,))
+
+    def share_table(self) -> None:
+        """Leave the tensors of the table to the output head, which is to be the table."""
+        table = self.table
+        self._modules.pop("table", None)
+        self.__dict__["table"] = table
+        table.role = "tied"
+
+    def dense(self) -> nn.Embedding:
+        """The model's own embedding with the dequantized weight, in the dtype of computation."""
+        own = copy.deepcopy(self.own)
+        own.weight = nn.Parameter(self.weight.contiguous(), requires_grad=False)
+        own.num_embeddings = self.num_embeddings
+        return own
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.table.scheme.text}" + ", tied" * self.tied

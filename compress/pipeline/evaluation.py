@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,15 @@ def evaluate_models(
     device: str = "auto",
     journal: Journal | None = None,
     progress: bool = False,
+    on_failure: Callable[[Evaluation], None] | None = None,
 ) -> Evaluation:
     """Measure models one after the other; all but the base are compared with it.
 
     sources: checkpoint folders, hub ids or .gguf files. base: the model that the others are compared with; by default
     the first of several. work: the folder of kept results, with which a killed evaluation continues; None keeps
-    nothing, and measures no divergence. With several processes of a launcher, each measures a share of the requests,
-    and all return the result.
+    nothing, and measures no divergence. on_failure: gets what was measured before an error, which is then raised; the
+    error is among the failures of the last model. With several processes of a launcher, each measures a share of the
+    requests, and all return the result.
 
     Raises ModelError for a folder without a model and for different tokenizers, CalibrationError for texts, RecipeError
     for tasks that do not exist, NumericError for a loss that is NaN.
@@ -88,19 +90,18 @@ def evaluate_models(
     folders = {source: model_folder(source) for source in order}  # errors before the first model is measured
     if base is None:
         settings = settings.model_copy(update={"top_k": None})  # there is nothing to diverge from
-    found: list[ModelEvaluation] = []
-    measured: dict[str, Any] = {}
-    first: First | None = None
+    found, first = Measured(base, settings, journal), None
     pooling = pooling_in(read_sentence_files(folders[order[0]])[0])
     console = Console(file=sys.stderr, markup=False, force_jupyter=False)  # also while lm-eval's own bars are hidden
-    with shown_progress(journal, console) if progress and processes.first else nullcontext():
+    showing = shown_progress(journal, console) if progress and processes.first else nullcontext()
+    with showing, found.told_on_failure(on_failure):
         for source in order:
             digest = digest_of(fingerprint_of(folders[source], weight_files(folders[source])), dtype, __version__)
-            store = Store(work, digest, found[0].digest if found else digest, processes)
+            store = Store(work, digest, found.models[0].digest if found.models else digest, processes)
             model, tokenizer = load(folders[source], dtype_to_compare(folders[source], dtype, where), where)
             checked(model, tokenizer, source, where)
             if first is None:
-                settings = _suited(settings, model, journal)
+                found.settings = settings = _suited(settings, model, journal)
                 first = First(texts_of(model, tokenizer, settings), tokenizer, kind_of(model), front_if_any(model))
                 if base is None and is_headless(model):
                     raise alone(model, source)
@@ -109,15 +110,62 @@ def evaluate_models(
             run, copies = Run(where, model.dtype, journal=journal), copies_limit(available_bytes(where))
             about = {"texts": first.texts, "tokenizer": tokenizer, "settings": settings, "pooling": pooling}
             context = EvaluationContext(run, store=store, title=source, copies_bytes=copies, **about)
-            values = measure(model, context.of_base() if source == base else context)
-            measured[source] = values
-            compared = combine_all(values, measured[base]) if base is not None and source != base else {}
             size = sum(path.stat().st_size for path in weight_files(folders[source]))
-            found.append(ModelEvaluation.of(source, digest, size, values, compared))
+            values = found.begin(source, digest, size)
+            measure(model, context.of_base() if source == base else context, values)
+            found.end()
             del model
             gc.collect()
-    notes = [f"{entry.where}: {entry.message}" for entry in journal.entries]
-    return Evaluation(compress=__version__, base=base, settings=settings, models=found, notes=notes)
+    return found.evaluation()
+
+
+@dataclass
+class Measured:
+    """What is measured so far.
+
+    models: those that are complete. values: the results of `measure` by model. begun: source, digest and size of the
+    model that is measured now.
+    """
+
+    base: str | None
+    settings: Evaluate
+    journal: Journal
+    models: list[ModelEvaluation] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    begun: tuple[str, str, int] | None = None
+
+    def begin(self, source: str, digest: str, size_bytes: int) -> dict[str, Any]:
+        """Begin with a model; its results go into the mapping that is returned."""
+        self.begun = source, digest, size_bytes
+        return self.values.setdefault(source, {})
+
+    def end(self, failed: Mapping[str, str] | None = None) -> None:
+        """Add the model that was begun. failed: why its evaluation ended early."""
+        assert self.begun is not None
+        source, values = self.begun[0], self.values[self.begun[0]]
+        compared = {} if self.base is None or source == self.base else combine_all(values, self.values[self.base])
+        self.models.append(ModelEvaluation.of(*self.begun, values, compared, failed))
+        self.begun = None
+
+    def evaluation(self) -> Evaluation:
+        """The results of all models."""
+        notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
+        return Evaluation(
+            compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes
+        )  # fmt: skip
+
+    @contextmanager
+    def told_on_failure(self, on_failure: Callable[[Evaluation], None] | None) -> Iterator[None]:
+        """Call `on_failure` with what was measured if the work in the context fails; the error is raised again."""
+        try:
+            yield
+        except Exception as error:
+            if self.begun is not None and any(self.values[self.begun[0]].values()):
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())}; what follows was not measured"
+                self.end({"evaluation": reason})
+            if on_failure is not None and self.models:
+                on_failure(self.evaluation())
+            raise
 
 
 def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Evaluate:
@@ -128,9 +176,13 @@ def _suited(settings: Evaluate, model: PreTrainedModel, journal: Journal) -> Eva
     return found
 
 
-def measure(model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:
-    """The results of the evaluators that compare two models, by key."""
-    return {key: measure_one(kind(), model, context) for key, kind in EVALUATORS.items() if kind.needs_base}
+def measure(model: PreTrainedModel, context: EvaluationContext, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The results of the evaluators that compare two models, by key. values: gets each result as it is known."""
+    values = {} if values is None else values
+    for key, kind in EVALUATORS.items():
+        if kind.needs_base:
+            values[key] = measure_one(kind(), model, context)
+    return values
 
 
 def alone(model: PreTrainedModel, source: str) -> ModelError:

@@ -54,14 +54,17 @@ class ModelEvaluation(Record):
 
     @classmethod
     def of(
-        cls, source: str, digest: str, size_bytes: int, values: Mapping[str, Any], compared: Mapping[str, Any]
-    ) -> Self:
-        """From the results of `Evaluator.measure` and of `combine`, by key."""
+        cls, source: str, digest: str, size_bytes: int, values: Mapping[str, Any], compared: Mapping[str, Any],
+        failed: Mapping[str, str] | None = None,
+    ) -> Self:  # fmt: skip
+        """From the results of `Evaluator.measure` and of `combine`, by key; keys may lack where the evaluation failed.
+
+        failed: reasons in addition to those of tasks.
+        """
         tasks = values.get("tasks") or {"scores": {}, "failed": {}}
-        differences = {row["text"]: row["difference"] for row in compared.get("perplexity", ())}
-        texts = [
-            {"text": name, "difference": differences.get(name)} | found for name, found in values["perplexity"].items()
-        ]
+        differences = {row["text"]: row["difference"] for row in compared.get("perplexity") or ()}
+        scores = values.get("perplexity") or {}
+        texts = [{"text": name, "difference": differences.get(name)} | found for name, found in scores.items()]
         typed = {
             key: TypeAdapter(EVALUATORS[key].result_type).validate_python(value)
             for key, value in compared.items()
@@ -70,7 +73,7 @@ class ModelEvaluation(Record):
         return cls.model_validate(
             {
                 "source": source, "digest": digest, "size_bytes": size_bytes, "texts": texts, "tasks": tasks["scores"],
-                "failed": tasks["failed"], "compared": typed,
+                "failed": {**tasks["failed"], **(failed or {})}, "compared": typed,
             }
         )  # fmt: skip
 

@@ -71,6 +71,7 @@ def test_one_model_has_no_base(pico, settings, tmp_path):
 def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(pico, other)
+    told = []
     text = (other / "tokenizer.json").read_text()
     vocabulary = json.loads(text)
     tokens = vocabulary["model"]["vocab"]
@@ -78,7 +79,9 @@ def test_different_tokenizers_cannot_be_compared(pico, settings, tmp_path):
     tokens[a], tokens[b] = tokens[b], tokens[a]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(ModelError, match=r"have different tokenizers \(token \d+ is .*evaluate them in two calls"):
-        evaluate_models([pico, str(other)], settings, work=tmp_path / "w")
+        evaluate_models([pico, str(other)], settings, work=tmp_path / "w", on_failure=told.append)
+    [found] = told  # what was measured before
+    assert [model.source for model in found.models] == [pico] and found.models[0].texts[0].score.perplexity > 1
 
 
 def test_a_folder_that_is_no_model_is_an_error_before_anything_runs(pico, tmp_path):
@@ -123,3 +126,29 @@ def test_files_of_llama_cpp_are_told_apart_and_have_a_size(pico, settings, tmp_p
     one, other = evaluate_models(folders, settings, base=folders[0], work=tmp_path / "work").models
     assert one.digest != other.digest
     assert all(m.size_bytes == Path(m.source, "model.gguf").stat().st_size for m in (one, other))
+
+
+@pytest.mark.parametrize("fails_on", ["the base", "the variant"])
+def test_what_was_measured_before_a_failure_is_told(fails_on, variant, pico, texts, tmp_path, monkeypatch):
+    """The tables and the file hold it, and the error ends the command as before."""
+
+    def fail(self, model, context):
+        if (context.which == "base") == (fails_on == "the base"):
+            raise AttributeError("model.embed_tokens.weight is no parameter")
+        return None
+
+    monkeypatch.setattr("compress.evaluate.tasks.Tasks.measure", fail)
+    args = ["eval", pico, variant, "--text", texts["test"], "--windows", "2", "--length", "64", "--work", str(tmp_path)]
+    done = CliRunner().invoke(main, [*args, "-o", str(tmp_path / "found.json")])
+    assert done.exit_code == 1 and "error: unexpected AttributeError: model.embed_tokens.weight" in done.stderr
+    models = json.loads((tmp_path / "found.json").read_text())["models"]
+    assert [model["source"] for model in models] == [pico, variant][: 1 if fails_on == "the base" else 2]
+    for model in models:
+        assert f"{model['texts'][0]['score']['perplexity']:.4f}" in done.stdout
+    failed = models[-1]["failed"]["evaluation"]
+    assert "AttributeError" in failed and failed in done.stdout
+    assert fails_on == "the base" or models[0]["failed"] == {}
+    compared = models[-1]["compared"].get("perplexity")
+    assert fails_on == "the base" or compared[0]["divergence"]["mean"] > 0
+    again = CliRunner().invoke(main, ["compare", pico, variant, "--measure", *args[3:]])
+    assert again.exit_code == 1 and f"{models[0]['texts'][0]['score']['perplexity']:.4f}" in again.stdout

@@ -115,6 +115,10 @@ class RecordedDecoding:
             return self.proved(decoder, inputs, tensors, cache, key)
         return decoder.run(tensors, cache)
 
+    def forget(self) -> None:
+        """Record all steps anew, because modules of the model were replaced."""
+        self.known, self.last, self.place = {}, None, None
+
     def address(self) -> int:
         """The address of a parameter, which changes when the model is moved."""
         if self.place is None:  # finding it takes longer than a layer

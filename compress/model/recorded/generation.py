@@ -43,6 +43,7 @@ class RecordedGeneration:
         self.model = model
         self.decoding = RecordedDecoding(model, otherwise)
         self.arguments = StepArguments(model)
+        self.ends: list[Any] = []
 
     def install(self) -> bool:
         """Let `model.generate` decode so; returns whether this version of transformers can."""
@@ -58,6 +59,10 @@ class RecordedGeneration:
 
     def prepare_cache(self, config: Any, given: dict[str, Any], mode: Any, batch: int, length: int) -> None:
         """Make the cache of a call; given: the arguments of the model, which get it."""
+        ends = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        if len(self.ends) != len(ends) or any(a is not b for a, b in zip(ends, self.ends, strict=True)):
+            self.decoding.forget()  # embedding and head can be replaced, as by `resize_token_embeddings`
+            self.ends = ends
         # Steps that cannot be recorded would convert all keys and values each time.
         dtype = cache_dtype(self.model) if self.decoding.reason is None else self.model.dtype
         if self.fits(config, given, mode) and cache_bytes(self.model, batch, length, dtype) <= LARGEST_CACHE:

@@ -5,15 +5,17 @@ If both share one weight (tied weights), they are one end with two names, and on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from compress.errors import ModelError
 from compress.model.embedding import CompressedEmbedding, layer_of
 from compress.model.kinds import texts_in_row
-from compress.model.linear import CompressedLinear, replace_linear
+from compress.model.linear import CompressedLinear, replace_linear, shape_of
 from compress.weights.layer import Role
 
 HEAD, EMBEDDING = "lm_head", "embed_tokens"
@@ -102,6 +104,8 @@ def end_layer(model: nn.Module, end: End) -> CompressedLinear:
 
 def replace_end(model: nn.Module, end: End) -> CompressedLinear:
     """Replace the modules of an end by compressed ones that share its weight, and return the layer."""
+    if isinstance(model, PreTrainedModel):
+        EndMethods(model).install()
     if end.head is None:
         module = model.get_submodule(end.name)
         layer = layer_of(module)
@@ -129,10 +133,14 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def tie(model: PreTrainedModel) -> None:
-    """Tie the weights of a model as transformers does; those of compressed layers are tied already."""
+    """Tie the weights of a model as transformers does; those of compressed layers are tied already.
+
+    A head or an embedding that replaced one of a compressed pair gets the weight of the embedding, as in transformers.
+    """
+    _share_embedding(model)
     compressed = tuple(f"{name}.weight" for end in _compressed(model) for name in end.names)
     if not compressed:
-        model.tie_weights()
+        type(model).tie_weights(model)
         return
     tie_recorded(model, compressed)
 
@@ -151,3 +159,94 @@ def tie_recorded(model: PreTrainedModel, without: Collection[str] = ()) -> None:
 def _compressed(model: nn.Module) -> Sequence[End]:
     known = compressed_ends(model)
     return [end for end in find_ends(model) if end.name in known]
+
+
+def _share_embedding(model: PreTrainedModel) -> None:
+    """Let the head use the weight of the embedding if the model ties them and one of them was replaced."""
+    embedding, head = _input_embeddings(model), model.get_output_embeddings()
+    listed = getattr(model, "_tied_weights_keys", None) or {}
+    tied = getattr(model.config, "tie_word_embeddings", False) and f"{_name_of(model, head)}.weight" in listed
+    if not tied or head is None or _tied(embedding, head):
+        return
+    if isinstance(embedding, CompressedEmbedding):
+        embedding.table.bias = getattr(head, "bias", None)
+        embedding.share_table()
+        model.set_output_embeddings(embedding.table)
+    elif isinstance(embedding, nn.Embedding) and isinstance(head, CompressedLinear):
+        model.set_output_embeddings(_dense_head(embedding.get_parameter("weight"), head.bias))
+
+
+def _dense_head(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.register_parameter("weight", weight)
+    head.register_parameter("bias", bias)
+    return head
+
+
+def dequantize_ends(model: PreTrainedModel) -> None:
+    """Replace the compressed embedding and head of a model by dense ones; a tied pair stays tied.
+
+    Raises ModelError for a head whose inputs are transformed in a way that no dense weight has.
+    """
+    embedding, head = _input_embeddings(model), model.get_output_embeddings()
+    dtype = model.dtype
+    if isinstance(embedding, CompressedEmbedding):
+        dtype = embedding.dtype_of_computation.dtype
+    new_head: nn.Linear | None = None
+    if isinstance(head, CompressedLinear):
+        layer = copy.deepcopy(head) if head.all_transforms else head
+        layer.absorb_inputs()
+        if layer.all_transforms:
+            kinds = ", ".join(transform.kind for transform in layer.all_transforms)
+            raise ModelError(
+                f"resize_token_embeddings: the inputs of {_name_of(model, head)} are transformed ({kinds}), which a "
+                "dense layer cannot do; resize the embeddings of the dense model, and compress it again"
+            )
+        new_head = _dense_head(nn.Parameter(layer.weight_as(dtype).contiguous(), requires_grad=False), head.bias)
+    if isinstance(embedding, CompressedEmbedding):
+        dense = embedding.dense()
+        if new_head is not None and embedding.table is head:
+            new_head.register_parameter("weight", dense.get_parameter("weight"))
+        model.set_input_embeddings(dense)
+    if new_head is not None:
+        model.set_output_embeddings(new_head)
+
+
+@dataclass(frozen=True)
+class EndMethods:
+    """The methods of transformers that change the embedding and the head, for a model in which these are compressed.
+
+    transformers' own expect a parameter `weight` in both. They are called again once both are dense.
+    """
+
+    model: PreTrainedModel
+
+    def install(self) -> None:
+        """Put the methods in the place of the model's own."""
+        own = {"tie_weights": self.tie_weights, "resize_token_embeddings": self.resize_token_embeddings}
+        vars(self.model).update(own)
+
+    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        """Tie the weights that the model ties."""
+        if missing_keys is not None:  # transformers loads the model, and has no compressed layers yet
+            type(self.model).tie_weights(self.model, missing_keys, recompute_mapping)
+            return
+        tie(self.model)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Set the size of the vocabulary; another size makes the embedding and the head dense.
+
+        Raises ModelError for a head whose inputs are transformed in a way that no dense weight has.
+        """
+        model, present = self.model, vocabulary_size(self.model)
+        rows = present if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
+        head = model.get_output_embeddings()
+        sizes = {present} if head is None else {present, shape_of(head)[0]}
+        if sizes == {rows}:
+            return model.get_input_embeddings()
+        dequantize_ends(model)
+        return type(model).resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, mean_resizing)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Evaluate
@@ -249,6 +249,25 @@ def test_compress_eval_prints_tasks_and_fails_for_those_that_failed(pico, data, 
     broken = CliRunner().invoke(main, [*args[:6], "arc_easy,piqa", *args[7:]])
     assert broken.exit_code == 1 and "1 tasks failed" in broken.stderr and "6 of 6" in broken.stdout
     assert "failed: " in broken.stdout
+
+
+def test_tasks_of_a_tied_model_whose_embedding_is_packed(pico, data, tmp_path):
+    """lm-eval ties the weights of the model again."""
+    from lm_eval.models.huggingface import HFLM
+
+    model = AutoModelForCausalLM.from_pretrained(pico)
+    compress.apply(model, compress.RTN(targets=["*", "lm_head", "embed_tokens"], weights="int8", group_size="channel"))
+    tokenizer = AutoTokenizer.from_pretrained(pico)
+    folder = str(compress.save(model, tmp_path / "packed", tokenizer=tokenizer))
+    args = ["eval", folder, "--text", "none", "--tasks", "piqa", "--data", str(data), "--work", str(tmp_path / "w")]
+    done = CliRunner().invoke(main, [*args, "--json"])
+    assert done.exit_code == 0, done.output
+    ours = json.loads(done.stdout)["models"][0]["tasks"]["piqa"]["metrics"]["acc"]["values"]
+    with quiet():
+        theirs = HFLM(pretrained=compress.load(folder, dtype="float32")[0], tokenizer=tokenizer, batch_size=3)
+    settings = Evaluate(tasks=("piqa",), data=str(data))
+    [(_, task)] = load_tasks("piqa", task_manager(settings), settings).items()
+    assert run_task("piqa", task, theirs, settings)["metrics"]["acc"]["values"] == ours
 
 
 def test_a_recipe_measures_tasks_and_answers(recipe, data, tmp_path, monkeypatch, texts):

@@ -83,8 +83,11 @@ LONG_FUNCTIONS: dict[str, str] = {
 
 ENVIRONMENT = {
     "compress.cli.commands": "sets the defaults of libraries for the process that it owns",
+    "compress.model.open.child_process": "hands the environment on, without relative places of modules",
     "compress.native.choice": "COMPRESS_KERNELS forces an instruction set or plain torch, for tests and comparisons",
 }
+CHILDREN = {"compress.model.open.child_process:run_function": "leaves untrusted places out of the path of the process"}
+"""'module:function' that starts processes, and why."""
 BROAD = {
     "compress.api.processes:together": "tells the other processes of any error, and raises it on",
     "compress.cli.group:main": "an error that is a bug is one line with its type too; --debug shows the traceback",
@@ -204,6 +207,31 @@ def prints(tree: ast.AST) -> list[str]:
 def environment(tree: ast.AST) -> list[str]:
     names = ("os.environ", "os.getenv", "os.putenv", "environ", "getenv")
     return [f"line {node.lineno}" for node in ast.walk(tree) if dotted(node) in names]
+
+
+def child_processes(tree: ast.AST) -> list[str]:
+    """'function' of every call that starts a process, and modules that start some."""
+    modules = {"multiprocessing", "torch.multiprocessing", "concurrent.futures.process", "pty", "asyncio.subprocess"}
+    system = re.compile(
+        r"os\.(system|popen|fork|forkpty|(exec|spawn|posix_spawn)\w*)|sys\.executable|subprocess\.[a-z]\w+"
+    )
+    of_system = {name.removeprefix("os.") for name in ("os.system", "os.popen", "os.fork", "os.posix_spawn")}
+    owners = {inner: name for name, function in functions(tree) for inner in ast.walk(function)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name in modules]
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            started = {"os": of_system, "sys": {"executable"}, "subprocess": names, "torch": {"multiprocessing"}}
+            pools = {"ProcessPoolExecutor"} if node.module == "concurrent.futures" else set()
+            if node.module in modules or names & (started.get(node.module or "", set()) | pools):
+                found.append(f"line {node.lineno}: {node.module}")
+        elif system.fullmatch(dotted(node)) or dotted(node) in (
+            "subprocess.Popen", "concurrent.futures.ProcessPoolExecutor", "torch.multiprocessing"
+        ):  # fmt: skip
+            found.append(owners.get(node, f"line {node.lineno}"))
+    return found
 
 
 def broad_excepts(tree: ast.AST) -> list[str]:
@@ -437,6 +465,11 @@ def test_nothing_reads_the_environment():
     holds(lambda m: () if m in ENVIRONMENT else environment(tree_of(m)), "only the command line reads the environment")
 
 
+def test_one_function_starts_processes():
+    """Each process that is started elsewhere would need the same care for the places that it imports from."""
+    holds(lambda m: [f for f in child_processes(tree_of(m)) if f"{m}:{f}" not in CHILDREN], "use run_function")
+
+
 def test_errors_are_caught_by_their_names():
     holds(lambda m: [f for f in broad_excepts(tree_of(m)) if f"{m}:{f}" not in BROAD], "name the errors")
 
@@ -527,6 +560,9 @@ def test_no_exception_has_outlived_its_reason():
     assert [m for m in LATE_IMPORTS if not late_imports(tree_of(m))] == []
     assert [m for m in NAMED if not architectures(FILES[m].read_text(encoding="utf-8"))] == []
     assert [m for m in ENVIRONMENT if not environment(tree_of(m))] == []
+    for place in CHILDREN:
+        module, _, function = place.partition(":")
+        assert function in child_processes(tree_of(module))
     for place in BROAD:
         module, _, function = place.partition(":")
         assert function in broad_excepts(tree_of(module))
@@ -553,6 +589,16 @@ def test_no_exception_has_outlived_its_reason():
         (prints, "import sys\nsys.stdout.write('x')"),
         (environment, "import os\nos.environ['A'] = '1'"),
         (environment, "import os\nos.getenv('A')"),
+        (child_processes, "import subprocess\nsubprocess.run(['x'])"),
+        (child_processes, "import subprocess\ndef f():\n    return subprocess.Popen(['x'])"),
+        (child_processes, "from subprocess import run"),
+        (child_processes, "def f():\n    import multiprocessing"),
+        (child_processes, "from torch import multiprocessing"),
+        (child_processes, "from torch.multiprocessing import spawn"),
+        (child_processes, "from concurrent.futures import ProcessPoolExecutor"),
+        (child_processes, "import os\nos.execv('x', [])"),
+        (child_processes, "import os\nos.system('x')"),
+        (child_processes, "import sys\ncommand = [sys.executable]"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except:\n        pass"),
         (broad_excepts, "def f():\n    try:\n        g()\n    except (OSError, Exception):\n        pass"),

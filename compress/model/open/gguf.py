@@ -1,20 +1,19 @@
 """Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
 
 transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
-and takes half a minute. It therefore runs once, in a subprocess, whose memory the system gets back.
+and takes half a minute. It therefore runs once, in a process of its own (`model.open.child_process`).
 """
 
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 from compress.errors import ModelError
 from compress.formats.containers.files import file_sha256
+from compress.model.open.child_process import run_function
 from compress.model.open.narrow import record_narrow
 
 CONVERTED = "compress/gguf-2"  # the number changes when the content of a folder does
@@ -30,8 +29,7 @@ def as_safetensors(path: Path) -> Path:
 
 
 def _converted(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "compress.model.open.gguf", str(path), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_function(convert, path, folder)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
         raise ModelError(
@@ -73,7 +71,7 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 def convert(path: Path, folder: Path) -> None:
     """Write the model of a .gguf file as float32 safetensors, with its config and tokenizer, to a folder."""
-    import torch  # this function runs in a subprocess
+    import torch  # this function runs in a process of its own
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -87,7 +85,3 @@ def convert(path: Path, folder: Path) -> None:
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
-
-
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))

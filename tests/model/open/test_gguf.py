@@ -1,8 +1,6 @@
 """GGUF files are converted once, exactly, and kept in the user's cache."""
 
 import subprocess
-import sys
-from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
@@ -40,16 +38,15 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def converted_here(monkeypatch):
     """Convert in this process, which is what the other one does but quicker to start; counts the conversions."""
-    commands = []
+    conversions = []
 
-    def run(command, **kwargs):
-        commands.append(command)
-        assert command[:3] == [sys.executable, "-m", "compress.model.open.gguf"]
-        reading.convert(*map(Path, command[3:]))
-        return subprocess.CompletedProcess(command, 0, "", "")
+    def run(function, *paths):
+        conversions.append(paths)
+        function(*paths)
+        return subprocess.CompletedProcess([], 0, "", "")
 
-    monkeypatch.setattr(reading.subprocess, "run", run)
-    return commands
+    monkeypatch.setattr(reading, "run_function", run)
+    return conversions
 
 
 def logits(opened, ids):
@@ -116,7 +113,7 @@ def test_not_a_gguf_file(tmp_path, cache):
 def test_a_file_that_cannot_be_read(stderr, reason, tmp_path, cache, monkeypatch):
     path = tmp_path / "a.gguf"
     path.write_bytes(b"GGUF and nothing")
-    monkeypatch.setattr(reading.subprocess, "run", lambda c, **_: subprocess.CompletedProcess(c, 3, "", stderr))
+    monkeypatch.setattr(reading, "run_function", lambda *_: subprocess.CompletedProcess([], 3, "", stderr))
     with pytest.raises(
         ModelError,
         match=rf"cannot be read \({reason}\); if the gguf package is missing, install the extra: compress-llm\[gguf\]",

@@ -53,8 +53,11 @@ def write_tokenizer(writer, folder: str):
     writer.add_eos_token_id(0)
 
 
-def write_pico(pico: str, path: Path, kind: str, architecture: str = "llama"):
-    """Write the pico model, its matrices in a block type or, for F32, as they are."""
+def write_pico(pico: str, path: Path, kind: str, architecture: str = "llama", without=(), extra=None, keys=None):
+    """Write the pico model, its matrices in a block type or, for F32, as they are.
+
+    without: names of tensors that are left out. extra: arrays of other tensors by name. keys: other values by key.
+    """
     model = AutoModelForCausalLM.from_pretrained(pico)
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_block_count(3)
@@ -68,8 +71,13 @@ def write_pico(pico: str, path: Path, kind: str, architecture: str = "llama"):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(1024)
     write_tokenizer(writer, pico)
+    for key, value in (keys or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool}
+        add[type(value)](key, value)
     block = gguf.GGMLQuantizationType[kind]
-    for name, array in gguf_tensors(model):
+    for name, array in (*gguf_tensors(model), *(extra or {}).items()):
+        if name in without:
+            continue
         if kind != "F32" and array.ndim == 2:
             writer.add_tensor(name, quants.quantize(array, block), raw_dtype=block)
         else:

@@ -105,6 +105,7 @@ RUNTIME = "llama.cpp"
 NAMED = {
     "compress.testing.model": "a model to try passes on has to have some architecture",
     "compress.formats.gguf_files.vocabulary": "GGUF files call their two kinds of tokenizers gpt2 and llama",
+    "compress.model.open.gguf_contents": "names a program and a function of llama.cpp",
     "compress.formats.gguf_files.architecture": "one kind of rotary embedding is called llama3 in configurations",
 }
 """Modules that name an architecture, and why."""

@@ -24,11 +24,12 @@ from compress.formats.gguf import GGUF, STORED
 from compress.formats.gguf_files.architecture import Architecture, architecture_of
 from compress.model.linear import linears, shape_of
 from compress.model.open.gguf import made_once
+from compress.model.open.gguf_contents import check_keys, check_none_missing, check_none_unread, header_of
 from compress.model.open.opening import UNREADABLE, empty_model, folder_of
 from compress.model.structure.ends import find_ends
 from compress.weights.layer import LayerScheme
 
-KEPT = "compress/gguf-codes-1"  # the number changes when the content of a folder does
+KEPT = "compress/gguf-codes-2"  # the number changes when the content of a folder does
 
 
 def checkpoint_of(source: str) -> Path:
@@ -52,20 +53,20 @@ def _keep(path: Path, folder: Path) -> None:
 
 
 def _describe(path: Path) -> None:
-    """Write the files beside a file. Raises ValueError as `_keep` does."""
-    from gguf import GGUFReader  # an optional dependency
-
-    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(path).tensors}
+    """Write the files beside a file. Raises ValueError as `_keep` does, ModelError if some of it would not be read."""
+    header = header_of(path)
+    types = header.types
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     architecture = architecture_of(config)
     if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
         raise ValueError("its architecture, or a type of its tensors, is not known")
     folder, config.dtype = path.parent, torch.float32
+    check_keys(header, config)
     config.save_pretrained(folder)
     model = empty_model(folder, config, torch.float32, False)
     names = dict(_names(model, architecture))
-    if not set(names.values()) <= set(types):
-        raise ValueError("it lacks tensors of the model")
+    check_none_missing(header, set(names.values()) - set(types))
+    check_none_unread(header, set(types) - set(names.values()))
     schemes = dict(_schemes(model, names, types))
     entries = {}
     for full, name in names.items():

@@ -86,5 +86,6 @@ def test_opening_a_file_imports_nothing_beside_it(code, pico, trap, tmp_path):
     environment.pop("PYTHONPATH", None)
     done = subprocess.run([sys.executable, script], cwd=trap, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [*(tmp_path / "cache" / "compress").glob("gguf-*/*/config.json")]  # the file was converted
+    converted = [*(tmp_path / "cache" / "compress").glob("gguf-*/*/config.json")]
+    assert converted or "inspect" in code  # which reads the header alone
     assert not (trap / "marker").exists()

@@ -32,7 +32,7 @@ def files(pico, tmp_path_factory):
 def cache(monkeypatch, tmp_path):
     """The user's cache, empty."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "compress" / "gguf-2"
+    return tmp_path / "cache" / "compress" / "gguf-3"
 
 
 @pytest.fixture

@@ -40,7 +40,17 @@ from compress.model.structure.blocks import Block
 from compress.model.structure.ends import compressed_ends
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
-from compress.pipeline.output import WORK, check_folder
+from compress.pipeline.output import (
+    MANIFEST,
+    WORK,
+    check_files,
+    check_folder,
+    listed_files,
+    move_staged,
+    remove_files,
+    staged_sizes,
+    staging_folder,
+)
 from compress.pipeline.provenance import changed_code
 from compress.pipeline.readers import check_together
 from compress.pipeline.resolve import update_targets
@@ -54,21 +64,6 @@ from compress.weights.layer import LayerScheme
 
 SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"
-OWN_FILES = (
-    "*.safetensors",
-    "*.gguf",
-    "*.json",
-    "*.part",
-    SUMS,
-    "chat_template.jinja",
-    "recipe.yaml",
-    "README.md",
-    "report.md",
-    "report.html",
-    "training.svg",
-    "plugins/*.py",
-)
-"""The files that a run writes into its folder; --overwrite removes them."""
 
 
 @dataclass
@@ -77,7 +72,8 @@ class Manifest:
 
     fingerprint: a digest of everything that determines the checkpoint's bytes. complete: the checkpoint is complete.
     training: the report's records of training passes. reached: the last complete snapshot. begun: the unfinished
-    snapshot of the next segment. code: digests of the code of the run (`provenance.code_of`).
+    snapshot of the next segment. code: digests of the code of the run (`provenance.code_of`). files: the size of every
+    file that the run has put into the folder, or is about to, by name.
     """
 
     folder: Path
@@ -89,6 +85,7 @@ class Manifest:
     reached: Snapshot | None = None
     begun: Snapshot | None = None
     code: dict[str, str] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -99,7 +96,7 @@ class Manifest:
     @property
     def path(self) -> Path:
         """Where the manifest is."""
-        return self.folder / WORK / "manifest.json"
+        return self.folder / WORK / MANIFEST
 
     def schemes_of(self, opened: OpenModel) -> dict[str, LayerScheme]:
         """The storage scheme of every compressed layer, in the order of the model."""
@@ -126,16 +123,31 @@ class Manifest:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, json.dumps(vars(self) | {"folder": "."}, default=vars) + "\n")
 
+    @property
+    def staged(self) -> Path:
+        """The folder for files that `publish` puts into the output folder; it is created."""
+        return staging_folder(self.folder)
+
+    def publish(self) -> None:
+        """Move the files of `staged` into the output folder, after the manifest lists them.
+
+        Raises OutputError for a name that a file of the user has.
+        """
+        sizes = staged_sizes(self.folder, self.files)
+        self.files |= sizes
+        self.write()
+        move_staged(self.folder, sizes)
+
 
 def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, str] | None = None) -> Manifest:
     """The manifest of an output folder: a new one, or the one of an earlier start of the same run.
 
     wanted: the fingerprint of the run. code: the digests of its code; if they differ, the error says which.
 
-    Raises OutputError when the folder cannot be created, when it contains files of no run, or when it contains another
-    run and `overwrite` is false. Only files of a run are removed.
+    Raises OutputError when the folder cannot be created, when it contains files of no run, and when it contains another
+    run and `overwrite` is false, or files of that run cannot be told from the user's (`listed_files`, `remove_files`).
     """
-    path = folder / WORK / "manifest.json"
+    path = folder / WORK / MANIFEST
     check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,11 +166,9 @@ def open_folder(folder: Path, wanted: str, overwrite: bool, code: Mapping[str, s
         raise OutputError(
             f"{folder}: contains another run ({reason}); choose another --out, or pass --overwrite to replace it"
         )
-    for pattern in OWN_FILES:
-        for file in folder.glob(pattern):
-            file.unlink()
-    for child in (folder / WORK).iterdir():
-        if child.is_dir():
+    remove_files(folder, listed_files(folder))
+    for child in sorted((folder / WORK).iterdir(), key=lambda child: child == path):  # the manifest last
+        if child.is_dir() and not child.is_symlink():
             shutil.rmtree(child)
         elif child.name != LOCK:  # the lock of this run
             child.unlink()
@@ -172,7 +182,8 @@ def _read(path: Path, folder: Path) -> Manifest | None:
         values = json.loads(path.read_text())
         shards = {name: ShardEntry(**entry) for name, entry in values.pop("shards").items()}
         between = {name: values[name] and Snapshot.from_json(values[name]) for name in ("reached", "begun")}
-        return Manifest(**{**values, **between, "folder": folder, "shards": shards})
+        files = check_files(values["files"], folder)
+        return Manifest(**{**values, **between, "folder": folder, "shards": shards, "files": files})
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None  # written by another version, or damaged: not this run
 
@@ -222,6 +233,7 @@ class Shards:
             self.opened.weights = InMemory(self.opened.weights.reading)
         self._begin(at, segments[at].last)
         if self.first:
+            shutil.rmtree(manifest.staged)  # what a killed run had not finished
             manifest.write()
         return at
 
@@ -320,7 +332,7 @@ class Shards:
         if self.accept is not None:
             self.accept({f"{block.name}.{name}": scheme_of(layer) for name, layer in linears(block.module).items()})
         tensors = block_tensors(block.name, block.module, run.format, run.storage)
-        entry = write_entry(self.manifest.folder / self._file(block), tensors)
+        entry = write_entry(self.manifest.staged / self._file(block), tensors)
         for name, layer in linears(block.module).items():
             if isinstance(layer, CompressedLinear):
                 record(entry, f"{block.name}.{name}", layer)
@@ -333,7 +345,9 @@ class Shards:
         with self.run.phase("save"):
             layers = compressed_ends(self.opened.model)
             tensors = outside_tensors(self.opened, layers, format_, self.run.storage, self.run.ends)
-            manifest.shards[OUTSIDE] = entry = write_entry(folder / self._file(None), tensors)
+            entry = write_entry(manifest.staged / self._file(None), tensors)
+            manifest.publish()
+            manifest.shards[OUTSIDE] = entry
             entry.results = self._earlier.pop(OUTSIDE, [])
             for name, layer in layers.items():
                 record(entry, name, layer)
@@ -343,36 +357,38 @@ class Shards:
             check_together(format_, schemes)
             config = format_.config(schemes, ignore, __version__, stated)
             sizes = sum(entry.size_bytes for entry in manifest.shards.values())
-            shards = self._assembled(schemes)
+            digest = self._assembled(schemes)
+            shards = [] if digest is None else [entry.file for entry in manifest.shards.values()]
             names = {} if shards else {entry.file: entry.names for entry in manifest.shards.values()}
             own = manifest.caches if stated is None else {}
             digests = {entry.file: entry.sha256 for entry in manifest.shards.values()}
-            write_description(self.opened, folder, names, sizes, config, self.loads_in, own, digests=digests)
+            digests |= {} if digest is None else {str(format_.file): digest}
+            about = names, sizes, config, self.loads_in, own
+            write_description(self.opened, manifest.staged, *about, digests=digests)
             for name, text in self.recipe.items():
-                (folder / name).parent.mkdir(exist_ok=True)
-                write_text(folder / name, text)
+                (manifest.staged / name).parent.mkdir(exist_ok=True)
+                write_text(manifest.staged / name, text)
+            manifest.publish()
+            for entry in manifest.shards.values() if digest is not None else ():
+                entry.file, entry.sha256 = str(format_.file), digest
             manifest.training, manifest.complete = self.run.training, True
             manifest.reached = manifest.begun = None
             self._write()
-            for shard in shards:
-                shard.unlink()
+            for name in shards:
+                (folder / name).unlink()
 
-    def _assembled(self, schemes: Mapping[str, LayerScheme]) -> list[Path]:
-        """Write the one file of the checkpoint if the format has one; returns the shards that it replaces."""
+    def _assembled(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        """Write the one file that replaces the shards, if the format has one; returns its sha256."""
         manifest, format_ = self.manifest, self.run.format
         if format_.file is None:
-            return []
-        entries = list(manifest.shards.values())
-        paths = {name: manifest.folder / entry.file for entry in entries for name in entry.names}
-        digest = format_.assemble(manifest.folder, ends_of(self.opened), schemes, paths)
-        for entry in entries:
-            entry.file, entry.sha256 = format_.file, digest
-        return sorted(set(paths.values()))
+            return None
+        paths = {name: manifest.folder / entry.file for entry in manifest.shards.values() for name in entry.names}
+        return format_.assemble(manifest.staged, ends_of(self.opened), schemes, paths)
 
     def _write(self) -> None:
-        """Write the manifest with the costs so far."""
+        """Write the manifest with the costs so far, and publish what is staged."""
         self.manifest.costs = {name: asdict(cost) for name, cost in self.run.costs.items()}
-        self.manifest.write()
+        self.manifest.publish()
 
     def _folder(self, segment: int) -> Path:
         """The folder of the snapshot of a segment."""

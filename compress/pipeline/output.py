@@ -1,26 +1,49 @@
-"""Check the output folder of a run before anything is written."""
+"""The output folder of a run: check it before anything is written, and add and remove the files of runs.
+
+The manifest of a run lists each file that the run writes, with its size, before the file appears in the folder. Files
+are removed by this list alone. A file of another size, a link, or a file in a linked folder belongs to the user.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from compress.errors import OutputError
-from compress.formats.containers.files import tensor_file_bytes
+from compress.formats.containers.digests import SUMS
+from compress.formats.containers.files import tensor_file_bytes, write_text
+from compress.model.open.stored import INDEX
 
 WORK = ".compress"
 """The folder inside of the output folder that holds the manifest and the files of an unfinished run."""
+MANIFEST = "manifest.json"
+"""The file inside of `WORK` with the state of the run."""
+STAGED = "new"
+"""The folder inside of `WORK` with files that are being written."""
+WRITES = (
+    "model-*-of-*.safetensors", "model.gguf", INDEX, "config.json", SUMS, "recipe.yaml", "README.md", "report.json",
+    "report.md", "report.html", "training.svg",
+)  # fmt: skip
+"""Patterns of files that a run writes whatever its model is: files of the user with such names would be in its way."""
+MOST = 5  # names in a message
 
 
 def check_folder(folder: Path) -> None:
     """Raise OutputError unless a run can use the folder: it is missing, empty, or of a run. Nothing is written."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder}: is a file; choose another --out")
+    if (folder / WORK).is_symlink():
+        raise OutputError(f"{folder}: {WORK} is a link, not a folder of compress; choose another --out")
     try:
         held = [child.name for child in folder.iterdir()] if folder.exists() else []
     except OSError as error:
         raise OutputError(f"{folder}: cannot be read ({error.strerror}); choose another --out") from error
-    if set(held) - {WORK} and not (folder / WORK / "manifest.json").exists():
+    if set(held) - {WORK} and not (folder / WORK / MANIFEST).exists():
         raise OutputError(
             f"{folder}: is not empty and was not written by compress; choose another --out, or empty the folder first"
         )
@@ -36,3 +59,114 @@ def check_space(folder: Path, needed: int) -> None:
             f"{folder}: the checkpoint takes {needed / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB free; choose "
             "another --out, or free disk space"
         )
+
+
+def check_files(files: Any, folder: Path) -> dict[str, int]:
+    """The sizes of files by name, as a manifest lists them. Raises OutputError for other values.
+
+    A name is a relative path inside of the output folder, with / between its parts, outside of `WORK`.
+    """
+    for name, size in files.items() if isinstance(files, dict) else [(files, None)]:
+        inside = isinstance(name, str) and not PureWindowsPath(name).anchor and "\\" not in name and "\0" not in name
+        parts = PurePosixPath(name).parts if inside else ()
+        if type(size) is not int or not parts or ".." in parts or parts[0] == WORK or "/".join(parts) != name:
+            raise OutputError(
+                f"{folder}: {WORK}/{MANIFEST} lists {name!r}, which is no file of a run; choose another --out, or "
+                "remove the folder"
+            )
+    return files
+
+
+def listed_files(folder: Path) -> dict[str, int]:
+    """The files that the manifest in a folder lists, also one of another version. Raises OutputError."""
+    try:
+        found = json.loads((folder / WORK / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputError(
+            f"{folder}: {WORK}/{MANIFEST} does not list the files of its run (it is damaged, or of an earlier "
+            "version), so that they cannot be told from yours; remove the folder yourself, or choose another --out"
+        ) from error
+    return check_files(found, folder)
+
+
+def record_rewritten(folder: Path, names: Iterable[str]) -> None:
+    """Update the sizes of files of a finished run that were written again, if its manifest lists files."""
+    path = folder / WORK / MANIFEST
+    try:
+        files = listed_files(folder)
+    except OutputError:  # the folder of another program, or of a version that listed none
+        return
+    sizes = {name: (folder / name).stat().st_size for name in names if name in files}
+    write_text(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"files": files | sizes}) + "\n")
+
+
+def remove_files(folder: Path, files: Mapping[str, int]) -> None:
+    """Remove the files that an earlier run wrote, and its folders that are empty then.
+
+    files: their sizes by name, from `listed_files`.
+
+    Raises OutputError, and removes nothing, if the user has changed one of the files, or has put a file in the place of
+    one that a new run writes (`WRITES`).
+    """
+    here = {name: size for name, size in files.items() if os.path.lexists(folder / name)}
+    own = {path for pattern in WRITES for path in folder.glob(pattern)}
+    changed = [name for name, size in here.items() if not _as_written(folder, name, size)]
+    changed += [name for path in own if (name := path.relative_to(folder).as_posix()) not in here]
+    if changed:
+        raise OutputError(
+            f"{folder}: the earlier run did not write {spelled(changed)} as it is now; move it, or choose another --out"
+        )
+    for name in here:
+        (folder / name).unlink()
+    inner = {parent for name in here for parent in PurePosixPath(name).parents}
+    for parent in sorted(inner - {PurePosixPath(".")}, key=lambda path: len(path.parts), reverse=True):
+        with suppress(OSError):  # it holds files of the user
+            (folder / parent).rmdir()
+
+
+def staging_folder(folder: Path) -> Path:
+    """The folder for files that are being written; it is created."""
+    place = folder / WORK / STAGED
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def staged_sizes(folder: Path, files: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of the staged files by name. files: those that the run has listed before.
+
+    Raises OutputError if a name is that of a file of the user.
+    """
+    place = staging_folder(folder)
+    found = {path.relative_to(place).as_posix(): path.stat().st_size for path in place.rglob("*") if path.is_file()}
+    taken = [name for name in found if (name not in files or _linked(folder, name)) and os.path.lexists(folder / name)]
+    if taken:
+        raise OutputError(
+            f"{folder}: holds {spelled(taken)}, which the run did not write; move it, and run the same command again"
+        )
+    return found
+
+
+def move_staged(folder: Path, names: Iterable[str]) -> None:
+    """Move staged files into the output folder, and remove the staging folder."""
+    place = staging_folder(folder)
+    for name in sorted(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place / name, folder / name)
+    shutil.rmtree(place)
+
+
+def spelled(names: Iterable[str]) -> str:
+    """The first names of a list, for a message."""
+    found = sorted(names)
+    return ", ".join(found[:MOST]) + (f" and {len(found) - MOST} more" if len(found) > MOST else "")
+
+
+def _as_written(folder: Path, name: str, size: int) -> bool:
+    """Whether a file is a regular one of the given size, in folders that are no links."""
+    path = folder / name
+    return not _linked(folder, name) and path.is_file() and path.stat().st_size == size
+
+
+def _linked(folder: Path, name: str) -> bool:
+    """Whether a file, or a folder between it and the output folder, is a link."""
+    return any((folder / part).is_symlink() for part in (PurePosixPath(name), *PurePosixPath(name).parents[:-1]))

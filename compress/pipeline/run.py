@@ -335,9 +335,10 @@ def finish(job: Job) -> Result:
             recipe, opened, context, manifest.fingerprint, manifest.code, corpus_sha256(job.ids), job.uses
         ),
     )
-    write_text(folder / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
-    write_report(report, folder)
-    write_card(report, folder, at_commit(recipe.model, opened.commit), CardFacts.of(job.steps, opened.model))
+    write_text(manifest.staged / RECIPE_FILE, job.stated[RECIPE_FILE])  # `eval` may differ from that of the first start
+    write_report(report, folder, manifest.staged)
+    write_card(report, manifest.staged, at_commit(recipe.model, opened.commit), CardFacts.of(job.steps, opened.model))
+    manifest.publish()
     return Result(folder, report.to_json(), context.journal)
 
 

@@ -18,7 +18,7 @@ from compress.report.html import html
 from compress.report.markdown import markdown
 from compress.report.schema import Report
 
-FILE = "report.json"
+FILE, MARKDOWN = "report.json", "report.md"
 
 
 class ReportError(UserError):
@@ -49,15 +49,19 @@ def sensitivity_of(folder: Path, fingerprint: str) -> Sensitivities | None:
     return found
 
 
-def write_report(report: Report, folder: Path) -> None:
-    """Write report.json, report.md, report.html and training.svg atomically.
+def write_report(report: Report, folder: Path, into: Path | None = None) -> list[str]:
+    """Write report.json, report.md, report.html and training.svg atomically; returns their names.
 
-    The sensitivities in the folder, if any, become part of the report. Raises as `sensitivity_of` does.
+    into: another folder for the files. The sensitivities in `folder`, if any, become part of the report. Raises as
+    `sensitivity_of` does.
     """
     if (measured := sensitivity_of(folder, report.model.fingerprint)) is not None:
         report = report.model_copy(update={"sensitivity": measured})
-    write_json(folder / FILE, report.to_json())
+    texts = {MARKDOWN: markdown(report), PAGE: html(report)}
     if report.training:
-        write_text(folder / CURVES, picture({label: record.curve for label, record in report.training.items()}))
-    write_text(folder / "report.md", markdown(report))
-    write_text(folder / PAGE, html(report))
+        texts[CURVES] = picture({label: record.curve for label, record in report.training.items()})
+    place = folder if into is None else into
+    write_json(place / FILE, report.to_json())
+    for name, text in texts.items():
+        write_text(place / name, text)
+    return [FILE, *texts]

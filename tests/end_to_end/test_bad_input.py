@@ -137,14 +137,17 @@ def test_a_device_that_is_not_there(command, recipe, file_of):
 def test_another_run_is_replaced_only_when_asked(recipe, file_of, tmp_path):
     out = tmp_path / "out"
     compress.run(recipe(RTN()), out)
-    (out / "notes.md").write_text("mine")
+    for name in ("notes.md", "notes.json", "other.safetensors"):
+        (out / name).write_text("mine")
+    assert CliRunner().invoke(cli.main, ["report", str(out), "--no-open"]).exit_code == 0  # writes some files again
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
     path = file_of(recipe(RTN(weights="int8")))
     line = one_line(2, "run", path, "-o", out)
     assert "contains another run" in line and "--overwrite" in line
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
     done = CliRunner().invoke(cli.main, ["run", str(path), "-o", str(out), "--overwrite"])
-    assert done.exit_code == 0 and (out / "notes.md").read_text() == "mine"
+    assert done.exit_code == 0, done.output
+    assert {(out / name).read_text() for name in ("notes.md", "notes.json", "other.safetensors")} == {"mine"}
     assert compress.load(out)[0].get_submodule("model.layers.0.mlp.up_proj").codes.grid.name == "int8"
 
 
@@ -187,9 +190,9 @@ def test_a_run_that_died_between_its_first_shard_and_the_manifest_goes_on(recipe
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("compress.pipeline.shards.write_shard", die)
         compress.run(recipe(RTN()), tmp_path)
-    assert [p.name for p in tmp_path.glob("*.part")] == ["model-00002-of-00004.safetensors.part"]
+    assert [p.name for p in tmp_path.rglob("*.part")] == ["model-00002-of-00004.safetensors.part"]
     assert compress.run(recipe(RTN()), tmp_path).report["verified"]["own"] <= LOGITS
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.rglob("*.part"))
 
 
 # ---- the disk ----

@@ -1,6 +1,7 @@
 """The manifest: written whole or not at all, and taken up only by the same run."""
 
 import json
+import os
 
 import pytest
 
@@ -80,10 +81,163 @@ def test_another_run_is_replaced_only_when_asked(tmp_path):
     written(tmp_path)
     with pytest.raises(OutputError, match="contains another run .* pass --overwrite to replace it"):
         open_folder(tmp_path, "two", overwrite=False)
-    for name in ("model-00002-of-00002.safetensors", "config.json", "a.part", "report.md", "notes.txt"):
-        (tmp_path / name).write_text("x")
+    publish(tmp_path, {"model-00002-of-00002.safetensors": "x", "config.json": "x", "plugins/own.py": "x"})
+    (tmp_path / "notes.txt").write_text("x")
     assert open_folder(tmp_path, "two", overwrite=True) == Manifest(tmp_path, "two")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def publish(folder, texts, wanted="one") -> Manifest:
+    """A run that has written files with these texts by name."""
+    manifest = written(folder, wanted)
+    for name, text in texts.items():
+        (manifest.staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (manifest.staged / name).write_text(text)
+    manifest.publish()
+    return manifest
+
+
+def texts_in(folder) -> dict[str, str]:
+    """All files of an output folder outside of the work folder, by name."""
+    found = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
+    return {name: path.read_text() for name, path in found if not name.startswith(WORK)}
+
+
+USERS = {"mine.json": "1", "other.safetensors": "2", "other.gguf": "3", "a.part": "4", "plugins/mine.py": "5",
+         "sensitivity.json": "6"}  # fmt: skip
+
+
+def test_files_that_the_user_put_into_the_folder_stay(tmp_path):
+    publish(
+        tmp_path, {"config.json": "ours", "README.md": "ours", "plugins/own.py": "ours", "inner/deep/a.json": "ours"}
+    )
+    for name, text in USERS.items():
+        (tmp_path / name).write_text(text)
+    assert open_folder(tmp_path, "two", overwrite=True) == Manifest(tmp_path, "two")
+    assert texts_in(tmp_path) == USERS
+    assert not (tmp_path / "inner").exists() and not (tmp_path / WORK).exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "plugins/own.py"])
+def test_a_file_that_the_user_changed_is_told_and_stays(name, tmp_path):
+    publish(tmp_path, {"config.json": "ours", "README.md": "ours", "plugins/own.py": "ours"})
+    (tmp_path / name).write_text("changed by the user")
+    before = texts_in(tmp_path)
+    with pytest.raises(OutputError, match=rf"did not write {name} as it is now; move it, or choose another --out"):
+        open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == before
+    (tmp_path / name).rename(tmp_path / "kept.txt")
+    open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == {"kept.txt": "changed by the user"}
+
+
+@pytest.mark.parametrize("name", ["README.md", "report.json", "model.gguf", "model-00001-of-00004.safetensors"])
+def test_a_file_of_the_user_in_the_place_of_one_of_the_new_run_is_told_and_stays(name, tmp_path):
+    publish(tmp_path, {"config.json": "ours"})
+    (tmp_path / name).write_text("the user's")
+    with pytest.raises(OutputError, match=rf"did not write {name} as it is now"):
+        open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == {"config.json": "ours", name: "the user's"}
+
+
+def test_nothing_is_removed_through_links(tmp_path):
+    elsewhere, out = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.mkdir()
+    out.mkdir()
+    publish(out, {"config.json": "ours", "plugins/own.py": "ours"})
+    (elsewhere / "own.py").write_text("four")
+    (elsewhere / "config.json").write_text("four")  # as long as the file of the run
+    (out / "plugins").rename(tmp_path / "plugins")
+    (out / "plugins").symlink_to(elsewhere)
+    with pytest.raises(OutputError, match=r"did not write plugins/own\.py as it is now"):
+        open_folder(out, "two", overwrite=True)
+    (out / "plugins").unlink()
+    (out / "config.json").unlink()
+    (out / "config.json").symlink_to(elsewhere / "config.json")
+    with pytest.raises(OutputError, match=r"did not write config\.json as it is now"):
+        open_folder(out, "two", overwrite=True)
+    (out / "config.json").unlink()
+    (out / WORK / "segments").symlink_to(elsewhere)
+    assert open_folder(out, "two", overwrite=True) == Manifest(out, "two")
+    assert texts_in(elsewhere) == {"own.py": "four", "config.json": "four"} and list(out.iterdir()) == []
+
+
+def test_a_work_folder_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    written(tmp_path / "other")
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "other" / WORK)
+    with pytest.raises(OutputError, match="is a link, not a folder of compress"):
+        open_folder(tmp_path / "out", "two", overwrite=True)
+    assert (tmp_path / "other" / WORK / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../victim", "plugins/../../victim", "{folder}/victim", ".compress/lock", "", ".", "C:/victim", "a\\..\\b", "./a"],
+)
+def test_names_that_lead_out_of_the_folder_are_refused(name, tmp_path):
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir()
+    victim.write_text("four")
+    path = publish(out, {"config.json": "ours"}).path
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"files": values["files"] | {name.format(folder=tmp_path): 4}}))
+    with pytest.raises(OutputError, match="which is no file of a run"):
+        open_folder(out, "two", overwrite=True)
+    assert victim.read_text() == "four" and texts_in(out) == {"config.json": "ours"}
+
+
+@pytest.mark.parametrize("files", [["config.json"], {"config.json": None}, {"config.json": True}, None, "config.json"])
+def test_a_list_of_other_values_is_refused(files, tmp_path):
+    path = publish(tmp_path, {"config.json": "ours"}).path
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+    with pytest.raises(OutputError, match="which is no file of a run"):
+        open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == {"config.json": "ours"}
+
+
+def test_a_folder_of_a_version_that_listed_no_files_is_refused(tmp_path):
+    path = publish(tmp_path, {"config.json": "ours"}).path
+    values = json.loads(path.read_text())
+    del values["files"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(
+        OutputError, match="does not list the files of its run .*; remove the folder yourself, or choose"
+    ):
+        open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == {"config.json": "ours"}
+
+
+def test_a_run_killed_before_or_while_its_files_appear_has_listed_them(tmp_path, monkeypatch):
+    moved = []
+
+    def stop(source, target):
+        if not str(target).endswith("manifest.json"):
+            moved.append(target)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        return replace(source, target)
+
+    replace = os.replace
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            publish(tmp_path, {"a.json": "1", "b.json": "22"})
+    assert texts_in(tmp_path) == {"a.json": "1"}
+    (tmp_path / "mine.json").write_text("mine")
+    open_folder(tmp_path, "two", overwrite=True)
+    assert texts_in(tmp_path) == {"mine.json": "mine"} and not (tmp_path / WORK).exists()
+
+
+def test_a_file_that_the_user_put_in_the_place_of_one_to_come_is_not_replaced(tmp_path):
+    manifest = publish(tmp_path, {"a.json": "1"})
+    (tmp_path / "b.json").write_text("mine")
+    (manifest.staged / "b.json").write_text("ours")
+    with pytest.raises(
+        OutputError, match=r"holds b\.json, which the run did not write; move it, and run the same command"
+    ):
+        manifest.publish()
+    assert texts_in(tmp_path) == {"a.json": "1", "b.json": "mine"}
 
 
 UNREADABLE = ["", "[]", "{}", '{"shards": {"a": {"size": 1}}}', '{"shards": 3}', "null"]
@@ -96,9 +250,9 @@ def test_a_manifest_that_cannot_be_read_is_another_run(text, tmp_path):
     shard.write_text("finished by another version")
     with pytest.raises(OutputError, match="contains another run"):
         open_folder(tmp_path, "one", overwrite=False)
+    with pytest.raises(OutputError, match="does not list the files of its run"):
+        open_folder(tmp_path, "one", overwrite=True)
     assert shard.exists() and path.read_text() == text
-    assert open_folder(tmp_path, "one", overwrite=True) == Manifest(tmp_path, "one")
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", UNREADABLE)

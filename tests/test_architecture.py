@@ -100,6 +100,15 @@ BROAD = {
 }
 """'module:function' with a broad except, and why."""
 
+LU = {
+    "solve", "solve_ex", "inv", "inv_ex", "inverse", "lu", "lu_factor", "lu_factor_ex", "lu_solve", "lu_unpack", "tensorsolve",
+    "tensorinv", "det", "slogdet", "logdet", "matrix_power",
+}  # fmt: skip
+"""Names of torch that compute LU factors; NumPy has some of them. On the CPU, batches of them are wrong above 150 rows after
+`torch.set_num_threads`."""
+SOLVER = "compress.numerics.linalg:solve_general"
+"""The function that may: it takes one matrix."""
+
 RUNTIME = "llama.cpp"
 """A program that is called like an architecture."""
 NAMED = {
@@ -261,6 +270,23 @@ def unsafe_readers(tree: ast.AST) -> list[str]:
             found.append(dotted(node.func))
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             found.append("allow_pickle")
+    return found
+
+
+def lu_factors(tree: ast.AST) -> list[str]:
+    """'function: name' of what computes LU factors: attributes of anything, and names imported from torch.
+
+    `solve`, which methods of our own are called, too, counts as one of linalg.
+    """
+    inside = {node: name for name, function in functions(tree) for node in ast.walk(function)}
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute) and (node.attr != "solve" or dotted(node.value).endswith("linalg")):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [alias.name for alias in node.names]
+        found += [f"{inside.get(node, '')}: {name}" for name in names if name in LU]
     return found
 
 
@@ -475,6 +501,13 @@ def test_errors_are_caught_by_their_names():
     holds(lambda m: [f for f in broad_excepts(tree_of(m)) if f"{m}:{f}" not in BROAD], "name the errors")
 
 
+def test_only_one_matrix_at_a_time_has_lu_factors():
+    def rule(module):
+        return [place for place in lu_factors(tree_of(module)) if f"{module}:{place.partition(':')[0]}" != SOLVER]
+
+    holds(rule, "call solve_positive, or solve_general with one matrix, of compress.numerics.linalg")
+
+
 def test_no_file_can_run_code():
     holds(lambda m: unsafe_readers(tree_of(m)), "models and recipes are data")
 
@@ -567,6 +600,8 @@ def test_no_exception_has_outlived_its_reason():
     for place in BROAD:
         module, _, function = place.partition(":")
         assert function in broad_excepts(tree_of(module))
+    module, _, function = SOLVER.partition(":")
+    assert any(place.startswith(f"{function}: ") for place in lu_factors(tree_of(module)))
     for module in LONG_FILES:
         assert len(FILES[module].read_text(encoding="utf-8").splitlines()) > FILE_LINES
     for place in LONG_FUNCTIONS:
@@ -607,6 +642,10 @@ def test_no_exception_has_outlived_its_reason():
         (unsafe_readers, "from pickle import loads"),
         (unsafe_readers, "import yaml\nyaml.load(text, Loader=yaml.Loader)"),
         (unsafe_readers, "np.load(path, allow_pickle=True)"),
+        (lu_factors, "def f(m):\n    return torch.linalg.solve_ex(m, m)"),
+        (lu_factors, "from torch.linalg import inv"),
+        (lu_factors, "solve = torch.linalg.lu_factor"),
+        (lu_factors, "x = matrix.inverse()"),
         (asked_class_names, "if type(module).__name__ == 'Attention': pass"),
         (asked_class_names, "if config.model_type in ('a', 'b'): pass"),
         (lambda tree: asked_kinds(tree, {"Kind"}), "isinstance(x, weights.Kind)"),

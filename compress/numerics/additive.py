@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.linalg import inverse_of_upper
+
 SAMPLE = 1 << 15  # runs that the first k-means sees
 KMEANS_STEPS = 12
 CHUNK = 1 << 14  # runs whose distances are computed at once
@@ -104,7 +106,7 @@ class Books:
         weight = self.weight / self.scale[:, None]
         for at in range(0, weight.shape[1], self.length):
             here = slice(at, at + self.length)
-            inverse = torch.linalg.inv(factor[here, here])
+            inverse = inverse_of_upper(factor[here, here])
             entries = self.books[0]
             values = weight[:, here]
             chosen = nearest(values @ inverse, entries @ inverse)

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.linalg import solve_positive
+
 
 class BlockCode(Protocol):
     """Codes of `size` bytes for blocks of `rows` x `columns` weights of a variance near 1."""
@@ -88,7 +90,8 @@ class BlockSweep:
             here = slice(at, at + step)
             own = self.hessian[here, here]
             now = self.found[:, here]
-            best = now + torch.linalg.solve(own, slope[:, here].T).T
+            steps, solved = solve_positive(own, slope[:, here].T)
+            best = now + torch.where(solved, steps.T, 0)
             codes, values = self._round(best)
             move = values - now
             # the error changes by d H d - 2 d (W - Q) H

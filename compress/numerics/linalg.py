@@ -1,11 +1,11 @@
-"""Regularized Hessians, and the factorization of their inverse that the column sweep needs."""
+"""Regularized Hessians, the factorization of their inverse that the column sweep needs, and systems of equations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from compress.errors import NumericError
@@ -15,6 +15,7 @@ ESCALATION = 10.0  # each retry multiplies the damping by this
 RETRIES = 4
 SHRINKAGE = 0.1  # measured best of 0 to 0.2 on text of the calibration text's kind (eval/LOG.md)
 SMALL = 128  # triangular matrices up to this width are inverted in one call; measured best of 64, 128, 256
+SINGULAR = 8.0  # rounding errors: a smaller pivot, relative to its diagonal entry, is that of a singular matrix
 GPU_SMALL = 1024  # the same on a GPU, where small products take the time of their launches
 
 
@@ -117,3 +118,30 @@ def inverse_of_upper(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     last = inverse[half:, half:] = inverse_of_upper(matrix[half:, half:])
     inverse[:half, half:] = (first @ matrix[:half, half:]).neg_() @ last
     return inverse
+
+
+def solve_positive(
+    matrices: Float[Tensor, "*batch n n"], wanted: Float[Tensor, "*batch n k"]
+) -> tuple[Float[Tensor, "*batch n k"], Bool[Tensor, "*batch"]]:
+    """Solve M x = b for symmetric positive definite matrices, by their Cholesky factors.
+
+    Batches of LU factors are wrong in torch on the CPU above 150 rows when `torch.set_num_threads` was called:
+    https://github.com/pytorch/pytorch/issues/142815
+
+    Returns:
+        (x, solved). solved: False for a matrix that is not positive definite up to rounding errors, whose x has no
+        meaning.
+    """
+    lower, info = torch.linalg.cholesky_ex(matrices)
+    pivots, diagonal = lower.diagonal(dim1=-2, dim2=-1).square(), matrices.diagonal(dim1=-2, dim2=-1)
+    regular = (pivots > SINGULAR * torch.finfo(matrices.dtype).eps * diagonal).all(-1)
+    return torch.cholesky_solve(wanted, lower), (info == 0) & regular
+
+
+def solve_general(matrix: Float[Tensor, "n n"], wanted: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Solve M x = b for one matrix, by its LU factors; batches are refused, for the reason that `solve_positive` tells.
+
+    Raises torch.linalg.LinAlgError when the matrix is singular.
+    """
+    assert matrix.ndim == 2, "a batch of LU factors can be wrong"
+    return torch.linalg.solve(matrix, wanted)

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from compress.numerics.linalg import solve_general
+
 
 def principal_components(
     covariance: Float[Tensor, "n n"],
@@ -58,5 +60,5 @@ def cayley_step(
     # X = (1 - a/2 W)^-1 (1 + a/2 W) X;  M = W X, the part of M that is tangent to the orthogonal matrices
     turn = step / 2 * skew
     unit = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    new = torch.linalg.solve(unit - turn, x + turn @ x)
+    new = solve_general(unit - turn, x + turn @ x)
     return new.to(rotation.dtype), (skew @ x).to(rotation.dtype)

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compress.errors import NumericError
-from compress.numerics.linalg import ESCALATION, RETRIES, SMALL, inverse_factor, inverse_of_upper, shrink_
+from compress.numerics.linalg import (
+    ESCALATION,
+    RETRIES,
+    SMALL,
+    inverse_factor,
+    inverse_of_upper,
+    shrink_,
+    solve_positive,
+)
 
 
 def positive_definite(size, seed, condition=100.0):
@@ -119,3 +127,11 @@ def test_a_hessian_that_is_not_finite_raises(bad):
 def test_what_no_damping_can_help_raises_and_says_how_far_it_went(hessian):
     with pytest.raises(NumericError, match=r"not positive definite even with a damping of 100$"):
         inverse_factor(hessian, 0.01)
+
+
+def test_a_matrix_without_a_solution_is_told_from_the_others():
+    matrices = torch.stack([torch.eye(3), torch.ones(3, 3), -torch.eye(3), positive_definite(3, 1)])
+    found, solved = solve_positive(matrices, torch.ones(4, 3, 1))
+    assert solved.tolist() == [True, False, False, True]
+    torch.testing.assert_close(matrices[3] @ found[3], torch.ones(3, 1))
+    assert found[0].tolist() == [[1.0]] * 3

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compress.numerics.linalg import solve_positive
+
 
 def residual_scales(values: Float[Tensor, "rows n"]) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """(a, b): binarize the weights, then binarize what is left (BiLLM, Huang 2024, equations 3 to 5).
@@ -98,8 +100,9 @@ def alternated(
         weighted = signs * weights[:, None]
         # (B^T D B) a = B^T D w; planes that are equal in all weights have no inverse, and stay
         matrix, wanted = signs.transpose(1, 2) @ weighted, (weighted * values[..., None]).sum(1)
-        found, info = torch.linalg.solve_ex(matrix, wanted)
-        ok = (info == 0) & found.isfinite().all(1) & (found.abs() < scales.sum(1, keepdim=True)).all(1)
+        solution, solved = solve_positive(matrix, wanted[..., None])
+        found = solution[..., 0]
+        ok = solved & found.isfinite().all(1) & (found.abs() < scales.sum(1, keepdim=True)).all(1)
         scales = torch.where(ok[:, None], found.abs(), scales).sort(1, descending=True).values
     return scales
 

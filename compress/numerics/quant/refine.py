@@ -17,6 +17,7 @@ from torch import Tensor
 from compress.native import columns as native
 from compress.native.columns import Integers, Rounded
 from compress.numerics.column_sweep import PART
+from compress.numerics.linalg import solve_positive
 from compress.numerics.quant.codes import Codes, GroupSize, grouped, groups_in, spread, store
 
 CHUNK = 1 << 22  # numbers of the normal equations of a chunk of rows: rows * groups^2, at least one row
@@ -124,11 +125,11 @@ def _products(
 
 
 def _solved(matrix: Tensor, wanted: Tensor, start: Tensor) -> Tensor:
-    """The solution of each row's equations; a group without levels keeps its scale."""
+    """The solution of each row's equations; a group without levels and a row without a solution keep their scales."""
     empty = matrix.diagonal(dim1=1, dim2=2) == 0
     matrix = matrix + torch.diag_embed(empty.to(matrix.dtype))
-    found, info = torch.linalg.solve_ex(matrix, torch.where(empty, start, wanted))
-    return torch.where((info == 0)[:, None], found, start)
+    found, solved = solve_positive(matrix, torch.where(empty, start, wanted)[..., None])
+    return torch.where(solved[:, None], found[..., 0], start)
 
 
 def _descended(

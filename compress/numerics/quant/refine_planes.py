@@ -90,7 +90,8 @@ def _least_squares(
     """sum_m (B_k H B_m^T) a_m = B_k H w^T, with B_k the signs of a plane in one group, and zeros elsewhere.
 
     Planes of equal or opposite signs in a group, such as one of a single column, leave the difference of their scales
-    open. It stays near that of `scales`: steps (M + r diag M)(a' - a) = b - M a end at a solution of M a = b.
+    open. It stays near that of `scales`: steps (M + r diag M)(a' - a) = b - M a end at a solution of M a = b. A row
+    whose matrix has no Cholesky factor keeps its scales.
     """
     rows, groups, planes = scales.shape
     order, sizes = index.argsort(stable=True), index.bincount(minlength=groups).tolist()
@@ -109,11 +110,11 @@ def _least_squares(
         damped = equations.clone()
         diagonal = damped.diagonal(dim1=1, dim2=2)
         diagonal.copy_(torch.where(diagonal == 0, 1, (1 + RIDGE) * diagonal))
-        factors = torch.linalg.lu_factor_ex(damped)
+        lower, info = torch.linalg.cholesky_ex(damped)
         for _ in range(STEPS):
             left = wanted.flatten(1)[..., None] - equations @ solved
-            solved = solved + torch.linalg.lu_solve(factors.LU, factors.pivots, left)
-        found[part] = solved.view(wanted.shape)
+            solved = solved + torch.cholesky_solve(left, lower)
+        found[part] = torch.where((info == 0)[:, None, None], solved.view(wanted.shape), found[part])
     return torch.where(found.isfinite(), found, scales)
 
 

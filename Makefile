@@ -17,6 +17,7 @@ test: check
 
 check: $(READY)
 	$(BIN)/ruff check compress tests notebooks
+	$(BIN)/ruff format --check compress tests notebooks
 	$(BIN)/pyright --pythonpath $(BIN)/python compress
 
 # The pages of docs/ that are generated: docs/passes/ and the tables of docs/measured.md.
@@ -53,9 +54,9 @@ test-sanitized: $(READY)
 	cmake -S . -B $(SANITIZED)/cmake -DCOMPRESS_SANITIZE=ON
 	cmake --build $(SANITIZED)/cmake --parallel $(JOBS)
 	cp -r compress $(SANITIZED)/tree/
-	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/kernels/cpu/
+	cp $(SANITIZED)/cmake/_native.so $(SANITIZED)/tree/compress/native/
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED)/tree $(BIN)/pytest -n 0 tests/kernels tests/native tests/model/recorded \
+	UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=$(SANITIZED)/tree $(BIN)/pytest -n 0 tests/kernels tests/native tests/decode \
 	  --ignore=tests/kernels/test_triton.py --ignore=tests/native/test_gpu_columns.py
 
 # The instruction sets of AArch64, compiled for Linux and run in an emulator as three processors, against plain sums and
@@ -85,7 +86,7 @@ conformance: $(READY)
 	$(BIN)/python tests/conformance/run.py --cache $(CONFORMANCE) --work out/conformance
 
 # torch first and alone, from the constraints: a range would fetch a build with CUDA on machines without a GPU.
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/kernels/cpu/src/*)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard compress/native/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"

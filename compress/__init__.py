@@ -12,7 +12,7 @@ from compress.errors import CompressError as CompressError
 from compress.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from compress.model.open.load import load as load
+    from compress.checkpoint.sources.load import load as load
     from compress.passes import PASSES as PASSES
     from compress.pipeline.convert import export as export
     from compress.pipeline.export import save as save
@@ -35,7 +35,7 @@ _HOMES = {
     "Save": "recipe.schema",
     "apply": "pipeline.run",
     "export": "pipeline.convert",
-    "load": "model.open.load",
+    "load": "checkpoint.sources.load",
     "plan": "pipeline.plan",
     "push_to_hub": "pipeline.publish",
     "run": "pipeline.run",
@@ -43,7 +43,7 @@ _HOMES = {
 }
 """The module that defines each public name; the classes of the passes are not listed."""
 
-import_module("compress.model.registration").register()
+import_module("compress.checkpoint.registration").register()
 
 
 def __getattr__(name: str) -> Any:
@@ -54,10 +54,11 @@ def __getattr__(name: str) -> Any:
         classes = (step.__name__ for step in __getattr__("PASSES").values())
         found = sorted([*_HOMES, "CompressError", "__version__", *classes])
     else:
-        steps = __getattr__("PASSES").values() if name[:1].isupper() else ()
-        found = next((step for step in steps if step.__name__ == name), None)
-        if found is None:
+        passes = __getattr__("PASSES") if name[:1].isupper() else {}
+        key = next((key for key in passes if key.replace("_", "") == name.lower()), None)
+        if key is None or passes[key].__name__ != name:
             raise AttributeError(f"module 'compress' has no attribute {name!r}")
+        found = passes[key]
     globals()[name] = found
     return found
 

@@ -22,9 +22,17 @@ FOUND = next((path for path in map(shutil.which, NAMES) if path is not None), No
 REASON = f"no browser is installed ({', '.join(NAMES)})"
 PATIENCE = 120  # seconds for one answer; the machine may be busy
 ARGUMENTS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe", "--mute-audio",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--remote-debugging-pipe",
+    "--mute-audio",
+)
 
 
 class Browser:

@@ -1,6 +1,5 @@
 """What all tests share: the pico model, token ids for it, and tiny random models of several families."""
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import os
@@ -25,12 +24,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate, Recipe, Save
-from compress.api.journal import Entry, Journal
+from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.data import ids as ids_of
 from compress.data.ids import token_ids
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.structure.blocks import find_blocks
+from compress.models.structure.blocks import find_blocks
 from compress.native.library import library
+from compress.passes.contract.journal import Entry, Journal
 
 # Property tests try the same inputs in every run of the suite; `make explore` tries new ones.
 _any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])

@@ -2,7 +2,7 @@
 
 import torch
 
-from compress.api.observers import Gram
+from compress.passes.contract.observers import Gram
 
 
 def random(*shape, seed=0):

@@ -80,9 +80,26 @@ CHAINS: dict[str, list[dict]] = {
 NEAR = 0.15
 """Of a chain that only rounds to int8, also trained for a step: the logits' largest distance relative to their norm."""
 EXACT = {
-    "rtn", "gptq", "hqq", "obq", "owq", "quantease", "signround", "llm_int8", "lorc", "mixed_precision", "kv_cache", "awq",
-    "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate", "omniquant",
-}  # fmt: skip
+    "rtn",
+    "gptq",
+    "hqq",
+    "obq",
+    "owq",
+    "quantease",
+    "signround",
+    "llm_int8",
+    "lorc",
+    "mixed_precision",
+    "kv_cache",
+    "awq",
+    "smoothquant",
+    "outlier_suppression",
+    "fptq",
+    "rptq",
+    "qllm",
+    "rotate",
+    "omniquant",
+}
 """Passes whose recipe leaves the model's function nearly as it was."""
 
 WORKS, LATE = "+", "*"
@@ -121,7 +138,10 @@ REASONS: dict[str, tuple[str, str]] = {
         "the configuration derives other sizes from the hidden width, so no other width is a stock model, and the "
         "tensors that have it cannot be told apart",
     ),
-    "mixed heads": ("would mix heads", "queries, keys or values have the hidden width, because the configuration has no head size"),
+    "mixed heads": (
+        "would mix heads",
+        "queries, keys or values have the hidden width, because the configuration has no head size",
+    ),
     "router": ("norm is also read by a router", "a router reads the norm, too, and cannot take its weight"),
     "bias in norm": ("adds a bias .LayerNorm.", "LayerNorm adds a bias, which a rotation does not preserve"),
     "norm on output": (
@@ -133,8 +153,14 @@ REASONS: dict[str, tuple[str, str]] = {
         "a linear reads hidden states that no norm of the hidden width has normed",
     ),
     "other readers": ("other modules read these norms too", "modules other than linears read a norm"),
-    "not linear": ("a module that reads or writes them is not linear", "a module that reads or writes hidden states is not linear"),
-    "no values": ("no attention layer was found whose values", "no linear writes the values of attention alone, head by head"),
+    "not linear": (
+        "a module that reads or writes them is not linear",
+        "a module that reads or writes hidden states is not linear",
+    ),
+    "no values": (
+        "no attention layer was found whose values",
+        "no linear writes the values of attention alone, head by head",
+    ),
     "fused": (
         "input channels cannot be permuted",
         "the feed-forward channels cannot be told apart: fused or unequal parts, or a norm across them",
@@ -170,7 +196,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "the pass works on the blocks of one stack, and the model has those of an encoder and of a decoder",
     ),
     "position": ("a block depends on its position", "a block computes another function at another position"),
-}  # fmt: skip
+}
 """The code of a reason -> a pattern of the error, and the reason in the document."""
 
 
@@ -272,17 +298,44 @@ structure behave the same. Options and steps before and after each pass are in `
 """
 GROUPS = {
     "Round weights": (
-        "rtn", "gptq", "hqq", "obq", "owq", "aqlm", "squeezellm", "gobo", "pb_llm", "billm", "bcq", "spqr", "quantease",
-        "olive", "quip_sharp", "qtip",
-        "signround", "block_ap", "omniquant", "qat",
-        "llm_int8", "lorc", "mixed_precision",
+        "rtn",
+        "gptq",
+        "hqq",
+        "obq",
+        "owq",
+        "aqlm",
+        "squeezellm",
+        "gobo",
+        "pb_llm",
+        "billm",
+        "bcq",
+        "spqr",
+        "quantease",
+        "olive",
+        "quip_sharp",
+        "qtip",
+        "signround",
+        "block_ap",
+        "omniquant",
+        "qat",
+        "llm_int8",
+        "lorc",
+        "mixed_precision",
     ),
     "Prepare, and round the cache": (
-        "awq", "smoothquant", "outlier_suppression", "fptq", "rptq", "qllm", "rotate", "channel_permutation", "kv_cache",
+        "awq",
+        "smoothquant",
+        "outlier_suppression",
+        "fptq",
+        "rptq",
+        "qllm",
+        "rotate",
+        "channel_permutation",
+        "kv_cache",
     ),
     "Prune": ("magnitude", "wanda", "ria", "sparsegpt", "gmp", "sr_ste", "top_kast", "iterative_pruning"),
     "Train, and change the shape": ("finetune", "distill", "lkd", "drop_blocks", "narrow", "slicegpt"),
-}  # fmt: skip
+}
 """The tables of the document."""
 
 

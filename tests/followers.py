@@ -3,12 +3,12 @@
 from typing import ClassVar
 
 from compress import AWQ, ChannelPermutation, SmoothQuant
-from compress.api.layers import Solution
-from compress.api.passes import LayerPass
-from compress.families.weight_grid import WeightGrid
+from compress.layers.parts.codes import CodesScheme
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Sparsity
-from compress.weights.codes import CodesScheme
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.passes import LayerPass
+from compress.passes.families.weight_grid import WeightGrid
 
 
 class Unpruned(LayerPass):

@@ -20,10 +20,18 @@ TESTS = Path(__file__).parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 """What libraries read while they are imported."""
 IMPORTED = (
-    "compress.pipeline.run", "compress.cli.commands", "accelerate", "datasets", "torch.distributed.fsdp", "torch.optim",
-    "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama",
-    "transformers.models.bert.modeling_bert", "transformers.models.mixtral.modeling_mixtral", "lm_eval.evaluator",
-)  # fmt: skip
+    "compress.pipeline.run",
+    "compress.cli.commands",
+    "accelerate",
+    "datasets",
+    "torch.distributed.fsdp",
+    "torch.optim",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.tokenization_llama",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.mixtral.modeling_mixtral",
+    "lm_eval.evaluator",
+)
 
 
 class Forked:

@@ -15,18 +15,70 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from compress.model.open.packed import STATED
+from compress.checkpoint.sources.packed import STATED
 
 VALUES: list[Any] = [
-    None, True, False, 0, 1, -1, -7, 3, 64, 2**31, 2**63, 10**12, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "x",
-    "int4", "codes", "dense", "../outside/model.safetensors", "/dev/zero", "\0", "a" * 5000, [], {}, [[]], {"kind": "codes"},
-    [1, 2], [-1, 4], {"a": None}, "float8_e4m3fn", "bitsandbytes", "LlamaForCausalLM", "pipeline", "some/repository",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    -7,
+    3,
+    64,
+    2**31,
+    2**63,
+    10**12,
+    10**30,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "int4",
+    "codes",
+    "dense",
+    "../outside/model.safetensors",
+    "/dev/zero",
+    "\0",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    {"kind": "codes"},
+    [1, 2],
+    [-1, 4],
+    {"a": None},
+    "float8_e4m3fn",
+    "bitsandbytes",
+    "LlamaForCausalLM",
+    "pipeline",
+    "some/repository",
+]
 KEYWORDS: list[Any] = ["int8", "nf4", "fp8_e4m3", "sparse", "low_rank", "rounding", "static", "bitmask", "3:4", 16, 128]
 """Further values, which mean something in a description of layers."""
 SHAPES: list[Any] = [
-    0, 1, -1, 2, 2**31, 2**62, 2**64, "F16", "I8", "F8_E4M3", "F4", "C64", "BOOL", "U64", [], [1], [-1, 4], None,
-]  # fmt: skip
+    0,
+    1,
+    -1,
+    2,
+    2**31,
+    2**62,
+    2**64,
+    "F16",
+    "I8",
+    "F8_E4M3",
+    "F4",
+    "C64",
+    "BOOL",
+    "U64",
+    [],
+    [1],
+    [-1, 4],
+    None,
+]
 
 
 @dataclass
@@ -182,10 +234,22 @@ def index(draw: Draw) -> None:
     path = draw.folder / "model.safetensors.index.json"
     files = sorted(p.name for p in draw.folder.glob("*.safetensors"))
     wrong = [
-        f"../{draw.outside.name}/{files[0] if files else 'x'}", str(draw.outside / "model.safetensors"), "", ".", "..",
-        "/dev/zero", "config.json", "no.safetensors", "\0.safetensors", "a/../../x.safetensors", 7, None, [], "x" * 5000,
+        f"../{draw.outside.name}/{files[0] if files else 'x'}",
+        str(draw.outside / "model.safetensors"),
+        "",
+        ".",
+        "..",
+        "/dev/zero",
+        "config.json",
+        "no.safetensors",
+        "\0.safetensors",
+        "a/../../x.safetensors",
+        7,
+        None,
+        [],
+        "x" * 5000,
         "x" * 5000 + ".safetensors",
-    ]  # fmt: skip
+    ]
     values = draw.json(path)
     known = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(known, dict) or not known:
@@ -223,12 +287,20 @@ def tensors(draw: Draw) -> None:
         return
     tensor = held.pop(name)
     changes: list[Callable[[], torch.Tensor | None]] = [
-        lambda: tensor.t().contiguous(), lambda: tensor.flatten(), lambda: tensor[:1].contiguous(), lambda: tensor[None],
-        lambda: tensor.float() if tensor.dtype is not torch.float32 else tensor.half(), lambda: tensor.to(torch.int8),
-        lambda: tensor.to(torch.int64), lambda: torch.zeros_like(tensor), lambda: torch.zeros(0), lambda: None,
+        lambda: tensor.t().contiguous(),
+        lambda: tensor.flatten(),
+        lambda: tensor[:1].contiguous(),
+        lambda: tensor[None],
+        lambda: tensor.float() if tensor.dtype is not torch.float32 else tensor.half(),
+        lambda: tensor.to(torch.int8),
+        lambda: tensor.to(torch.int64),
+        lambda: torch.zeros_like(tensor),
+        lambda: torch.zeros(0),
+        lambda: None,
         lambda: torch.full_like(tensor, -1) if not tensor.is_floating_point() else tensor * float("nan"),
-        lambda: torch.full_like(tensor, 127), lambda: torch.zeros(7, 5, 3),
-    ]  # fmt: skip
+        lambda: torch.full_like(tensor, 127),
+        lambda: torch.zeros(7, 5, 3),
+    ]
     try:
         changed = draw.random.choice(changes)()
     except (RuntimeError, IndexError):
@@ -239,6 +311,26 @@ def tensors(draw: Draw) -> None:
 
 
 CHANGES: tuple[Callable[[Draw], None], ...] = (
-    truncate, flip, flip, insert, lose, swap, link, encode, deepen, edit, edit, edit, edit, quantization, quantization,
-    quantization, index, header, header, header, tensors, tensors,
-)  # fmt: skip
+    truncate,
+    flip,
+    flip,
+    insert,
+    lose,
+    swap,
+    link,
+    encode,
+    deepen,
+    edit,
+    edit,
+    edit,
+    edit,
+    quantization,
+    quantization,
+    quantization,
+    index,
+    header,
+    header,
+    header,
+    tensors,
+    tensors,
+)

@@ -32,11 +32,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import compress
+from compress.checkpoint.containers.digests import read_digests, verify_digests
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.inspection import inspect
+from compress.checkpoint.sources.packed import STATED, open_input
 from compress.errors import CompressError
-from compress.formats import FORMATS
-from compress.formats.containers.digests import read_digests, verify_digests
-from compress.model.inspection import inspect
-from compress.model.open.packed import STATED, open_input
 
 PICO = Path(__file__).parent / "pico" / "model"
 SECONDS = 60.0
@@ -74,9 +74,16 @@ def steps() -> dict[str, list[Any]]:
 def make(folder: Path) -> dict[str, Path]:
     """Write a checkpoint of a tiny model in every format and every form that the format takes; by name."""
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
     tokenizer, made = AutoTokenizer.from_pretrained(PICO), {}
     for label, passes in steps().items():
         torch.manual_seed(0)

@@ -17,8 +17,8 @@ from forks import ENVIRONMENT as READ_WHILE_IMPORTED
 from forks import Forked
 
 import compress
-from compress.api.processes import Processes
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
+from compress.passes.contract.processes import Processes
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), **READ_WHILE_IMPORTED}

@@ -17,49 +17,94 @@ from transformers import (
 
 VOCAB, WIDTH = 64, 32
 usual = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 grouped = {**usual, "num_key_value_heads": 2}
 opt = {**{k: v for k, v in usual.items() if k != "intermediate_size"}, "ffn_dim": 48, "word_embed_proj_dim": WIDTH}
 short = {key: value for key, value in usual.items() if key in ("vocab_size", "hidden_size", "eos_token_id")}
 gpt = {
-    "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 0,
+    "vocab_size": VOCAB,
+    "n_embd": WIDTH,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
     "eos_token_id": 1,
-}  # fmt: skip
+}
 experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 heads8 = {"head_dim": 8}
 window = {"sliding_window": 4}
 mamba = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8, "conv_kernel": 4, "expand": 2,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
-mamba_mixer = {
-    "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "expand": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+mamba_mixer = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 linear_attention = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
+}
 latent = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
-    "moe_intermediate_size": 16, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "moe_intermediate_size": 16,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 paired = {
-    "vocab_size": VOCAB, "d_model": WIDTH, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+    "vocab_size": VOCAB,
+    "d_model": WIDTH,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 t5 = {**paired, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 3}
 bart = {
-    **paired, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "forced_eos_token_id": None,
-}  # fmt: skip
+    **paired,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "forced_eos_token_id": None,
+}
 whisper = {
-    **{key: value for key, value in bart.items() if key != "max_position_embeddings"}, "num_mel_bins": 8,
-    "max_source_positions": 12, "max_target_positions": 32, "suppress_tokens": [], "begin_suppress_tokens": [],
-}  # fmt: skip
+    **{key: value for key, value in bart.items() if key != "max_position_embeddings"},
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "max_target_positions": 32,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**grouped, "tie_word_embeddings": False}),
@@ -87,26 +132,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {**grouped, **heads8, **window, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": (
         "llama4_text",
-        {**grouped, **heads8, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1,
-         "attention_chunk_size": 16},
+        {
+            **grouped,
+            **heads8,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 16,
+        },
     ),
     "mamba": ("mamba", {**mamba, "time_step_rank": 4}),
     "mamba2": ("mamba2", {**mamba, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
     "rwkv": ("rwkv", {**short, "attention_hidden_size": WIDTH, "num_hidden_layers": 3, "context_length": 64}),
     "jamba": (
         "jamba",
-        {**grouped, "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
-         "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
-         "mamba_dt_rank": 4, "use_mamba_kernels": False},
+        {
+            **grouped,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
     ),
     "bamba": ("bamba", {**grouped, **mamba_mixer, "attn_layer_indices": [1]}),
     "qwen3-next": (
-        "qwen3_next", {**grouped, **heads8, **experts, **linear_attention, "shared_expert_intermediate_size": 16}
+        "qwen3_next",
+        {**grouped, **heads8, **experts, **linear_attention, "shared_expert_intermediate_size": 16},
     ),
     "lfm2": (
         "lfm2",
-        {**grouped, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
-         "conv_L_cache": 3},
+        {
+            **grouped,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 3,
+        },
     ),
     "modernbert": ("modernbert", {**usual, "local_attention": 8, "cls_token_id": 0, "sep_token_id": 1}),
     "albert": ("albert", {**usual, "embedding_size": 16}),
@@ -117,7 +184,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pegasus": ("pegasus", bart),
     "marian": ("marian", bart),
     "whisper": ("whisper", whisper),
-}  # fmt: skip
+}
 """The model type and the configuration of a family by name. New ones come from transformers, not from this table."""
 
 ENCODERS = {"bert", "modernbert", "albert"}

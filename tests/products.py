@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 
 from compress.kernels import dispatch
+from compress.layers.parts.codes import CodesPart
 from compress.native.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
 
 SETS = [] if library() is None else library().compress_instruction_sets().decode().split(",")
 """The instruction sets of the kernels on this machine."""

@@ -16,8 +16,12 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         "compress": "1.2.3",
         "model": {"source": name, "class": "Model", "fingerprint": "f1" * 32},
         "size": {
-            "dense_bytes": 538_100_000, "tensor_bytes": 172_000_000, "checkpoint_bytes": 172_400_000,
-            "compressed_layers": BLOCKS * len(KINDS), "compressed_weights": 4_000_000, "compressed_bytes": 2_200_000,
+            "dense_bytes": 538_100_000,
+            "tensor_bytes": 172_000_000,
+            "checkpoint_bytes": 172_400_000,
+            "compressed_layers": BLOCKS * len(KINDS),
+            "compressed_weights": 4_000_000,
+            "compressed_bytes": 2_200_000,
             "bits_per_weight": 4.4,
         },
         "layers": layers(),
@@ -41,14 +45,23 @@ def sample(name: str = "org/model") -> dict[str, Any]:
                 ],
                 "save": {"format": "native"},
             },
-            "fingerprint": "r1" * 32, "code": {"gptq": "s2" * 32}, "calibration_sha256": "c1" * 32,
-            "compute_dtype": "float32", "storage_dtype": "bfloat16", "device": "cpu", "threads": 2,
-            "python": "3.11.2", "platform": "Linux", "packages": {"torch": "2.0", "gguf": None},
+            "fingerprint": "r1" * 32,
+            "code": {"gptq": "s2" * 32},
+            "calibration_sha256": "c1" * 32,
+            "compute_dtype": "float32",
+            "storage_dtype": "bfloat16",
+            "device": "cpu",
+            "threads": 2,
+            "python": "3.11.2",
+            "platform": "Linux",
+            "packages": {"torch": "2.0", "gguf": None},
         },
         "files": {"config.json": "h1"},
         "checkpoint_sha256": "e3" * 32,
         "kv_cache": {
-            "bytes_per_token": {"before": 7680.0, "after": 4080.0}, "stated": True, "attentions": {},
+            "bytes_per_token": {"before": 7680.0, "after": 4080.0},
+            "stated": True,
+            "attentions": {},
             "of": {"keys, int8 per attention": {"attentions": 12, "mean_error": 0.01, "largest_error": 0.02}},
         },
         "sparsity": {"asked": 0.5, "due": 0.5, "achieved": 0.5, "layers": sparsity()},
@@ -59,9 +72,11 @@ def sample(name: str = "org/model") -> dict[str, Any]:
         "sensitivity": sensitivity(name),
         "speed": {
             "models": {"base": speed(21.4, 9e8, "torch"), "compressed": speed(48.9, 3e8, "int4")},
-            "instruction_set": "avx2", "threads": 2, "read_bandwidth": 2.1e10,
+            "instruction_set": "avx2",
+            "threads": 2,
+            "read_bandwidth": 2.1e10,
         },
-    }  # fmt: skip
+    }
 
 
 def layers() -> list[dict[str, Any]]:
@@ -85,18 +100,30 @@ def sensitivity(name: str) -> dict[str, Any]:
     """Two grids; the first and the last blocks are sensitive."""
     found = [
         {
-            "name": f"model.layers.{block}.{kind}", "choice": choice, "weights": 4096, "bits": bits,
-            "kl": scale * (1 + i) * math.exp(abs(block - BLOCKS / 2) / 2), "kl_stderr": scale / 3, "loss": scale,
+            "name": f"model.layers.{block}.{kind}",
+            "choice": choice,
+            "weights": 4096,
+            "bits": bits,
+            "kl": scale * (1 + i) * math.exp(abs(block - BLOCKS / 2) / 2),
+            "kl_stderr": scale / 3,
+            "loss": scale,
             "loss_stderr": None,
         }
         for choice, bits, scale in (("int3", 3.5, 1e-3), ("int4", 4.5, 1e-4))
         for block in range(BLOCKS)
         for i, kind in enumerate(KINDS)
-    ]  # fmt: skip
+    ]
     return {
-        "compress": "1.2.3", "model": name, "fingerprint": "f1" * 32, "text": "embedded", "windows": 8, "length": 128,
-        "level": "layer", "choices": {grid: {"rtn": {"weights": grid}} for grid in ("int3", "int4")}, "found": found,
-    }  # fmt: skip
+        "compress": "1.2.3",
+        "model": name,
+        "fingerprint": "f1" * 32,
+        "text": "embedded",
+        "windows": 8,
+        "length": 128,
+        "level": "layer",
+        "choices": {grid: {"rtn": {"weights": grid}} for grid in ("int3", "int4")},
+        "found": found,
+    }
 
 
 def sparsity() -> dict[str, dict[str, float]]:
@@ -116,9 +143,16 @@ def training() -> dict[str, Any]:
         if step % 10 == 0:
             curve.append({"step": step, "held_out": 0.36 + math.exp(-step / 10)})
     return {
-        "first_loss": 1.02, "last_loss": 0.33, "steps": 40, "of": 40, "trained": {"weights": 4}, "seconds": 71.0,
-        "held_out": [0], "best": {"step": 40, "held_out": 0.378}, "curve": curve,
-    }  # fmt: skip
+        "first_loss": 1.02,
+        "last_loss": 0.33,
+        "steps": 40,
+        "of": 40,
+        "trained": {"weights": 4},
+        "seconds": 71.0,
+        "held_out": [0],
+        "best": {"step": 40, "held_out": 0.378},
+        "curve": curve,
+    }
 
 
 def text(name: str, loss: float, error: float) -> dict[str, Any]:
@@ -133,17 +167,26 @@ def text(name: str, loss: float, error: float) -> dict[str, Any]:
     }
     positions = [
         {"first": 1 << i, "last": (1 << (i + 1)) - 1, "kl": 0.05 + 0.01 * i, "agreement": 0.9} for i in range(9)
-    ]  # fmt: skip
+    ]
     return {
-        "text": name, "windows": 16, "length": 512, "sha256": "t1" * 32,
+        "text": name,
+        "windows": 16,
+        "length": 512,
+        "sha256": "t1" * 32,
         "base": {**score, "loss": 2.709, "perplexity": 15.02},
         "compressed": {**score, "loss": 2.709 + loss, "perplexity": 15.02 * math.exp(loss)},
         "difference": {"loss": loss, "stderr": error},
         "divergence": {
-            "mean": 0.0812, "stderr": 0.0031, "median": 0.0321, "p99": 0.71, "agreement": 0.884,
-            "agreement_stderr": 0.004, "top_k": 128, "by_position": positions,
+            "mean": 0.0812,
+            "stderr": 0.0031,
+            "median": 0.0321,
+            "p99": 0.71,
+            "agreement": 0.884,
+            "agreement_stderr": 0.004,
+            "top_k": 128,
+            "by_position": positions,
         },
-    }  # fmt: skip
+    }
 
 
 def agreement(name: str) -> dict[str, Any]:
@@ -166,9 +209,18 @@ def tasks(name: str) -> dict[str, Any]:
             "p": p,
         }
         return {
-            "task": task, "metric": "acc", "items": 400, "of": 2000, "fewshot": 0, "higher_is_better": True,
-            "base": 0.61, "base_stderr": 0.024, "compressed": 0.61 + change, "compressed_stderr": 0.024, "paired": paired,
-        }  # fmt: skip
+            "task": task,
+            "metric": "acc",
+            "items": 400,
+            "of": 2000,
+            "fewshot": 0,
+            "higher_is_better": True,
+            "base": 0.61,
+            "base_stderr": 0.024,
+            "compressed": 0.61 + change,
+            "compressed_stderr": 0.024,
+            "paired": paired,
+        }
 
     scores = [
         score("arc_easy", -0.0425, -0.071, -0.014, (8, 25), 0.0046),
@@ -176,9 +228,13 @@ def tasks(name: str) -> dict[str, Any]:
         {**score("lambada_openai", 1.2, 0, 0, (0, 0), 1), "metric": "perplexity", "paired": None},
     ]
     return {
-        "scores": scores, "failed": {"boolq": f"no data in {name}"}, "chat_template": False, "limit": 400, "seed": 1,
+        "scores": scores,
+        "failed": {"boolq": f"no data in {name}"},
+        "chat_template": False,
+        "limit": 400,
+        "seed": 1,
         "lm_eval": "0.4.9",
-    }  # fmt: skip
+    }
 
 
 def generation(name: str) -> dict[str, Any]:
@@ -190,17 +246,30 @@ def generation(name: str) -> dict[str, Any]:
     base = [answer("What is the capital of France?", "The capital of France is Paris."), answer(name, f"One.\n{name}")]
     changed = [base[0], answer(name, "Two.\nTwo.\nTwo.")]
     return {
-        "prompts": 2, "longest": 96, "agreement": 41.5, "agreement_stderr": 9.0, "same": 0.5, "ended": (1.0, 0.5),
-        "repetition": (0.02, 0.31), "base": base, "compressed": changed,
-    }  # fmt: skip
+        "prompts": 2,
+        "longest": 96,
+        "agreement": 41.5,
+        "agreement_stderr": 9.0,
+        "same": 0.5,
+        "ended": (1.0, 0.5),
+        "repetition": (0.02, 0.31),
+        "base": base,
+        "compressed": changed,
+    }
 
 
 def speed(decode: float, read: float, kernel: str) -> dict[str, Any]:
     """The speed of one model."""
     return {
-        "load_seconds": None, "resident_bytes": None, "decode": {"1": decode, "8": 3 * decode}, "prefill": 310.0,
-        "token_bytes": int(read), "bandwidth_share": 0.7, "kernels": {kernel: 72}, "dtype": "float32",
-    }  # fmt: skip
+        "load_seconds": None,
+        "resident_bytes": None,
+        "decode": {"1": decode, "8": 3 * decode},
+        "prefill": 310.0,
+        "token_bytes": int(read),
+        "bandwidth_share": 0.7,
+        "kernels": {kernel: 72},
+        "dtype": "float32",
+    }
 
 
 def journal(name: str) -> dict[str, Any]:
@@ -214,10 +283,12 @@ def journal(name: str) -> dict[str, Any]:
         ),
         *(
             {
-                "kind": "note", "where": f"passes[3] signround model.layers.{i}", "message": "block error",
+                "kind": "note",
+                "where": f"passes[3] signround model.layers.{i}",
+                "message": "block error",
                 "figures": {"start": 0.04 + 0.01 * i, "learned": 0.03 + 0.008 * i},
             }
             for i in range(BLOCKS)
         ),
-    ]  # fmt: skip
+    ]
     return {"counts": {"note": 1 + BLOCKS, "fallback": BLOCKS}, "entries": entries}

@@ -1,11 +1,11 @@
 """Descriptions of layers of codes in one call, shared by the tests."""
 
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.permutation import PermutationScheme
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.layers.transforms.scale import ScaleScheme
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesScheme
-from compress.weights.layer import LayerScheme
-from compress.weights.transforms.permutation import PermutationScheme
-from compress.weights.transforms.rounding import InputRounding, RoundingScheme
-from compress.weights.transforms.scale import ScaleScheme
 
 PERMUTED, SCALED = PermutationScheme(), ScaleScheme()
 

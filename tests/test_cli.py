@@ -210,8 +210,11 @@ def test_without_o_a_command_names_its_folder(pico, tmp_path, monkeypatch):
     assert call("distill", pico, "--teacher", pico, "--seed", "3").exit_code == 2  # click: no such option
     assert call("distill", pico, "--teacher", pico, "--set", "seed=3").exit_code == 0
     assert [folder.as_posix() for _, folder, *_ in seen] == [
-        "out/model-FP8_DYNAMIC", "out/model-sparsegpt-2-4", "out/model-wanda-0.4", "out/model-distill",
-    ]  # fmt: skip
+        "out/model-FP8_DYNAMIC",
+        "out/model-sparsegpt-2-4",
+        "out/model-wanda-0.4",
+        "out/model-distill",
+    ]
     rounded, structured, pruned, trained = [recipe for recipe, *_ in seen]
     assert rounded.passes[0].weights == "fp8_e4m3" and rounded.save.format == "compressed-tensors"
     assert structured.passes == (compress.SparseGPT(pattern="2:4"),) and structured.save.format == "dense"
@@ -444,10 +447,13 @@ def test_ctrl_c_on_a_terminal_and_the_same_command_again(spell, tmp_path):
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "compress", "run", path, "--out", str(out)],
-        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
+    )
     os.close(slave)
     shown, pressed, manifest = b"", False, out / ".compress" / "manifest.json"
     deadline = time.monotonic() + 120

@@ -68,8 +68,11 @@ def execute(monkeypatch, tmp_path):
 
 def test_the_notebooks_are_there():
     assert [path.stem for path in NOTEBOOKS] == [
-        "01-first-compression", "02-compose-and-measure", "03-prune-distill-quantize", "04-write-a-pass",
-    ]  # fmt: skip
+        "01-first-compression",
+        "02-compose-and-measure",
+        "03-prune-distill-quantize",
+        "04-write-a-pass",
+    ]
 
 
 @pytest.mark.parametrize("path", [waiting(path) for path in NOTEBOOKS], ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ import pytest
 
 import compress
 from compress import errors
-from compress.api.passes import Pass
+from compress.passes.contract.passes import Pass
 
 NAMES = [
     "Calibration",

@@ -14,8 +14,8 @@ from tolerances import LOGITS
 
 import compress
 from compress import Recipe
+from compress.checkpoint.formats import FORMATS
 from compress.cli import main
-from compress.formats import FORMATS
 from compress.recipe.presets import presets
 from compress.report.build import DESCRIPTIONS
 

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 import compress
 from compress import Recipe
+from compress.checkpoint.containers.files import tensor_file_bytes
 from compress.data import ids as ids_of
 from compress.errors import TargetError
-from compress.formats.containers.files import tensor_file_bytes
 
 STORED = json.loads((ROOT / "eval" / "baselines" / "pico.json").read_text(encoding="utf-8"))
 MOST_WORSE = 1.02  # kernels of another CPU may break ties otherwise; a broken algorithm loses more

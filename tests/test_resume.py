@@ -23,15 +23,15 @@ from compress import (
     SliceGPT,
     SmoothQuant,
     Wanda,
-)  # fmt: skip
-from compress.api.journal import Journal
-from compress.model.kv_cache import cache_sha256, round_cache, scheme_of
-from compress.model.linear import CompressedLinear
+)
+from compress.layers.linear import CompressedLinear
+from compress.layers.transforms.rounding import InputRounding
+from compress.models.caches.quantized import cache_sha256, round_cache, scheme_of
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Sparsity
+from compress.passes.contract.journal import Journal
 from compress.pipeline.engine import segments
 from compress.pipeline.snapshot import read_part, restore_state, state_of, write_part
-from compress.weights.transforms.rounding import InputRounding
 
 FEW = {"steps": 2, "batch": 2}
 ATTENTION = "*.self_attn.*"
@@ -42,19 +42,27 @@ CHAINS = {
     "rotated, scaled, quantized": (lambda: (Rotate(online="down_proj"), SmoothQuant(), RTN(group_size=32)), 2),
     "quantized, distilled": (lambda: (GPTQ(group_size=32, symmetric=False), Distill(**FEW)), 2),
     "cached, trained, quantized": (
-        lambda: (KVCache(keys="int8", values="int8", scale="static"), Finetune(**FEW), RTN(group_size=32)), 3,
+        lambda: (KVCache(keys="int8", values="int8", scale="static"), Finetune(**FEW), RTN(group_size=32)),
+        3,
     ),
     "ordered, pruned, trained, learned": (
         lambda: (
-            ChannelPermutation(escapes=0), Wanda(pattern="2:4"), Finetune(**FEW), LLMInt8(targets=ATTENTION),
-            RTN(targets="*.mlp.*", group_size=32), LKD(epochs=1, targets="*.mlp.*"), Distill(**FEW, train=("scales",)),
-        ), 4,
+            ChannelPermutation(escapes=0),
+            Wanda(pattern="2:4"),
+            Finetune(**FEW),
+            LLMInt8(targets=ATTENTION),
+            RTN(targets="*.mlp.*", group_size=32),
+            LKD(epochs=1, targets="*.mlp.*"),
+            Distill(**FEW, train=("scales",)),
+        ),
+        4,
     ),
     "compared with the reference": (
-        lambda: (Wanda(sparsity=0.6), Finetune(**FEW), GPTQ(error="asymmetric", group_size=32)), 3,
+        lambda: (Wanda(sparsity=0.6), Finetune(**FEW), GPTQ(error="asymmetric", group_size=32)),
+        3,
     ),
     "trained twice": (lambda: (Finetune(**FEW), QAT(**FEW, group_size=32)), 2),
-}  # fmt: skip
+}
 SAVE = {"format": "native", "verify": "own"}
 
 
@@ -161,8 +169,11 @@ def test_the_parts_that_a_recipe_is_worked_in():
     found = segments(steps)
     assert [[label for label, _, _ in part.steps] for part in found] == [["a", "b"], ["c"], ["d"], ["e"]]
     assert [(part.index, part.first, part.swept, part.last) for part in found] == [
-        (0, 0, True, False), (1, 2, False, False), (2, 3, False, False), (3, 4, True, True),
-    ]  # fmt: skip
+        (0, 0, True, False),
+        (1, 2, False, False),
+        (2, 3, False, False),
+        (3, 4, True, True),
+    ]
 
 
 # A block as it is in memory

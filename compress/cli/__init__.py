@@ -14,6 +14,17 @@ from compress.cli.roofline import roofline
 from compress.cli.sensitivity import sensitivity
 
 for command in (
-    bench, compare, completion, evaluate, export, init, inspect, passes, report, roofline, schemes, sensitivity,
-):  # fmt: skip
+    bench,
+    compare,
+    completion,
+    evaluate,
+    export,
+    init,
+    inspect,
+    passes,
+    report,
+    roofline,
+    schemes,
+    sensitivity,
+):
     main.add_command(command)

@@ -75,9 +75,15 @@ def run(
 @recipe_options
 @output_options
 def quantize(
-    model: str, scheme: str, out: Path | None, overwrite: bool, memory: str | None, push_to_hub: str | None,
-    as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    model: str,
+    scheme: str,
+    out: Path | None,
+    overwrite: bool,
+    memory: str | None,
+    push_to_hub: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Quantize MODEL by a scheme: a tested chain of passes."""
     from compress.recipe import starts
 
@@ -95,9 +101,17 @@ def quantize(
 @recipe_options
 @output_options
 def prune(
-    model: str, pattern: str | None, sparsity: float | None, method: str, out: Path | None, overwrite: bool,
-    memory: str | None, push_to_hub: str | None, as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    model: str,
+    pattern: str | None,
+    sparsity: float | None,
+    method: str,
+    out: Path | None,
+    overwrite: bool,
+    memory: str | None,
+    push_to_hub: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Prune MODEL and store it as plain weights with zeros."""
     from compress.recipe import starts
 
@@ -112,9 +126,15 @@ def prune(
 @recipe_options
 @output_options
 def distill(
-    student: str, teacher: str, out: Path | None, overwrite: bool, memory: str | None, push_to_hub: str | None,
-    as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    student: str,
+    teacher: str,
+    out: Path | None,
+    overwrite: bool,
+    memory: str | None,
+    push_to_hub: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Train all weights of STUDENT on the outputs of a larger model."""
     from compress.recipe import starts
 
@@ -132,9 +152,15 @@ def distill(
 @click.option("--time", is_flag=True, help="Predict the time: runs the passes on one block, once per machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every module.")
 def plan(
-    recipe: Path, model: str | None, out: Path | None, every: bool, memory: str | None, time: bool, as_json: bool,
+    recipe: Path,
+    model: str | None,
+    out: Path | None,
+    every: bool,
+    memory: str | None,
+    time: bool,
+    as_json: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Show the effect of RECIPE on the modules, the size of the checkpoint, the peak memory and the time."""
     asked = _read(recipe, model, options)
     from compress.pipeline.plan import plan as make_plan
@@ -182,7 +208,7 @@ def _run(
     recipe: Recipe, folder: Path, overwrite: bool, repository: str | None, as_json: bool, memory: str | None
 ) -> None:
     """Run a recipe, print its evidence (or report.json), and upload the checkpoint if a repository is given."""
-    from compress.api.journal import Journal
+    from compress.passes.contract.journal import Journal
     from compress.pipeline import publish
     from compress.pipeline.run import run as run_recipe
 

@@ -24,9 +24,7 @@ from compress.cli.show import print_json, print_table
     shell_complete=complete_compute,
     help="Device of computation: auto, cpu, cuda, or cuda:N.",
 )
-@click.option(
-    "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results."
-)  # fmt: skip
+@click.option("--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), help="Folder of kept results.")
 @click.option(
     "-o",
     "--out",
@@ -35,20 +33,33 @@ from compress.cli.show import print_json, print_table
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(
-    models: tuple[str, ...], measure: bool, base: str | None, dtype: str, device: str, work: Path, out: Path | None,
-    as_json: bool, **options: Any,
-) -> None:  # fmt: skip
+    models: tuple[str, ...],
+    measure: bool,
+    base: str | None,
+    dtype: str,
+    device: str,
+    work: Path,
+    out: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Compare MODELs, variants of one model, by size and loss: from their reports, or measured now."""
-    from compress.formats.containers.files import write_text
+    from compress.checkpoint.containers.files import write_text
     from compress.report import pareto
 
     if measure or base is not None:
         from compress.pipeline.evaluation import evaluate_models
 
         found = evaluate_models(
-            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True,
+            models,
+            settings_of(options),
+            base=base,
+            work=work,
+            dtype=dtype,
+            device=device,
+            progress=True,
             on_failure=print_evaluation,
-        )  # fmt: skip
+        )
         variants = pareto.from_evaluation(found)
     else:
         variants = pareto.from_reports([Path(model) for model in models])

@@ -30,7 +30,9 @@ def starting_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]
 
 def complete_pass(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
     """Names of passes."""
-    return starting_with(incomplete, (name for name in _names_of("passes", ".py") if name != "__init__"))
+    from compress.passes import PASSES
+
+    return starting_with(incomplete, PASSES)
 
 
 def complete_scheme(context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     click.option(
-        "--suite", shell_complete=complete_suite,
+        "--suite",
+        shell_complete=complete_suite,
         help="What is measured: quick, standard, full, or a YAML file; options replace values.",
     ),
     click.option(
-        "--text", multiple=True,
+        "--text",
+        multiple=True,
         help="Text: embedded, wikitext, or a .txt, .jsonl or .npy file; recordings: a .jsonl file; none for no text.",
     ),
     click.option(
@@ -41,7 +43,7 @@ SETTINGS = (
     click.option("--fewshot", type=click.IntRange(min=0), help="Worked examples in each prompt of a task."),
     click.option("--chat-template", is_flag=True, default=None, help="Put prompts into the model's chat template."),
     click.option("--generation", is_flag=True, default=None, help="Compare greedy answers to fixed prompts."),
-)  # fmt: skip
+)
 
 
 def settings_options(command: Any) -> Any:
@@ -63,19 +65,28 @@ def settings_options(command: Any) -> Any:
     help="Device of computation: auto, cpu, cuda, or cuda:N.",
 )
 @click.option(
-    "--work", type=click.Path(path_type=Path), default=Path("out/evaluation"), show_default=True,
+    "--work",
+    type=click.Path(path_type=Path),
+    default=Path("out/evaluation"),
+    show_default=True,
     help="Folder of kept results: a killed evaluation continues, and a base model is measured once.",
-)  # fmt: skip
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Also write the results to this JSON file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def evaluate(
-    models: tuple[str, ...], base: str | None, dtype: str, device: str, work: Path, out: Path | None, as_json: bool,
+    models: tuple[str, ...],
+    base: str | None,
+    dtype: str,
+    device: str,
+    work: Path,
+    out: Path | None,
+    as_json: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Measure MODELs: compressed checkpoints or any other models. Several are compared on the same text and items."""
-    from compress.api.context import device_of
-    from compress.api.processes import Processes
-    from compress.formats.containers.files import write_text
+    from compress.checkpoint.containers.files import write_text
+    from compress.passes.contract.context import device_of
+    from compress.passes.contract.processes import Processes
     from compress.pipeline.evaluation import evaluate_models
 
     processes = Processes.launched(cpu=device_of(device).type == "cpu")
@@ -93,9 +104,15 @@ def evaluate(
 
     with processes.together():
         found = evaluate_models(
-            models, settings_of(options), base=base, work=work, dtype=dtype, device=device, progress=True,
+            models,
+            settings_of(options),
+            base=base,
+            work=work,
+            dtype=dtype,
+            device=device,
+            progress=True,
             on_failure=show,
-        )  # fmt: skip
+        )
     if not processes.first:
         if found.failed:
             raise ProcessError("tasks failed", told=True)

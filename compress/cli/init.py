@@ -25,18 +25,36 @@ class InitCommand(click.Command):
 @click.command(cls=InitCommand)
 @click.argument("model")
 @click.option(
-    "--target", default="4 bits", show_default=True, shell_complete=complete_target,
+    "--target",
+    default="4 bits",
+    show_default=True,
+    shell_complete=complete_target,
     help="What the model is to become, such as '4 bits, CPU' or 'half the size, no visible loss'.",
-)  # fmt: skip
+)
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), default=Path("recipe.yaml"), show_default=True,
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("recipe.yaml"),
+    show_default=True,
     help="The file to write.",
-)  # fmt: skip
-@click.option("--text", "source", default="embedded", show_default=True,
-              help="Text of the calibration and the evaluation, or a list of recordings.")  # fmt: skip
+)
+@click.option(
+    "--text",
+    "source",
+    default="embedded",
+    show_default=True,
+    help="Text of the calibration and the evaluation, or a list of recordings.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file if it is there.")
-@click.option("--no-check", "check", is_flag=True, default=True, flag_value=False,
-              help="Do not open the model to see whether the recipe fits.")  # fmt: skip
+@click.option(
+    "--no-check",
+    "check",
+    is_flag=True,
+    default=True,
+    flag_value=False,
+    help="Do not open the model to see whether the recipe fits.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def init(model: str, target: str, out: Path, source: str, overwrite: bool, check: bool, as_json: bool) -> None:
     """Write a commented recipe for MODEL to start from, and see that it can be planned."""
@@ -47,10 +65,15 @@ def init(model: str, target: str, out: Path, source: str, overwrite: bool, check
     if made.planned is not None:
         sizes = {name: getattr(made.planned, name) for name in ("dense_bytes", "checkpoint_bytes", "memory_bytes")}
     if as_json:
-        print_json({
-            "recipe": str(out), "start": made.start.name, "summary": made.start.summary, "changed": made.changed,
-            "planned": sizes,
-        })  # fmt: skip
+        print_json(
+            {
+                "recipe": str(out),
+                "start": made.start.name,
+                "summary": made.start.summary,
+                "changed": made.changed,
+                "planned": sizes,
+            }
+        )
         return
     click.echo(f"{out}: {made.start.summary}")
     for line in made.changed:

@@ -11,7 +11,7 @@ import click
 from compress.cli.show import print_json, print_table
 
 if TYPE_CHECKING:
-    from compress.model.inspection import Inspection, Module
+    from compress.checkpoint.inspection import Inspection, Module
 
 
 @click.command("inspect")
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @click.option("--verify", is_flag=True, help="First compare the sha256 of every file with SHA256SUMS.")
 def inspect(path: Path, every: bool, as_json: bool, values: bool, verify: bool) -> None:
     """Show what is in the checkpoint at PATH: a folder, a .safetensors file or a .gguf file of any program."""
-    from compress.formats.containers.digests import SUMS
-    from compress.model.inspection import inspect as inspect_checkpoint
+    from compress.checkpoint.containers.digests import SUMS
+    from compress.checkpoint.inspection import inspect as inspect_checkpoint
 
     if verify:
         _verify(path)
@@ -38,8 +38,8 @@ def inspect(path: Path, every: bool, as_json: bool, values: bool, verify: bool) 
 
 def _verify(path: Path) -> None:
     """Print a line for each damaged file, and raise ModelError if there is one."""
+    from compress.checkpoint.containers.digests import damaged
     from compress.errors import ModelError
-    from compress.formats.containers.digests import damaged
 
     found = damaged(path)
     for name, reason in found.items():
@@ -68,5 +68,7 @@ def _print(found: Inspection, every: bool) -> None:
     for note in found.notes:
         click.echo(f"note: {note}")
     click.echo(f"{found.source}: {found.method}; {len(found.modules)} modules in {len(found.files)} files")
-    click.echo(f"weights: {found.weights}, bytes: {found.size_bytes} ({sum(found.files.values())} in the files), "
-               f"bits per weight: {found.bits_per_weight:.2f}")  # fmt: skip
+    click.echo(
+        f"weights: {found.weights}, bytes: {found.size_bytes} ({sum(found.files.values())} in the files), "
+        f"bits per weight: {found.bits_per_weight:.2f}"
+    )

@@ -17,14 +17,26 @@ RECIPE = click.argument("recipe", type=click.Path(path_type=Path), shell_complet
 MODEL = click.option("--model", help="Model to use instead of the recipe's: hub id, local folder or .gguf file.")
 
 OF_A_TEXT = (
-    "dataset", "mixture", "config", "split", "revision", "column", "chat_template", "max_documents",
-    "max_tokens_per_document", "packing", "bos",
-)  # fmt: skip
+    "dataset",
+    "mixture",
+    "config",
+    "split",
+    "revision",
+    "column",
+    "chat_template",
+    "max_documents",
+    "max_tokens_per_document",
+    "packing",
+    "bos",
+)
 """Options of a calibration text, which another text does not take over."""
 
 SETTINGS = (
     click.option(
-        "--set", "sets", multiple=True, metavar="KEY=VALUE",
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
         help="Set an option of the recipe, such as passes.0.gptq.group_size=128 or seed=1; repeatable.",
     ),
     click.option(
@@ -35,11 +47,12 @@ SETTINGS = (
     click.option(
         "--eval", "texts", multiple=True, metavar="SOURCE", help="Evaluation text, or none for no evaluation."
     ),
-)  # fmt: skip
+)
 MEMORY = click.option(
-    "--memory", metavar="SIZE",
+    "--memory",
+    metavar="SIZE",
     help="Limit of memory, such as 8GB: activations go to files, batches shrink; an error if it cannot be kept.",
-)  # fmt: skip
+)
 OUTPUT = (
     click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder; default: a folder in out/."),
     click.option(
@@ -62,9 +75,14 @@ def output_options(command: F) -> F:
 
 
 def settings_of(
-    sets: tuple[str, ...], texts: tuple[str, ...], *, model: str | None = None, device: str | None = None,
-    dtype: str | None = None, calibration: str | None = None,
-) -> list[Any]:  # fmt: skip
+    sets: tuple[str, ...],
+    texts: tuple[str, ...],
+    *,
+    model: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    calibration: str | None = None,
+) -> list[Any]:
     """The settings that the options of `recipe_options` give, in the order in which they apply: --set last."""
     from compress.recipe.settings import Setting, read_setting
 

@@ -39,10 +39,12 @@ def schemes(as_json: bool) -> None:
     from compress.recipe.presets import presets
 
     if as_json:
-        print_json([
-            {"name": one.name, "summary": one.summary, "passes": one.passes, "save": one.save}
-            for one in presets().values()
-        ])  # fmt: skip
+        print_json(
+            [
+                {"name": one.name, "summary": one.summary, "passes": one.passes, "save": one.save}
+                for one in presets().values()
+            ]
+        )
         return
     for one in presets().values():
         click.echo(f"{one.name:12}  {one.summary}")

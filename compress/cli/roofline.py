@@ -23,14 +23,21 @@ HEAD = ("products", "count", "operations", "bytes", "op/byte", "bound by", "us o
 @click.command()
 @click.argument("subject", required=False, metavar="MODEL|FOLDER|RECIPE", shell_complete=complete_recipe)
 @click.option(
-    "--on", default="A100-80GB", show_default=True, metavar="DEVICE", shell_complete=complete_device,
+    "--on",
+    default="A100-80GB",
+    show_default=True,
+    metavar="DEVICE",
+    shell_complete=complete_device,
     help="A known device, '{tflops: ..., gbps: ..., memory_gb: ...}', or here: this machine, measured.",
-)  # fmt: skip
+)
 @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences computed together.")
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens of each prompt.")
 @click.option(
-    "--devices", "listed", is_flag=True, help="List the known devices, and estimate nothing.",
-)  # fmt: skip
+    "--devices",
+    "listed",
+    is_flag=True,
+    help="List the known devices, and estimate nothing.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def roofline(subject: str | None, on: str, batch: int, context: int, listed: bool, as_json: bool) -> None:
     """Estimate the latency of a model, a compressed checkpoint, or the model of a recipe before and after its run.

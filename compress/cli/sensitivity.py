@@ -20,12 +20,22 @@ SHOWN = 12  # rows of the most sensitive layers
 @click.command()
 @click.argument("model")
 @click.option(
-    "--choice", "choices", multiple=True, required=True, metavar="CHOICE",
+    "--choice",
+    "choices",
+    multiple=True,
+    required=True,
+    metavar="CHOICE",
     help="A grid (int4: rounding to nearest), a sparsity (0.5 or 2:4: Wanda), or a pass as in a recipe, such as "
     "'gptq: {weights: int3}'; repeatable.",
-)  # fmt: skip
-@click.option("--by", "level", type=click.Choice(["layer", "block"]), default="layer", show_default=True,
-              help="Change one linear, or all linears of one block, at a time.")  # fmt: skip
+)
+@click.option(
+    "--by",
+    "level",
+    type=click.Choice(["layer", "block"]),
+    default="layer",
+    show_default=True,
+    help="Change one linear, or all linears of one block, at a time.",
+)
 @click.option("--text", default="embedded", show_default=True, help="Text: embedded, wikitext, or a file.")
 @click.option(
     "--windows",
@@ -44,9 +54,12 @@ SHOWN = 12  # rows of the most sensitive layers
     help="Device of computation: auto, cpu, cuda, or cuda:N.",
 )
 @click.option(
-    "--work", type=click.Path(path_type=Path), default=Path("out/sensitivity"), show_default=True,
+    "--work",
+    type=click.Path(path_type=Path),
+    default=Path("out/sensitivity"),
+    show_default=True,
     help="Folder of kept results: a killed measurement continues.",
-)  # fmt: skip
+)
 @click.option(
     "-o",
     "--out",
@@ -56,22 +69,41 @@ SHOWN = 12  # rows of the most sensitive layers
 @click.option("--all", "every", is_flag=True, help="A row for every layer, not for the most sensitive ones alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sensitivity(
-    model: str, choices: tuple[str, ...], level: Literal["layer", "block"], text: str, windows: int, length: int,
-    bits: float | None, dtype: str, device: str, work: Path, out: Path | None, every: bool, as_json: bool,
-) -> None:  # fmt: skip
+    model: str,
+    choices: tuple[str, ...],
+    level: Literal["layer", "block"],
+    text: str,
+    windows: int,
+    length: int,
+    bits: float | None,
+    dtype: str,
+    device: str,
+    work: Path,
+    out: Path | None,
+    every: bool,
+    as_json: bool,
+) -> None:
     """Measure each CHOICE in each layer of MODEL alone: KL divergence from MODEL, in nats per token.
 
     The model is in memory twice. Layers interact; the table says where to spend bits, not what the result will be.
     """
     with without_collection():
-        from compress.formats.containers.files import write_text
+        from compress.checkpoint.containers.files import write_text
         from compress.pipeline.sensitivity import allocate
         from compress.pipeline.sensitivity import sensitivity as measure
         from compress.report.sensitivity import html
     found = measure(
-        model, choices, level=level, text=text, windows=windows, length=length, dtype=dtype, device=device, work=work,
+        model,
+        choices,
+        level=level,
+        text=text,
+        windows=windows,
+        length=length,
+        dtype=dtype,
+        device=device,
+        work=work,
         progress=True,
-    )  # fmt: skip
+    )
     allocated = None if bits is None else allocate(found, bits)
     if out is not None:
         write_text(out, html(found) if out.suffix == ".html" else found.model_dump_json(indent=1) + "\n")

@@ -51,10 +51,15 @@ def print_plan(planned: Plan, every: bool) -> None:
     """Print a plan by kinds of layers, or with a row for every layer."""
     head = ("module", "out x in", "passes", "stored as", "bytes")
     rows = [
-        (f"{group.name}", f"{group.shape[0]} x {group.shape[1]}", ", ".join(group.passes) or "unchanged",
-         group.scheme.text, f"{group.size_bytes}")
+        (
+            f"{group.name}",
+            f"{group.shape[0]} x {group.shape[1]}",
+            ", ".join(group.passes) or "unchanged",
+            group.scheme.text,
+            f"{group.size_bytes}",
+        )
         for group in (planned.layers if every else planned.groups())
-    ]  # fmt: skip
+    ]
     if not every:
         head = ("modules", "count", *head[1:])
         counts = [f"{group.count}" for group in planned.groups()]

@@ -21,10 +21,20 @@ from transformers import PreTrainedTokenizerBase
 from compress.errors import CalibrationError
 
 SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-    "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system", "tool": "tool",
-    "observation": "tool", "function_response": "tool", "function_call": "assistant",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
 """Values of `from` in ShareGPT conversations, and their roles in chat templates."""
 
 CONVERSATIONS = ("messages", "conversations", "conversation")

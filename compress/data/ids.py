@@ -20,11 +20,11 @@ from compress.data.recorded import check_recorded, recorded_sample
 from compress.data.sources import check_source, read_texts, text_sha256
 from compress.data.text_source import Part, TextSource, as_source
 from compress.errors import CalibrationError
-from compress.model.inputs import text_lengths
-from compress.model.kinds import RECORDED, described, kind_of, reads_whole_texts, texts_in_row
-from compress.model.objective import text_config
-from compress.model.recordings import longest
-from compress.model.structure.ends import vocabulary_size
+from compress.models.kinds.inputs import text_lengths
+from compress.models.kinds.kinds import RECORDED, described, kind_of, reads_whole_texts, texts_in_row
+from compress.models.kinds.objective import text_config
+from compress.models.kinds.recordings import longest
+from compress.models.structure.ends import vocabulary_size
 
 
 class TextUse(BaseModel):
@@ -146,9 +146,15 @@ def _sequences(
 
 
 def _chosen(
-    cut: Int[Tensor, "all length"], source: TextSource, part: Part, tokens: int, documents: int, sequences: int | None,
-    length: int, seed: int,
-) -> Int[Tensor, "sequences length"]:  # fmt: skip
+    cut: Int[Tensor, "all length"],
+    source: TextSource,
+    part: Part,
+    tokens: int,
+    documents: int,
+    sequences: int | None,
+    length: int,
+    seed: int,
+) -> Int[Tensor, "sequences length"]:
     """Choose among all sequences. Raises CalibrationError when there are too few."""
     name = source.label
     if not source.packing and len(cut) < (sequences or 1):

@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoFeatureExtractor, PreTrainedModel, PreTrainedTokenizerBase
 
+from compress.checkpoint.sources.opening import UNREADABLE
 from compress.data.sources import json_rows
 from compress.data.text_source import Part, TextSource
 from compress.data.waves import read_wave
 from compress.errors import CalibrationError, one_line
-from compress.model.kinds import described
-from compress.model.open.opening import UNREADABLE
-from compress.model.recordings import LABELS, Rows, row_of, rows_of, stacked
-from compress.model.structure.front import check_recordings, front_of
+from compress.models.kinds.kinds import described
+from compress.models.kinds.recordings import LABELS, Rows, row_of, rows_of, stacked
+from compress.models.structure.front import check_recordings, front_of
 
 LISTS = (".jsonl", ".json")
 STORED = ".safetensors"
@@ -80,9 +80,14 @@ def check_recorded(
 
 
 def recorded_sample(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: TextSource, part: Part,
-    count: int | None, length: int | None, seed: int,
-) -> Recorded:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: TextSource,
+    part: Part,
+    count: int | None,
+    length: int | None,
+    seed: int,
+) -> Recorded:
     """Read recordings for a model. count: of recordings; None: all. length: the most target tokens of one; None: all.
 
     The calibration part takes recordings of a list at random, the same ones for the same seed; the test part takes the

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.errors import CalibrationError
-from compress.model.kinds import described, reads_whole_texts
-from compress.model.objective import special_ids
-from compress.model.structure.ends import vocabulary_size
+from compress.models.kinds.kinds import described, reads_whole_texts
+from compress.models.kinds.objective import special_ids
+from compress.models.structure.ends import vocabulary_size
 
 GREEDY_TOKENS = (3, 5)  # LLM-QAT, sec. 3.1: range of the number of greedy tokens after the first; the rest is sampled
 

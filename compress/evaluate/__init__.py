@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from compress.api.discovery import classes_by_file
+from compress.checkpoint.sources.inference import copies_within
 from compress.evaluate.base import EvaluationContext, Evaluator
-from compress.model.open.inference import copies_within
+from compress.passes.contract.discovery import classes_by_file
 
 EVALUATORS: dict[str, type[Evaluator]] = classes_by_file(__name__, __path__, Evaluator)
 """The class of every evaluator by its key."""

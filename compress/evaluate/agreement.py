@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from compress.checkpoint.sources.sentence import Pooling
 from compress.data.ids import corpus_sha256
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
-from compress.model.kinds import DISTRIBUTIONS, HEADLESS, Compared, answer_of, kind_of
-from compress.model.objective import without_cache
-from compress.model.open.sentence import Pooling
+from compress.models.kinds.kinds import DISTRIBUTIONS, HEADLESS, Compared, answer_of, kind_of
+from compress.models.kinds.objective import without_cache
 from compress.numerics.statistics import Estimate, jackknife, mean, ratio, spearman
 
 LONGEST_SPAN = 30  # tokens of an answer at most, as usual for SQuAD (Devlin 2019, run_squad.py: max_answer_length)
@@ -98,7 +98,9 @@ WORDS = {
         "similarities of pairs of texts, rank agreement", "the similarities of pairs of texts rank as before to {}"
     ),
     "same": Words(
-        "same predicted class", "the predicted class is that of the base model in {} of the cases", "changed classes",
+        "same predicted class",
+        "the predicted class is that of the base model in {} of the cases",
+        "changed classes",
         share=True,
     ),
     "kl": Words("KL divergence of the probabilities, nats", "KL divergence {} nats", exact=0.0),
@@ -110,7 +112,7 @@ WORDS = {
     "score_error": Words(
         "scores, difference relative to their spread", "the scores differ by {} of their spread", exact=0.0
     ),
-}  # fmt: skip
+}
 """The measures by key. Rank agreement is Spearman's correlation."""
 
 

@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.context import Run
-from compress.api.passes import Step
+from compress.checkpoint.sources.sentence import Pooling
 from compress.evaluate.store import Store
-from compress.model.open.sentence import Pooling
+from compress.passes.contract.context import Run
+from compress.passes.contract.passes import Step
 from compress.recipe.evaluation import Evaluate
 
 Texts = Mapping[str, Int[Tensor, "windows length"]]

@@ -22,8 +22,8 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from compress.checkpoint.containers.files import atomic
 from compress.evaluate.base import Record
-from compress.formats.containers.files import atomic
 from compress.numerics.statistics import mean, quantile, ratio
 
 SHORT_IDS = 1 << 16  # vocabularies up to this size keep token ids in 16 bits

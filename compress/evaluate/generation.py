@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.store import digest_of
-from compress.model.inputs import prompt_length
-from compress.model.kinds import answers_prompts
+from compress.models.kinds.inputs import prompt_length
+from compress.models.kinds.kinds import answers_prompts
 from compress.numerics.statistics import mean
 
 TOKENS = 96  # of an answer; enough to see a loop
@@ -132,10 +132,17 @@ def greedy_answer(model: PreTrainedModel, tokenizer: Any, prompt: str) -> dict[s
     run: Any = model.generate
     with torch.no_grad():
         made = run(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
-            temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id, output_logits=True,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=tokenizer.eos_token_id,
+            output_logits=True,
             return_dict_in_generate=True,
-        )  # fmt: skip
+        )
     if bool(made.logits[0].isnan().any()):
         raise NumericError("the model's logits are NaN on a prompt; evaluate it with --dtype float32")
     answer = made.sequences[0, prompt_length(model, ids) :].tolist()

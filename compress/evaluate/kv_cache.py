@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress.checkpoint.save import stated_scheme
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
-from compress.formats.base import CacheScheme
-from compress.model.kv_cache import attentions_with_cache, rounded_caches, roundings, stated_scheme, watching
-from compress.model.objective import without_cache
+from compress.models.caches.quantized import attentions_with_cache, rounded_caches, roundings, watching
+from compress.models.caches.scheme import CacheScheme
+from compress.models.kinds.objective import without_cache
 from compress.numerics.metrics import relative_error
 
 UNROUNDED = CacheScheme(None, None)
@@ -80,10 +81,12 @@ class KVCache(Evaluator):
         return {
             "bytes_per_token": {"before": before, "after": after},
             "stated": stated_scheme(model, rounded, context.run.format) is not None,
-            "of": {kind: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
-                   for kind, e in errors.items()},
+            "of": {
+                kind: {"attentions": len(e), "mean_error": sum(e) / len(e), "largest_error": max(e)}
+                for kind, e in errors.items()
+            },
             "attentions": {name: scheme.to_json() for name, scheme in rounded.items()},
-        }  # fmt: skip
+        }
 
     def summary(self, result: KVCacheResult) -> list[SummaryRow]:
         before, after = result.bytes_per_token.before, result.bytes_per_token.after

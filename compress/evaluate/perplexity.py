@@ -15,9 +15,9 @@ from compress.evaluate.base import EvaluationContext, Evaluator, Record, Summary
 from compress.evaluate.divergence import Divergence, summarized
 from compress.evaluate.store import Results, digest_of
 from compress.evaluate.windows import Window, WindowTask, measure_windows
-from compress.model.kinds import is_headless
-from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of
-from compress.model.recordings import longest
+from compress.models.kinds.kinds import is_headless
+from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, objective_of
+from compress.models.kinds.recordings import longest
 from compress.numerics.statistics import mean, ratio
 
 LARGEST = 700  # nats; exp overflows a float64 above 709
@@ -138,9 +138,7 @@ class Perplexity(Evaluator):
             }
             text = digest_of(facts)[:16]
             kept = None if settings.top_k is None else context.store.base_folder(f"text {text}, top {settings.top_k}")
-            task = WindowTask(
-                lm_objective, context.tokenizer, settings.stride, settings.top_k, kept, context.which
-            )  # fmt: skip
+            task = WindowTask(lm_objective, context.tokenizer, settings.stride, settings.top_k, kept, context.which)
             tell = context.telling(f"perplexity of {context.model} on {name}")
             windows = measure_windows(model, ids, task, context.store.results(f"text {text}"), tell)
             divergence = None
@@ -149,8 +147,10 @@ class Perplexity(Evaluator):
                     [(w["kl"], w["same"], w["positions"]) for w in windows], task.top_k
                 ).model_dump()
             found[name] = {
-                **facts, "score": score_of(windows, lm_objective.of).model_dump(), "divergence": divergence,
-            }  # fmt: skip
+                **facts,
+                "score": score_of(windows, lm_objective.of).model_dump(),
+                "divergence": divergence,
+            }
         return found
 
     def combine(self, compressed: dict[str, Any] | None, base: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from compress.api.layers import Zeros
-from compress.api.passes import LayerPass, Step
 from compress.errors import VerificationError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record
-from compress.model.embedding import layer_of
-from compress.model.linear import CompressedLinear
+from compress.layers.embedding import layer_of
+from compress.layers.linear import CompressedLinear
+from compress.passes.contract.layers import Zeros
+from compress.passes.contract.passes import LayerPass, Step
 
 TOLERANCE = 1e-3  # absolute, of the mean over layers: an allocation keeps the sparsity of the pass up to rounding
 
@@ -92,7 +92,7 @@ def _layer(model: nn.Module, name: str) -> CompressedLinear:
 
 def _check_mean(
     label: str, found: Mapping[str, Mapping[str, Any]], uniform: Mapping[str, Zeros], model: nn.Module
-) -> None:  # fmt: skip
+) -> None:
     """Check that the mean sparsity of the layers is that of the pass. Dense tails are not counted."""
     whole = {name: prod(_layer(model, name).shape) * z.due / z.asked if z.asked else 1.0 for name, z in uniform.items()}
     total = sum(whole.values())

@@ -18,14 +18,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.load import load
 from compress.errors import ModelError
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.kernels import dispatch
-from compress.model.kinds import answers_prompts, described
-from compress.model.linear import CompressedLinear
-from compress.model.objective import text_config
-from compress.model.open.gguf_codes import checkpoint_of
-from compress.model.open.load import load
+from compress.layers.linear import CompressedLinear
+from compress.models.kinds.kinds import answers_prompts, described
+from compress.models.kinds.objective import text_config
 from compress.native.library import instruction_set
 
 BATCHES = 1, 8  # sequences decoded together: one user, and a small server
@@ -82,9 +82,16 @@ def generate(model: PreTrainedModel, batch: int, prompt: int, tokens: int) -> li
     with endless(model):
         begin = perf_counter()
         run(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-            temperature=None, top_p=None, top_k=None, pad_token_id=0, stopping_criteria=StoppingCriteriaList([clock]),
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            do_sample=False,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
     return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
 
 
@@ -250,8 +257,12 @@ def comparison(result: SpeedResult) -> list[SummaryRow]:
 def table(result: SpeedResult) -> list[tuple[str, ...]]:
     """A row for each figure, with a column for each model."""
     models = list(result.models.values())
-    loaded = [("-", "-") if m.load_seconds is None or m.resident_bytes is None
-              else (f"{m.load_seconds:.2f}", f"{m.resident_bytes / 1e6:.0f}") for m in models]  # fmt: skip
+    loaded = [
+        ("-", "-")
+        if m.load_seconds is None or m.resident_bytes is None
+        else (f"{m.load_seconds:.2f}", f"{m.resident_bytes / 1e6:.0f}")
+        for m in models
+    ]
     rows = [("load, seconds", *(seconds for seconds, _ in loaded)), ("resident MB", *(size for _, size in loaded))]
     rows += [
         (f"decode tokens/s, batch {batch}", *(f"{m.decode[batch]:.1f}" for m in models)) for batch in models[0].decode

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from compress.api.processes import ALONE, Processes
+from compress.passes.contract.processes import ALONE, Processes
 
 T = TypeVar("T")
 

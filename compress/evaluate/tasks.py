@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from compress.evaluate.base import EvaluationContext, Evaluator, Record, SummaryRow
 from compress.evaluate.harness.adapter import harness_model
 from compress.evaluate.harness.tasks import TaskError, load_tasks, run_task, task_manager
-from compress.model.kinds import answers_tasks, described
+from compress.models.kinds.kinds import answers_tasks, described
 from compress.numerics.statistics import difference_interval, flips, mcnemar, mean
 
 

@@ -21,8 +21,8 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, NumericError
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results
-from compress.model.kinds import RECORDED, described, kind_of, reads_whole_texts
-from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective
+from compress.models.kinds.kinds import RECORDED, described, kind_of, reads_whole_texts
+from compress.models.kinds.objective import IGNORED, NEXT_TOKENS, LMObjective
 from compress.numerics.metrics import rows_of_chunk
 
 Window = dict[str, Any]

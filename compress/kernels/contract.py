@@ -81,7 +81,7 @@ class Kernel(Protocol):
 
     def product(
         self, x: Tensor, part: Part, prepared: Any, rounding: RoundingLike | None, bias: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """rounding(x) W^T + bias, equal to the reference up to float rounding."""
         ...
 
@@ -91,7 +91,7 @@ class JointKernel(Kernel, Protocol):
 
     def products(
         self, x: Tensor, parts: Sequence[Part], rounding: RoundingLike | None, biases: Sequence[Tensor | None]
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """`product` for each part; x is contiguous."""
         ...
 

@@ -37,9 +37,14 @@ def pack(part: Part) -> PackedCodes:
     table = held.get("table")
     scale = held["scale"].float()[:, None] * STEPS.get(scheme.code, 1)
     return of_bytes(
-        WALKS[scheme.code], held["codes"].contiguous(), None if table is None else signed(table), scale, part.shape,
-        part.narrow_inputs, tiles=(scheme.trellis.step_bits, scheme.states, scheme.tile_rows, scheme.tile_columns),
-    )  # fmt: skip
+        WALKS[scheme.code],
+        held["codes"].contiguous(),
+        None if table is None else signed(table),
+        scale,
+        part.shape,
+        part.narrow_inputs,
+        tiles=(scheme.trellis.step_bits, scheme.states, scheme.tile_rows, scheme.tile_columns),
+    )
 
 
 def signed(table: Float[Tensor, "entries 2"]) -> Float[Tensor, "1 1 entries*2 2"]:

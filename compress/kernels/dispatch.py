@@ -25,8 +25,11 @@ SHARED = ("contract", "dispatch", "recording", "reference")
 
 def find_kernels() -> tuple[list[Kernel], list[TransformKernel]]:
     """Import the kernels of products and of transforms of this folder, in the order of their file names."""
-    modules = [importlib.import_module(f"{kernels.__name__}.{f.name}") for f in pkgutil.iter_modules(kernels.__path__)
-               if f.name not in SHARED]  # fmt: skip
+    modules = [
+        importlib.import_module(f"{kernels.__name__}.{f.name}")
+        for f in pkgutil.iter_modules(kernels.__path__)
+        if f.name not in SHARED
+    ]
     transforms = [module.TRANSFORM for module in modules if hasattr(module, "TRANSFORM")]
     return [module.KERNEL for module in modules if not hasattr(module, "TRANSFORM")], transforms
 

@@ -100,18 +100,35 @@ def group_sums(
         gpu_columns.sum_groups(weight, importance, scale, zero, (grid.lowest, grid.highest), found)
         return found
     more = {"squares": pointer(found[1]), "products": pointer(found[2])} if summed else {}
-    _call("compress_sum_groups", Groups(
-        weights=pointer(weight), scale=pointer(scale), zero=pointer(zero), importance=pointer(importance),
-        error=pointer(found[0]), rows=rows, groups=groups, size=size, lowest=grid.lowest, highest=grid.highest,
-        threads=torch.get_num_threads(), **more,
-    ))  # fmt: skip
+    _call(
+        "compress_sum_groups",
+        Groups(
+            weights=pointer(weight),
+            scale=pointer(scale),
+            zero=pointer(zero),
+            importance=pointer(importance),
+            error=pointer(found[0]),
+            rows=rows,
+            groups=groups,
+            size=size,
+            lowest=grid.lowest,
+            highest=grid.highest,
+            threads=torch.get_num_threads(),
+            **more,
+        ),
+    )
     return found
 
 
 def _rounded(
-    state: Tensor, matrix: Tensor, grid: Integers, keep: Tensor | None, old: Tensor | None, pivots: Tensor | None,
+    state: Tensor,
+    matrix: Tensor,
+    grid: Integers,
+    keep: Tensor | None,
+    old: Tensor | None,
+    pivots: Tensor | None,
     wanted: bool,
-) -> Rounded:  # fmt: skip
+) -> Rounded:
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     state, scale = state.contiguous(), grid.scale.contiguous()
     zero, keep, old, pivots = (None if t is None else t.contiguous() for t in (grid.zero, keep, old, pivots))
@@ -126,13 +143,29 @@ def _rounded(
             state, matrix, scale, zero, keep, old, pivots, limits, codes, values, moves, found.wanted
         )
         return found
-    _call("compress_round_columns", Columns(
-        state=pointer(state), matrix=pointer(matrix), scale=pointer(scale), zero=pointer(zero), keep=pointer(keep),
-        old=pointer(old), pivots=pointer(pivots), codes=pointer(found.codes), values=pointer(found.values),
-        moves=pointer(found.moves), wanted=pointer(found.wanted), rows=rows, columns=count,
-        scale_stride=rows if like else 0, matrix_stride=max(matrix.stride(0), count), lowest=grid.lowest,
-        highest=grid.highest, threads=torch.get_num_threads(),
-    ))  # fmt: skip
+    _call(
+        "compress_round_columns",
+        Columns(
+            state=pointer(state),
+            matrix=pointer(matrix),
+            scale=pointer(scale),
+            zero=pointer(zero),
+            keep=pointer(keep),
+            old=pointer(old),
+            pivots=pointer(pivots),
+            codes=pointer(found.codes),
+            values=pointer(found.values),
+            moves=pointer(found.moves),
+            wanted=pointer(found.wanted),
+            rows=rows,
+            columns=count,
+            scale_stride=rows if like else 0,
+            matrix_stride=max(matrix.stride(0), count),
+            lowest=grid.lowest,
+            highest=grid.highest,
+            threads=torch.get_num_threads(),
+        ),
+    )
     return found
 
 

@@ -59,9 +59,19 @@ def programs() -> Any:
 
 
 def round_columns(
-    state: Tensor, matrix: Tensor, scale: Tensor, zero: Tensor | None, keep: Tensor | None, old: Tensor | None,
-    pivots: Tensor | None, limits: tuple[int, int], codes: Tensor, values: Tensor, moves: Tensor, wanted: Tensor | None,
-) -> None:  # fmt: skip
+    state: Tensor,
+    matrix: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    keep: Tensor | None,
+    old: Tensor | None,
+    pivots: Tensor | None,
+    limits: tuple[int, int],
+    codes: Tensor,
+    values: Tensor,
+    moves: Tensor,
+    wanted: Tensor | None,
+) -> None:
     """Round the columns of `state`, [columns, rows], into the last four tensors; arguments as in `columns`.
 
     All are contiguous, but rows of the matrix may be apart. keep: bool. limits: the lowest and the highest code.
@@ -74,12 +84,31 @@ def round_columns(
     given = (state if tensor is None else tensor for tensor in (zero, mask, old, pivots))
     with torch.cuda.device_of(state):  # where there are several GPUs
         programs().round_columns[(math.ceil(rows / tile.rows),)](
-            state, matrix, scale, *given, codes, values, moves, state if wanted is None else wanted,
-            rows, columns, rows if scale.dim() == 2 else 0, matrix.stride(0), float(limits[0]), float(limits[1]),
-            zeros=zero is not None, kept=keep is not None, descent=old is not None, asked=wanted is not None,
-            leaf=tile.leaf, before=tile.before, block=tile.rows, num_warps=tile.warps, num_stages=1,
+            state,
+            matrix,
+            scale,
+            *given,
+            codes,
+            values,
+            moves,
+            state if wanted is None else wanted,
+            rows,
+            columns,
+            rows if scale.dim() == 2 else 0,
+            matrix.stride(0),
+            float(limits[0]),
+            float(limits[1]),
+            zeros=zero is not None,
+            kept=keep is not None,
+            descent=old is not None,
+            asked=wanted is not None,
+            leaf=tile.leaf,
+            before=tile.before,
+            block=tile.rows,
+            num_warps=tile.warps,
+            num_stages=1,
             enable_fp_fusion=False,  # a value is rounded before it is subtracted, as in plain torch
-        )  # fmt: skip
+        )
 
 
 def sum_groups(
@@ -93,7 +122,23 @@ def sum_groups(
     tile = SUMS.weights // columns
     with torch.cuda.device_of(weight):
         programs().sum_groups[(math.ceil(count / tile),)](
-            weight, importance, scale, scale if zero is None else zero, found[0], found[-1 if len(found) == 1 else 1],
-            found[-1], count, groups, size, float(limits[0]), float(limits[1]), zeros=zero is not None,
-            summed=len(found) > 1, tile=tile, block=columns, num_warps=SUMS.warps, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            weight,
+            importance,
+            scale,
+            scale if zero is None else zero,
+            found[0],
+            found[-1 if len(found) == 1 else 1],
+            found[-1],
+            count,
+            groups,
+            size,
+            float(limits[0]),
+            float(limits[1]),
+            zeros=zero is not None,
+            summed=len(found) > 1,
+            tile=tile,
+            block=columns,
+            num_warps=SUMS.warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )

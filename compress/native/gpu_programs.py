@@ -36,10 +36,32 @@ def with_column(tile, places, at: tl.constexpr, values):
 
 
 @triton.jit(do_not_specialize=["rows", "scale_stride"])  # a thread then has one row, and all columns of a leaf
-def round_columns(state, matrix, scale, zero, keep, old, pivots, codes, values, moves, wanted, rows, columns,
-                  scale_stride, matrix_stride, lowest, highest, zeros: tl.constexpr, kept: tl.constexpr,
-                  descent: tl.constexpr, asked: tl.constexpr, leaf: tl.constexpr, before: tl.constexpr,
-                  block: tl.constexpr):  # fmt: skip
+def round_columns(
+    state,
+    matrix,
+    scale,
+    zero,
+    keep,
+    old,
+    pivots,
+    codes,
+    values,
+    moves,
+    wanted,
+    rows,
+    columns,
+    scale_stride,
+    matrix_stride,
+    lowest,
+    highest,
+    zeros: tl.constexpr,
+    kept: tl.constexpr,
+    descent: tl.constexpr,
+    asked: tl.constexpr,
+    leaf: tl.constexpr,
+    before: tl.constexpr,
+    block: tl.constexpr,
+):
     """Round the columns of some rows one after the other, a leaf of them in registers.
 
     sweep: round the state, and subtract its change from later columns. descent: round old + state / pivots, and
@@ -56,8 +78,11 @@ def round_columns(state, matrix, scale, zero, keep, old, pivots, codes, values, 
         now = tl.load(state + at, mask=there, other=0.0)
         for first in range(0, start, before):
             b = first + tl.arange(0, before)
-            rates = tl.load(matrix + b[None, :] * matrix_stride + place[:, None],
-                            mask=(b < start)[None, :] & (place < columns)[:, None], other=0.0)  # fmt: skip
+            rates = tl.load(
+                matrix + b[None, :] * matrix_stride + place[:, None],
+                mask=(b < start)[None, :] & (place < columns)[:, None],
+                other=0.0,
+            )
             steps = tl.load(moves + b[:, None] * rows + r[None, :], mask=(b < start)[:, None] & inside, other=0.0)
             now -= tl.dot(rates, steps, input_precision="ieee")
         size = tl.load(scale + grid, mask=there, other=1.0)
@@ -90,8 +115,24 @@ def round_columns(state, matrix, scale, zero, keep, old, pivots, codes, values, 
 
 
 @triton.jit
-def sum_groups(weights, importance, scale, zero, error, squares, products, count, groups, size, lowest, highest,
-               zeros: tl.constexpr, summed: tl.constexpr, tile: tl.constexpr, block: tl.constexpr):  # fmt: skip
+def sum_groups(
+    weights,
+    importance,
+    scale,
+    zero,
+    error,
+    squares,
+    products,
+    count,
+    groups,
+    size,
+    lowest,
+    highest,
+    zeros: tl.constexpr,
+    summed: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+):
     """For some groups of weights [rows, groups, size] the sum of h (value - w)^2; `summed`: of h L^2 and h L w, too."""
     at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     inside = at < count

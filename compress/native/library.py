@@ -12,7 +12,7 @@ import torch
 from compress.errors import RecipeError
 from compress.native.choice import VARIABLE, chosen
 
-NATIVE = "compress.kernels.cpu._native"
+NATIVE = f"{__package__}._native"
 LANES = 16  # of a vector: rows or states that are computed side by side
 OUT_OF_MEMORY = -2  # what a function returns
 
@@ -21,64 +21,131 @@ class Weight(ctypes.Structure):
     """`compress_weight` of compress_cpu.h."""
 
     _fields_ = [
-        ("words", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("table", c_void_p), ("order", c_void_p),
-        ("masks", c_void_p), ("offsets", c_void_p), ("zero_point", c_float), ("codec", c_int32), ("rows", c_int64),
-        ("width", c_int64), ("units", c_int64), ("group", c_int64), ("groups", c_int64), ("tables", c_int64),
-        ("books", c_int64), ("entries", c_int64), ("length", c_int64), ("stride", c_int64), ("step_bits", c_int64),
-        ("states", c_int64), ("tile_rows", c_int64), ("tile_columns", c_int64), ("scale_type", c_int64),
+        ("words", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("table", c_void_p),
+        ("order", c_void_p),
+        ("masks", c_void_p),
+        ("offsets", c_void_p),
+        ("zero_point", c_float),
+        ("codec", c_int32),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("units", c_int64),
+        ("group", c_int64),
+        ("groups", c_int64),
+        ("tables", c_int64),
+        ("books", c_int64),
+        ("entries", c_int64),
+        ("length", c_int64),
+        ("stride", c_int64),
+        ("step_bits", c_int64),
+        ("states", c_int64),
+        ("tile_rows", c_int64),
+        ("tile_columns", c_int64),
+        ("scale_type", c_int64),
         ("zero_type", c_int64),
-    ]  # fmt: skip
+    ]
 
 
 class HadamardMatrix(ctypes.Structure):
     """`compress_hadamard` of compress_cpu.h."""
 
     _fields_ = [
-        ("matrices", c_void_p), ("lengths", c_void_p), ("numbers", c_int64), ("count", c_int64), ("inner", c_int64),
-        ("levels", c_int64), ("order", c_int64),
-    ]  # fmt: skip
+        ("matrices", c_void_p),
+        ("lengths", c_void_p),
+        ("numbers", c_int64),
+        ("count", c_int64),
+        ("inner", c_int64),
+        ("levels", c_int64),
+        ("order", c_int64),
+    ]
 
 
 class Attention(ctypes.Structure):
     """`compress_attention` of compress_cpu.h."""
 
     _fields_ = [
-        ("q", c_void_p), ("k", c_void_p), ("v", c_void_p), ("mask", c_void_p), ("out", c_void_p),
-        ("sizes", c_int64 * 6), ("q_strides", c_int64 * 3), ("k_strides", c_int64 * 3), ("v_strides", c_int64 * 3),
-        ("out_strides", c_int64 * 3), ("mask_strides", c_int64 * 3), ("groups", c_int64), ("scale", c_float),
-        ("mask_type", c_int32), ("causal", c_int32), ("threads", c_int32),
-    ]  # fmt: skip
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("mask", c_void_p),
+        ("out", c_void_p),
+        ("sizes", c_int64 * 6),
+        ("q_strides", c_int64 * 3),
+        ("k_strides", c_int64 * 3),
+        ("v_strides", c_int64 * 3),
+        ("out_strides", c_int64 * 3),
+        ("mask_strides", c_int64 * 3),
+        ("groups", c_int64),
+        ("scale", c_float),
+        ("mask_type", c_int32),
+        ("causal", c_int32),
+        ("threads", c_int32),
+    ]
 
 
 class Columns(ctypes.Structure):
     """`compress_columns` of compress_cpu.h."""
 
     _fields_ = [
-        ("state", c_void_p), ("matrix", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("keep", c_void_p),
-        ("old", c_void_p), ("pivots", c_void_p), ("codes", c_void_p), ("values", c_void_p), ("moves", c_void_p),
-        ("wanted", c_void_p), ("rows", c_int64), ("columns", c_int64), ("scale_stride", c_int64),
-        ("matrix_stride", c_int64), ("lowest", c_float), ("highest", c_float), ("threads", c_int32),
-    ]  # fmt: skip
+        ("state", c_void_p),
+        ("matrix", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("keep", c_void_p),
+        ("old", c_void_p),
+        ("pivots", c_void_p),
+        ("codes", c_void_p),
+        ("values", c_void_p),
+        ("moves", c_void_p),
+        ("wanted", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("scale_stride", c_int64),
+        ("matrix_stride", c_int64),
+        ("lowest", c_float),
+        ("highest", c_float),
+        ("threads", c_int32),
+    ]
 
 
 class Groups(ctypes.Structure):
     """`compress_groups` of compress_cpu.h."""
 
     _fields_ = [
-        ("weights", c_void_p), ("scale", c_void_p), ("zero", c_void_p), ("importance", c_void_p), ("error", c_void_p),
-        ("squares", c_void_p), ("products", c_void_p), ("rows", c_int64), ("groups", c_int64), ("size", c_int64),
-        ("lowest", c_float), ("highest", c_float), ("threads", c_int32),
-    ]  # fmt: skip
+        ("weights", c_void_p),
+        ("scale", c_void_p),
+        ("zero", c_void_p),
+        ("importance", c_void_p),
+        ("error", c_void_p),
+        ("squares", c_void_p),
+        ("products", c_void_p),
+        ("rows", c_int64),
+        ("groups", c_int64),
+        ("size", c_int64),
+        ("lowest", c_float),
+        ("highest", c_float),
+        ("threads", c_int32),
+    ]
 
 
 class Search(ctypes.Structure):
     """`compress_search` of compress_cpu.h."""
 
     _fields_ = [
-        ("sequences", c_void_p), ("values", c_void_p), ("overlap", c_void_p), ("found", c_void_p),
-        ("count", c_int64), ("steps", c_int64), ("length", c_int64), ("states", c_int64), ("step_bits", c_int64),
+        ("sequences", c_void_p),
+        ("values", c_void_p),
+        ("overlap", c_void_p),
+        ("found", c_void_p),
+        ("count", c_int64),
+        ("steps", c_int64),
+        ("length", c_int64),
+        ("states", c_int64),
+        ("step_bits", c_int64),
         ("threads", c_int32),
-    ]  # fmt: skip
+    ]
 
 
 PRODUCT = [c_void_p] * 5 + [c_int64] * 2 + [c_int32] * 3 + [c_float, c_int32]

@@ -16,18 +16,58 @@ DIMENSIONS, INPUTS, TOGETHER = 6, 4, 8  # COMPRESS_MOST_DIMENSIONS, _INPUTS, _PR
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3, torch.uint8: 4, torch.int32: 5}
 """compress_number by dtype."""
 _OF_ONE = (
-    "copy", "negative", "absolute", "square", "root", "inverse_root", "inverse", "exp", "log", "sin", "cos", "tanh",
-    "sigmoid", "silu", "gelu", "gelu_tanh", "relu", "not",
-)  # fmt: skip
+    "copy",
+    "negative",
+    "absolute",
+    "square",
+    "root",
+    "inverse_root",
+    "inverse",
+    "exp",
+    "log",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "not",
+)
 _OF_TWO = (
-    "add", "subtract", "multiply", "divide", "power", "lesser", "greater", "below", "at_most", "above", "at_least",
-    "equal", "unequal", "and", "or",
-)  # fmt: skip
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "power",
+    "lesser",
+    "greater",
+    "below",
+    "at_most",
+    "above",
+    "at_least",
+    "equal",
+    "unequal",
+    "and",
+    "or",
+)
 OPERATIONS = {
-    **{name: i for i, name in enumerate(_OF_ONE)}, **{name: 32 + i for i, name in enumerate(_OF_TWO)},
-    "choose": 64, "sum": 80, "mean": 81, "largest": 82, "softmax": 88, "normalize": 89, "take": 96, "put": 97,
-    "attend": 112, "multiply_weights": 120, "rotate": 121, "caller": 127,
-}  # fmt: skip
+    **{name: i for i, name in enumerate(_OF_ONE)},
+    **{name: 32 + i for i, name in enumerate(_OF_TWO)},
+    "choose": 64,
+    "sum": 80,
+    "mean": 81,
+    "largest": 82,
+    "softmax": 88,
+    "normalize": 89,
+    "take": 96,
+    "put": 97,
+    "attend": 112,
+    "multiply_weights": 120,
+    "rotate": 121,
+    "caller": 127,
+}
 """compress_operation by name."""
 
 
@@ -41,30 +81,54 @@ class Joint(ctypes.Structure):
     """`compress_joint` of compress_cpu.h."""
 
     _fields_ = [
-        ("weights", ctypes.POINTER(Weight) * TOGETHER), ("bias", c_void_p * TOGETHER), ("y", Operand * TOGETHER),
-        ("static_scale", c_void_p), ("count", c_int64), ("m", c_int64), ("ldx", c_int64), ("type", c_int32),
-        ("rounded", c_int32), ("bits", c_int32), ("clip", c_float),
-    ]  # fmt: skip
+        ("weights", ctypes.POINTER(Weight) * TOGETHER),
+        ("bias", c_void_p * TOGETHER),
+        ("y", Operand * TOGETHER),
+        ("static_scale", c_void_p),
+        ("count", c_int64),
+        ("m", c_int64),
+        ("ldx", c_int64),
+        ("type", c_int32),
+        ("rounded", c_int32),
+        ("bits", c_int32),
+        ("clip", c_float),
+    ]
 
 
 class Rotation(ctypes.Structure):
     """`compress_rotation` of compress_cpu.h."""
 
     _fields_ = [
-        ("matrix", c_void_p), ("x", c_void_p), ("y", c_void_p), ("signs", c_void_p), ("bias", c_void_p),
-        ("m", c_int64), ("width", c_int64), ("ldx", c_int64), ("x_type", c_int32), ("y_type", c_int32),
-        ("outputs", c_int32), ("threads", c_int32),
-    ]  # fmt: skip
+        ("matrix", c_void_p),
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("signs", c_void_p),
+        ("bias", c_void_p),
+        ("m", c_int64),
+        ("width", c_int64),
+        ("ldx", c_int64),
+        ("x_type", c_int32),
+        ("y_type", c_int32),
+        ("outputs", c_int32),
+        ("threads", c_int32),
+    ]
 
 
 class Instruction(ctypes.Structure):
     """`compress_instruction` of compress_cpu.h."""
 
     _fields_ = [
-        ("operation", c_int64), ("whole", c_int64), ("sizes", c_int64 * DIMENSIONS), ("out", Operand),
-        ("inputs", Operand * INPUTS), ("along", c_int64), ("limit", c_int64), ("numbers", c_float * 2),
-        ("products", ctypes.POINTER(Joint)), ("rotation", ctypes.POINTER(Rotation)),
-    ]  # fmt: skip
+        ("operation", c_int64),
+        ("whole", c_int64),
+        ("sizes", c_int64 * DIMENSIONS),
+        ("out", Operand),
+        ("inputs", Operand * INPUTS),
+        ("along", c_int64),
+        ("limit", c_int64),
+        ("numbers", c_float * 2),
+        ("products", ctypes.POINTER(Joint)),
+        ("rotation", ctypes.POINTER(Rotation)),
+    ]
 
 
 class Steps:

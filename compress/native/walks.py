@@ -40,10 +40,17 @@ def walks(
     assert sequences.shape[1] == steps * length and (ends is None or ends.shape == (count,))
     found = torch.empty(count, steps, dtype=torch.int32)
     search = Search(
-        sequences=pointer(sequences), values=pointer(by_weight), overlap=pointer(ends),
-        found=pointer(found), count=count, steps=steps, length=length, states=len(values).bit_length() - 1,
-        step_bits=step_bits, threads=torch.get_num_threads(),
-    )  # fmt: skip
+        sequences=pointer(sequences),
+        values=pointer(by_weight),
+        overlap=pointer(ends),
+        found=pointer(found),
+        count=count,
+        steps=steps,
+        length=length,
+        states=len(values).bit_length() - 1,
+        step_bits=step_bits,
+        threads=torch.get_num_threads(),
+    )
     failed = native.compress_search_walks(ctypes.addressof(search))
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the costs of a search do not fit into memory")
@@ -66,8 +73,15 @@ def decode(
     codes, values, (count, size) = codes.contiguous(), values.contiguous(), codes.shape
     found = torch.empty(count, size * 8 // step_bits * values.shape[1])
     failed = native.compress_decode_walks(
-        pointer(codes), pointer(values), pointer(found), count, size, states, step_bits, values.shape[1],
+        pointer(codes),
+        pointer(values),
+        pointer(found),
+        count,
+        size,
+        states,
+        step_bits,
+        values.shape[1],
         torch.get_num_threads(),
-    )  # fmt: skip
+    )
     assert not failed, "sizes do not fit together"
     return found

@@ -89,9 +89,13 @@ def sweep(
 
 
 def _one_by_one(
-    start: int, part: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"], rule: ColumnRule,
-    lookahead: Lookahead | None, span: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    start: int,
+    part: Float[Tensor, "part out"],
+    ratios: Float[Tensor, "part part"],
+    rule: ColumnRule,
+    lookahead: Lookahead | None,
+    span: int,
+) -> tuple[Tensor, Tensor]:
     """(compressed values, errors) of the columns from `start` on; `part` is overwritten."""
     columns, count, leaf = part.unbind(0), len(part), max(LEAF // span, 1) * span
     errors, new = torch.empty_like(part), []
@@ -148,9 +152,13 @@ def greedy_bytes(rows: int, width: int) -> int:
 
 
 def _greedy_rows(
-    weight: Tensor, inverse: Tensor, rows: slice, round_to: Callable[..., Tensor],
-    urgency: Callable[..., Tensor] | None, costliest: bool,
-) -> Tensor:  # fmt: skip
+    weight: Tensor,
+    inverse: Tensor,
+    rows: slice,
+    round_to: Callable[..., Tensor],
+    urgency: Callable[..., Tensor] | None,
+    costliest: bool,
+) -> Tensor:
     """`greedy` for some rows; each row has its own inverse Hessian over the weights that are left in it."""
     values = weight.to(inverse.dtype, copy=True)
     left = torch.ones_like(values, dtype=torch.bool)

@@ -68,7 +68,7 @@ class Lloyd:
 
 def kmeans(
     values: Float[Tensor, "rows n"], weights: Float[Tensor, "rows n"], count: int
-) -> Float[Tensor, "rows count"]:  # fmt: skip
+) -> Float[Tensor, "rows count"]:
     """`count` centers of each row, ascending, in float64: a local minimum of the sum of weight * (value - center)^2.
 
     Of two starts (equal shares of the weight, and equal distances) the better result of each row is taken. Rows without

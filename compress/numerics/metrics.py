@@ -47,9 +47,7 @@ class SoftTargets:
     def part(self, at: slice) -> SoftTargets:
         """The targets of a slice of the tokens."""
         index, rest = self.index, self.log_rest
-        return SoftTargets(
-            self.log_probs[at], None if index is None else index[at], None if rest is None else rest[at]
-        )  # fmt: skip
+        return SoftTargets(self.log_probs[at], None if index is None else index[at], None if rest is None else rest[at])
 
     @property
     def cells(self) -> Float[Tensor, "tokens cells"]:

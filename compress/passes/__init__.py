@@ -1,9 +1,51 @@
-"""The passes, one file per algorithm; the file's name is the key in a recipe. Nothing is registered by hand."""
+"""The passes, one file per algorithm in folders by kind; the file's name is the key in a recipe.
+
+Nothing is registered by hand: `PASSES` finds the files, and imports a pass when it is used.
+"""
 
 from __future__ import annotations
 
-from compress.api.discovery import classes_by_file
-from compress.api.passes import Pass
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-PASSES: dict[str, type[Pass]] = classes_by_file(__name__, __path__, Pass)
+from compress.passes.contract.discovery import class_of_file
+
+if TYPE_CHECKING:
+    from compress.passes.contract.passes import Pass
+
+KINDS = ("quantize", "prepare", "prune", "reshape", "train", "cache")
+"""The folders of passes, by what they do to a model."""
+
+
+class Registry(Mapping[str, "type[Pass]"]):
+    """The passes of this package by key, in alphabetical order; each is imported when it is looked up."""
+
+    def __init__(self) -> None:
+        here = Path(__file__).parent
+        kinds = {file.name: kind for kind in KINDS for file in pkgutil.iter_modules([str(here / kind)])}
+        self._kinds = dict(sorted(kinds.items()))
+
+    def __getitem__(self, key: str) -> type[Pass]:
+        found: type[Any] | None = class_of_file(import_module(f"{__name__}.{self._kinds[key]}.{key}"), key, object)
+        assert found is not None, f"{key}.py defines no class"
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kinds
+
+    def kind(self, key: str) -> str:
+        """The folder of a pass, such as 'quantize'."""
+        return self._kinds[key]
+
+
+PASSES = Registry()
 """The class of every pass by its key."""

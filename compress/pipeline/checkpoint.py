@@ -17,27 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.api.context import Cost, Run
-from compress.api.journal import Entry
-from compress.api.passes import Step
-from compress.errors import OutputError
-from compress.formats.base import CacheScheme
-from compress.formats.containers.digests import SUMS
-from compress.formats.containers.files import write_text
-from compress.formats.containers.safetensors import shard_name, write_shard
-from compress.model.kv_cache import cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears, scheme_of
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.open.stored import INDEX
-from compress.model.save import (
+from compress.checkpoint.containers.digests import SUMS
+from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.containers.safetensors import shard_name, write_shard
+from compress.checkpoint.save import (
     block_tensors,
     dense_linear_names,
     outside_tensors,
+    stated_scheme,
     store_as_planned,
     write_description,
 )
-from compress.model.structure.blocks import Block
-from compress.model.structure.ends import compressed_ends
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.sources.stored import INDEX
+from compress.errors import OutputError
+from compress.layers.linear import CompressedLinear, linears, scheme_of
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import cache_records
+from compress.models.caches.scheme import CacheScheme
+from compress.models.structure.blocks import Block
+from compress.models.structure.ends import compressed_ends
+from compress.passes.contract.context import Cost, Run
+from compress.passes.contract.journal import Entry
+from compress.passes.contract.passes import Step
 from compress.pipeline.engine import Segment
 from compress.pipeline.lock import LOCK
 from compress.pipeline.output import (
@@ -57,10 +59,9 @@ from compress.pipeline.resolve import update_targets
 from compress.pipeline.restore import is_file, restore_block
 from compress.pipeline.shards import ShardEntry, record, write_entry
 from compress.pipeline.snapshot import OUTSIDE, Snapshot, outside_of, read_part, read_snapshot, state_of, write_part
-from compress.stream.install import LayerResult
-from compress.stream.rounded_ends import ends_of, round_ends
+from compress.sweep.install import LayerResult
+from compress.sweep.rounded_ends import ends_of, round_ends
 from compress.version import __version__
-from compress.weights.layer import LayerScheme
 
 SEGMENTS = "segments"
 PROBE_FILE = "probe.safetensors"

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.api.context import Run
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.load import load
+from compress.checkpoint.sources.opening import InMemory, OpenModel
 from compress.errors import TargetError, UserError, did_you_mean
-from compress.formats import FORMATS
-from compress.formats.base import Format
-from compress.model.linear import CompressedLinear, kind_of, linears
-from compress.model.open.load import load
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.structure.blocks import find_blocks
+from compress.layers.linear import CompressedLinear, kind_of, linears
+from compress.layers.parts.codes import CodesPart, CodesScheme
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.structure.blocks import find_blocks
 from compress.numerics.quant.codes import groups_in, quantize, spread, store
 from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.passes.contract.context import Run
 from compress.pipeline.export import save
 from compress.report.card import write_export_card
-from compress.stream.rounded_ends import rounded_ends
-from compress.weights.codes import CodesPart, CodesScheme
-from compress.weights.layer import LayerScheme
-from compress.weights.transforms.rounding import InputRounding, RoundingScheme
+from compress.sweep.rounded_ends import rounded_ends
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024)
 OUTLIER = 6.0  # LLM.int8: the threshold of outliers, for formats whose readers always round the inputs of int8 weights
@@ -59,7 +59,7 @@ class _Error:
 def export(
     folder: str | Path,
     out: str | Path,
-    format: str = "native",  # noqa: A002  the word of the recipe
+    format: str = "native",
     requantize: bool = False,
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -189,9 +189,7 @@ class _Plan:
             )
         return found[0]
 
-    def _one_for_all(
-        self, every: Sequence[LayerScheme], schemes: Mapping[str, LayerScheme]
-    ) -> dict[str, LayerScheme]:  # fmt: skip
+    def _one_for_all(self, every: Sequence[LayerScheme], schemes: Mapping[str, LayerScheme]) -> dict[str, LayerScheme]:
         """One target for all layers, for formats whose layers must agree. Raises TargetError."""
         for new in self._candidates(every[0]):
             found = {name: LayerScheme(old.shape, new.parts, new.transforms) for name, old in schemes.items()}

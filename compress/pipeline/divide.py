@@ -9,10 +9,10 @@ from itertools import accumulate
 from jaxtyping import Int
 from torch import Tensor
 
-from compress.api.passes import Step, calibrates
-from compress.api.processes import Processes
 from compress.errors import CalibrationError, UserError
-from compress.model.recordings import batches, is_recorded
+from compress.models.kinds.recordings import batches, is_recorded
+from compress.passes.contract.passes import Step, calibrates
+from compress.passes.contract.processes import Processes
 
 
 def own_batches(

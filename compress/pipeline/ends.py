@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compress.api.observers import Nothing
-from compress.api.passes import LayerPass, Pass
 from compress.errors import TargetError
-from compress.model.structure.ends import End
-from compress.weights.layer import LayerScheme
+from compress.layers.scheme import LayerScheme
+from compress.models.structure.ends import End
+from compress.passes.contract.observers import Nothing
+from compress.passes.contract.passes import LayerPass, Pass
 
 
 def check_ends(step: Pass, ends: Sequence[End], where: str) -> None:

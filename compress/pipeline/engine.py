@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from compress.api.context import Run
-from compress.api.passes import ModelPass, Step
-from compress.api.processes import ALONE
+from compress.checkpoint.sources.opening import OpenModel
 from compress.kernels.dispatch import plain_torch
-from compress.model.forward import logits_of
-from compress.model.open.opening import OpenModel
-from compress.model.structure.blocks import Block, find_blocks
+from compress.models.forward import logits_of
+from compress.models.structure.blocks import Block, find_blocks
+from compress.passes.contract.context import Run
+from compress.passes.contract.passes import ModelPass, Step
+from compress.passes.contract.processes import ALONE
 from compress.pipeline.resolve import update_targets
-from compress.stream.install import LayerResult, absorb_transforms, round_to_storage
-from compress.stream.sweep import Sweep
+from compress.sweep.install import LayerResult, absorb_transforms, round_to_storage
+from compress.sweep.sweep import Sweep
 
 
 @dataclass(frozen=True)

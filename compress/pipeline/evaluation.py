@@ -14,10 +14,14 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.context import Run, device_of
-from compress.api.journal import Journal
-from compress.api.memory import available_bytes, copies_limit
-from compress.api.processes import Processes
+from compress.checkpoint.sources.files import fingerprint_of
+from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.load import dtype_to_compare, load
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.sources.sentence import pooling_in, read_sentence_files
+from compress.checkpoint.sources.stored import weight_files
+from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.sources.vocabulary import first_difference
 from compress.data.text_source import as_source
 from compress.errors import ModelError
 from compress.evaluate import EVALUATORS, combine_all, measure_one
@@ -25,24 +29,20 @@ from compress.evaluate.base import EvaluationContext
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.store import Store, digest_of
 from compress.evaluate.windows import evaluation_ids
-from compress.model.kinds import Kind, described, is_headless, kind_of
-from compress.model.objective import objective_of
-from compress.model.open.files import fingerprint_of
-from compress.model.open.gguf_codes import checkpoint_of
-from compress.model.open.load import dtype_to_compare, load
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.open.sentence import pooling_in, read_sentence_files
-from compress.model.open.stored import weight_files
-from compress.model.open.supported import check_supported
-from compress.model.open.vocabulary import first_difference
-from compress.model.structure.blocks import find_blocks
-from compress.model.structure.front import Front, front_if_any
+from compress.models.kinds.kinds import Kind, described, is_headless, kind_of
+from compress.models.kinds.objective import objective_of
+from compress.models.structure.blocks import find_blocks
+from compress.models.structure.front import Front, front_if_any
+from compress.passes.contract.context import Run, device_of
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.memory import available_bytes, copies_limit
+from compress.passes.contract.processes import Processes
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.texts import suited
 from compress.pipeline.texts import texts_of as asked_texts
 from compress.recipe.evaluation import Evaluate
 from compress.report.evaluation import Evaluation, ModelEvaluation
-from compress.stream.capture import ModelShell
+from compress.sweep.capture import ModelShell
 from compress.version import __version__
 
 WORK = Path("out") / "evaluation"
@@ -150,9 +150,7 @@ class Measured:
     def evaluation(self) -> Evaluation:
         """The results of all models."""
         notes = [f"{entry.where}: {entry.message}" for entry in self.journal.entries]
-        return Evaluation(
-            compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes
-        )  # fmt: skip
+        return Evaluation(compress=__version__, base=self.base, settings=self.settings, models=self.models, notes=notes)
 
     @contextmanager
     def told_on_failure(self, on_failure: Callable[[Evaluation], None] | None) -> Iterator[None]:

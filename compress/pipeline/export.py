@@ -14,43 +14,44 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.context import Run
-from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
-from compress.formats import FORMATS
-from compress.formats.base import CacheScheme
-from compress.formats.containers.files import reason_of
-from compress.formats.containers.safetensors import shard_name, write_shard
-from compress.model.embedding import layer_of
-from compress.model.kv_cache import cache_records, stated_scheme
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.computation import storage_of
-from compress.model.open.files import read_processor
-from compress.model.open.load import load
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.save import (
+from compress.checkpoint.containers.files import reason_of
+from compress.checkpoint.containers.safetensors import shard_name, write_shard
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.save import (
     block_tensors,
     dense_linear_names,
     outside_tensors,
+    stated_scheme,
     store_as_planned,
     stored_sparsity,
     write_description,
-)  # fmt: skip
-from compress.model.structure.blocks import Block, find_blocks
-from compress.model.structure.ends import compressed_ends
+)
+from compress.checkpoint.sources.files import read_processor
+from compress.checkpoint.sources.load import load
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.errors import OutputError, SaveError, UserError, VerificationError, did_you_mean
+from compress.layers.embedding import layer_of
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import cache_records
+from compress.models.caches.scheme import CacheScheme
+from compress.models.computation import storage_of
+from compress.models.structure.blocks import Block, find_blocks
+from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import DTYPES, dtype_name
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.passes.contract.context import Run
 from compress.pipeline.readers import check_together
-from compress.stream.install import adapt, take_in
-from compress.stream.reference import twin
-from compress.stream.rounded_ends import ends_of, rounded_ends
+from compress.sweep.install import adapt, take_in
+from compress.sweep.reference import twin
+from compress.sweep.rounded_ends import ends_of, rounded_ends
 from compress.version import __version__
-from compress.weights.layer import LayerScheme
 
 
 def save(
     model: PreTrainedModel,
     folder: str | Path,
-    format: str = "native",  # noqa: A002  the word of the recipe
+    format: str = "native",
     tokenizer: PreTrainedTokenizerBase | None = None,
     dtype: str = "auto",
     sparse: SparsePolicy = "auto",

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compress.api.memory import STORE_BYTES, copies_limit
-from compress.api.passes import LayerPass, ModelPass, Step
 from compress.data.ids import extent
 from compress.errors import ShortageError
+from compress.passes.contract.memory import STORE_BYTES, copies_limit
+from compress.passes.contract.passes import LayerPass, ModelPass, Step
 from compress.pipeline.footprint import EVALUATION, MB, Footprint, Need
 from compress.pipeline.readers import OWN, not_asked
 from compress.recipe.schema import Recipe

@@ -13,30 +13,30 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from compress.api.memory import STORE_BYTES, ProblemSize
-from compress.api.passes import LayerPass, ModelPass, Pass, Step, calibrates, measured_tokens
-from compress.api.samples import Sample
+from compress.checkpoint.save import outside_dense
+from compress.checkpoint.sources.opening import Mapped, OpenModel
+from compress.checkpoint.sources.resident import held_bytes
+from compress.checkpoint.sources.stored_ends import stored_ends
 from compress.data.ids import extent
 from compress.data.recorded import count_in
 from compress.data.text_source import TextSource, as_source
-from compress.model.inputs import text_lengths
-from compress.model.kinds import RECORDED, is_headless, kind_of, texts_in_row
-from compress.model.objective import text_config
-from compress.model.open.opening import Mapped, OpenModel
-from compress.model.open.resident import held_bytes
-from compress.model.open.stored_ends import stored_ends
-from compress.model.recordings import row_bytes
-from compress.model.save import outside_dense
-from compress.model.structure.blocks import Block
-from compress.model.structure.ends import find_ends
-from compress.model.structure.front import front_of, target_positions
+from compress.layers.scheme import LayerScheme
+from compress.models.kinds.inputs import text_lengths
+from compress.models.kinds.kinds import RECORDED, is_headless, kind_of, texts_in_row
+from compress.models.kinds.objective import text_config
+from compress.models.kinds.recordings import row_bytes
+from compress.models.structure.blocks import Block
+from compress.models.structure.ends import find_ends
+from compress.models.structure.front import front_of, target_positions
 from compress.numerics.quant.codes import groups_in
+from compress.passes.contract.memory import STORE_BYTES, ProblemSize
+from compress.passes.contract.passes import LayerPass, ModelPass, Pass, Step, calibrates, measured_tokens
+from compress.passes.contract.samples import Sample
 from compress.pipeline.resolve import storage_dtype
 from compress.pipeline.sources import maps_ends
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
 from compress.train.options import TrainingOptions
-from compress.weights.layer import LayerScheme
 
 # Tensors of a forward pass through a block of transformers. With the hidden width: the residual, the output of a norm,
 # and the next tensor (queries, keys and values together, if these are wider than the widest input). With the width of
@@ -345,10 +345,18 @@ class Footprint:
         held = () if block is None else tuple(f"{name}." for name in within)
         others = [t for n, t in around.items() if not n.startswith(held) or n.removesuffix(".bias") + "." in held]
         return ProblemSize(
-            weights, scales, sum(t.numel() for t in others),
-            sum(rows + width for rows, width in within.values()), self.vocabulary if block is None else 0,
-            self.length if block is None else self._per_batch(block), self.itemsize, packed, self._input_widths(names),
-            max(sizes, default=0), self.forward_bytes(self.length if block is None else self._per_batch(block)),
+            weights,
+            scales,
+            sum(t.numel() for t in others),
+            sum(rows + width for rows, width in within.values()),
+            self.vocabulary if block is None else 0,
+            self.length if block is None else self._per_batch(block),
+            self.itemsize,
+            packed,
+            self._input_widths(names),
+            max(sizes, default=0),
+            self.forward_bytes(self.length if block is None else self._per_batch(block)),
             min(self.states_bytes, self.store_bytes) if block is None else self._states_bytes(block),
-            len(self.opened.blocks) * self.hidden if block is None else 0, hidden=self.hidden,
-        )  # fmt: skip
+            len(self.opened.blocks) * self.hidden if block is None else 0,
+            hidden=self.hidden,
+        )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from compress.checkpoint.sources.gguf_codes import checkpoint_of
+from compress.checkpoint.sources.load import load
 from compress.errors import ModelError
-from compress.model.inputs import prompt_length
-from compress.model.kinds import answers_prompts, described
-from compress.model.open.gguf_codes import checkpoint_of
-from compress.model.open.load import load
+from compress.models.kinds.inputs import prompt_length
+from compress.models.kinds.kinds import answers_prompts, described
 
 
 def generate_text(
@@ -37,7 +37,13 @@ def generate_text(
         raise ModelError("prompt: is empty; write some text")
     run: Any = model.generate
     made = run(
-        input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=tokens,
-        do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     return str(tokenizer.decode(made[0, prompt_length(model, inputs["input_ids"]) :], skip_special_tokens=True))

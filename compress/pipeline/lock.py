@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from compress.api.journal import Journal
 from compress.errors import OutputError
+from compress.passes.contract.journal import Journal
 from compress.pipeline.output import WORK, check_folder
 
 LOCK = "lock"

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from compress.api.passes import ModelPass, Step
+from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.sources.vocabulary import check_teacher
 from compress.errors import ModelError, TargetError
-from compress.model.objective import LMObjective, objective_of
-from compress.model.open.opening import OpenModel
-from compress.model.open.vocabulary import check_teacher
+from compress.models.kinds.objective import LMObjective, objective_of
+from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.resolve import layer_shapes, lm_objective_for, nothing_compressed, with_config
 from compress.pipeline.sources import open_original, original_of
 from compress.pipeline.texts import texts_of
 from compress.recipe.schema import Recipe
-from compress.stream.original import looks_back
+from compress.sweep.original import looks_back
 
 
 def check_needs(recipe: Recipe, steps: Sequence[Step], opened: OpenModel) -> LMObjective:

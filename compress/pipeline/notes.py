@@ -8,9 +8,9 @@ from math import prod
 
 import torch
 
-from compress.api.passes import Step
-from compress.formats.base import Format
-from compress.weights.layer import LayerScheme
+from compress.checkpoint.formats.base import Format
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.passes import Step
 
 NOTABLE = 1.03  # ratio of stored to nominal bits per weight that is told
 WIDE = 32  # groups in a row without padding: whole words for codes of every width

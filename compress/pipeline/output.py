@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
+from compress.checkpoint.containers.digests import SUMS
+from compress.checkpoint.containers.files import tensor_file_bytes, write_text
+from compress.checkpoint.sources.stored import INDEX
 from compress.errors import OutputError
-from compress.formats.containers.digests import SUMS
-from compress.formats.containers.files import tensor_file_bytes, write_text
-from compress.model.open.stored import INDEX
 
 WORK = ".compress"
 """The folder inside of the output folder that holds the manifest and the files of an unfinished run."""
@@ -26,9 +26,18 @@ MANIFEST = "manifest.json"
 STAGED = "new"
 """The folder inside of `WORK` with files that are being written."""
 WRITES = (
-    "model-*-of-*.safetensors", "model.gguf", INDEX, "config.json", SUMS, "recipe.yaml", "README.md", "report.json",
-    "report.md", "report.html", "training.svg",
-)  # fmt: skip
+    "model-*-of-*.safetensors",
+    "model.gguf",
+    INDEX,
+    "config.json",
+    SUMS,
+    "recipe.yaml",
+    "README.md",
+    "report.json",
+    "report.md",
+    "report.html",
+    "training.svg",
+)
 """Patterns of files that a run writes whatever its model is: files of the user with such names would be in its way."""
 MOST = 5  # names in a message
 

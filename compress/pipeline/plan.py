@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compress.api.context import device_of
-from compress.api.limits import size_of
-from compress.api.memory import available_bytes
-from compress.api.passes import Pass, Step
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.save import outside_dense
+from compress.checkpoint.sources.opening import OpenModel, read_config
+from compress.checkpoint.sources.packed import open_input, starting_sparsities
 from compress.errors import ModelError, ShortageError, TargetError
-from compress.formats.base import Format
-from compress.model.kv_cache import attentions_containing
-from compress.model.linear import kind_of, linears
-from compress.model.open.opening import OpenModel, read_config
-from compress.model.open.packed import open_input, starting_sparsities
-from compress.model.save import outside_dense
-from compress.model.structure.ends import End, find_ends
+from compress.layers.linear import kind_of, linears
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import attentions_containing
+from compress.models.structure.ends import End, find_ends
 from compress.numerics.sparse.positions import SparsePolicy, Sparsity
+from compress.passes.contract.context import device_of
+from compress.passes.contract.limits import size_of
+from compress.passes.contract.memory import available_bytes
+from compress.passes.contract.passes import Pass, Step
 from compress.pipeline.fitting import LIBRARIES_BYTES, Fit, check_available, check_verification, fitted, unlimited
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.needs import check_needs
@@ -38,14 +39,13 @@ from compress.pipeline.resolve import (
     storage_dtype,
     update_targets,
     with_config,
-)  # fmt: skip
+)
 from compress.pipeline.servers import check_servers
 from compress.pipeline.texts import check_texts, suited
 from compress.pipeline.timing import Timing, timing
 from compress.recipe.schema import Recipe
-from compress.stream.capture import ModelShell
-from compress.stream.rounded_ends import ends_of
-from compress.weights.layer import LayerScheme
+from compress.sweep.capture import ModelShell
+from compress.sweep.rounded_ends import ends_of
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,15 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Plain values: every layer, bytes of the checkpoint and of the dense model, peak memory and notes."""
         layers = [
-            {"name": layer.name, "shape": list(layer.shape), "passes": list(layer.passes),
-             "stored_as": layer.scheme.text, "bytes": layer.size_bytes}
+            {
+                "name": layer.name,
+                "shape": list(layer.shape),
+                "passes": list(layer.passes),
+                "stored_as": layer.scheme.text,
+                "bytes": layer.size_bytes,
+            }
             for layer in self.layers
-        ]  # fmt: skip
+        ]
         names = ("checkpoint_bytes", "dense_bytes", "memory_bytes", "process_bytes")
         sizes = {name: getattr(self, name) for name in names}
         time = None if self.timing is None else self.timing.to_json()
@@ -122,9 +127,14 @@ class Plan:
 
 
 def planned_scheme(
-    steps: Sequence[tuple[str, Pass]], name: str, start: LayerScheme, storage: torch.dtype, policy: SparsePolicy,
-    found: Sequence[Sparsity] = (), most: bool = False,
-) -> LayerScheme:  # fmt: skip
+    steps: Sequence[tuple[str, Pass]],
+    name: str,
+    start: LayerScheme,
+    storage: torch.dtype,
+    policy: SparsePolicy,
+    found: Sequence[Sparsity] = (),
+    most: bool = False,
+) -> LayerScheme:
     """The final storage scheme of a layer, as far as it is known before the run.
 
     start: the scheme before the first pass. policy: for sparse layers. found: the possible ways to store the mask that
@@ -282,9 +292,12 @@ def plan_on(recipe: Recipe, steps: Sequence[Step], form: OpenModel) -> Plan:
 
 
 def _notes(
-    steps: Sequence[Step], layers: Sequence[LayerPlan], starts: Mapping[str, LayerScheme], format_: Format,
+    steps: Sequence[Step],
+    layers: Sequence[LayerPlan],
+    starts: Mapping[str, LayerScheme],
+    format_: Format,
     storage: torch.dtype,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The notes about the stored bytes of layers. starts: their schemes before the first pass."""
     found = [(layer.name, layer.scheme, layer.size_bytes) for layer in layers]
     chosen = [(where, step, set(names)) for where, step, names in steps]
@@ -317,7 +330,7 @@ def final_plan(
 
 def _rest_bytes(
     opened: OpenModel, storage: torch.dtype, ends: Sequence[End] = (), format_: Format | None = None
-) -> int:  # fmt: skip
+) -> int:
     """Bytes of all stored tensors except the weights of linears in the blocks and of these ends.
 
     format_: that of the checkpoint; None: all in `storage`.

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from compress.api.journal import Entry, Journal
+from compress.passes.contract.journal import Entry, Journal
 
 
 @contextmanager
@@ -41,9 +41,14 @@ class ProgressDisplay:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
         self._tasks: dict[str, TaskID] = {}
         self._record: set[tuple[str, int]] = set()
 

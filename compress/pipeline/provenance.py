@@ -11,8 +11,8 @@ from typing import Any
 
 import pydantic
 
-from compress.api.passes import Pass
 from compress.errors import RecipeError
+from compress.passes.contract.passes import Pass
 from compress.recipe.plugins import load_file, module_text, spelled
 from compress.recipe.schema import Recipe
 from compress.version import __version__

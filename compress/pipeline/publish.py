@@ -28,9 +28,7 @@ class Hub(Protocol):
         """Create a repository, or return the existing one."""
         ...
 
-    def upload_folder(
-        self, *, repo_id: str, folder_path: Path, commit_message: str, ignore_patterns: list[str]
-    ) -> Any:  # fmt: skip
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, ignore_patterns: list[str]) -> Any:
         """Upload a folder in one commit."""
         ...
 
@@ -63,9 +61,11 @@ def push_to_hub(folder: str | Path, repository: str, private: bool = False, hub:
     try:
         hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(
-            repo_id=repository, folder_path=folder, commit_message="Upload a compressed checkpoint",
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload a compressed checkpoint",
             ignore_patterns=LEFT_OUT,
-        )  # fmt: skip
+        )
     except HFValidationError as error:
         raise OutputError(f"--push-to-hub {repository}: {one_line(error)}") from error
     except (HfHubHTTPError, OSError) as error:

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from compress.api.passes import Step
+from compress.checkpoint.formats.base import Format, StoredLayer
+from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
-from compress.formats.base import Format, StoredLayer
-from compress.model.kv_cache import attentions_containing
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.experts import Experts
-from compress.model.open.opening import OpenModel
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import attentions_containing
+from compress.models.experts import Experts
+from compress.passes.contract.passes import Step
 from compress.recipe.schema import Recipe
-from compress.weights.layer import LayerScheme
 
 OWN = "save: {verify: own} checks it with compress.load alone"
 
@@ -76,9 +76,7 @@ def _needs_weight(model: nn.Module, compressed: Collection[str]) -> bool:
     return False
 
 
-def check_reader(
-    recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned: Mapping[str, LayerScheme]
-) -> None:  # fmt: skip
+def check_reader(recipe: Recipe, steps: Sequence[Step], form: OpenModel, planned: Mapping[str, LayerScheme]) -> None:
     """Raise TargetError when it is known before the run that transformers cannot load the checkpoint.
 
     form: the model in its final shape. planned: the final schemes of its linears.

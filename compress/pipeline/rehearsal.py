@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.api.context import Run
-from compress.api.passes import ModelPass, Step
+from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import CompressError, ModelError, NumericError, TargetError
-from compress.model.open.experts import open_experts
-from compress.model.open.opening import OpenModel
-from compress.model.reshape.reconfigure import sketch, tensors, with_blocks
+from compress.models.experts import open_experts
+from compress.models.reshape.reconfigure import sketch, tensors, with_blocks
+from compress.passes.contract.context import Run
+from compress.passes.contract.passes import ModelPass, Step
 from compress.pipeline.resolve import lm_objective_for, with_config
 from compress.pipeline.trial import random_ids
 from compress.recipe.schema import Recipe

@@ -12,27 +12,27 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from compress.api.facts import Fact, LayerFacts
-from compress.api.passes import ModelPass, Pass, Step
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.sources.packed import open_input
+from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.sources.vocabulary import check_kind, check_teacher
 from compress.errors import ModelError, TargetError
-from compress.formats.base import Format
-from compress.model.embedding import layer_of
-from compress.model.kv_cache import attentions_containing, rounded_caches
-from compress.model.linear import CompressedLinear, linears, scheme_of, shape_of
-from compress.model.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.open.packed import open_input
-from compress.model.open.supported import check_supported
-from compress.model.open.vocabulary import check_kind, check_teacher
-from compress.model.reshape.reconfigure import sketch
-from compress.model.structure.blocks import find_blocks
-from compress.model.structure.ends import end_layer, find_ends
-from compress.model.structure.select import ModuleNames
+from compress.layers.embedding import layer_of
+from compress.layers.linear import CompressedLinear, linears, scheme_of, shape_of
+from compress.layers.scheme import LayerScheme, transform_class
+from compress.models.caches.quantized import attentions_containing, rounded_caches
+from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, objective_of, text_config
+from compress.models.reshape.reconfigure import sketch
+from compress.models.structure.blocks import find_blocks
+from compress.models.structure.ends import end_layer, find_ends
+from compress.models.structure.select import ModuleNames
 from compress.numerics.dtypes import DTYPES
+from compress.passes.contract.facts import Fact, LayerFacts
+from compress.passes.contract.passes import ModelPass, Pass, Step
 from compress.pipeline.ends import check_ends
 from compress.recipe.order import in_words, label, unprepared
 from compress.recipe.schema import Recipe
-from compress.weights.layer import LayerScheme, transform_class
 
 EARLIER: dict[Fact, str] = {
     "masked": "earlier passes (masks: forget in the recipe drops the zeros of a dense model)",
@@ -197,7 +197,7 @@ def _check_mixed(step: Pass, names: Sequence[str], schemes: Mapping[str, LayerSc
 
 def _check_sweep(
     step: Pass, names: Sequence[str], swept: set[str], facts: Mapping[str, Mapping[Fact, str]], where: str
-) -> None:  # fmt: skip
+) -> None:
     """Raise TargetError if a pass needs its layers from before compression and nothing compresses them before it.
 
     swept: the linears of earlier passes of the same sweep. facts: of all linears, of earlier sweeps and runs too.
@@ -230,7 +230,7 @@ def _together(step: Pass, names: Sequence[str], opened: OpenModel) -> list[list[
 
 def _check_unmet(
     step: Pass, parts: Sequence[Sequence[str]], schemes: Mapping[str, LayerScheme], format_: Format, where: str
-) -> None:  # fmt: skip
+) -> None:
     """Raise TargetError if a pass finds nothing to work on. schemes: of the layers before the pass."""
     for names in parts:
         before = [schemes[name] for name in names]
@@ -275,7 +275,7 @@ def own_options(step: Pass, name: str) -> Pass:
 
 def _check_layers(
     step: Pass, names: Sequence[str], schemes: dict[str, LayerScheme], format_: Format, where: str
-) -> None:  # fmt: skip
+) -> None:
     """Raise TargetError if a pass cannot work on a layer, or the format cannot store the result.
 
     schemes: the storage schemes of layers before the step; they are updated to those after it. Rounded inputs that a
@@ -297,7 +297,7 @@ def _check_layers(
 
 def _check_transforms(
     step: Pass, names: Sequence[str], most: dict[str, LayerScheme], format_: Format, where: str
-) -> None:  # fmt: skip
+) -> None:
     """Raise TargetError if a transform may stay at a layer with which the format cannot store it.
 
     most: the schemes of layers with all transforms that may stay (`Pass.at_most`); they are updated.

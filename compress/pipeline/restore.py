@@ -8,15 +8,17 @@ from typing import Any, Protocol
 
 import torch
 
-from compress.formats.base import CacheScheme, Format
-from compress.formats.containers.files import file_sha256
-from compress.model.kv_cache import SCALES, cache_records
-from compress.model.linear import CompressedLinear, linears, renew_linear, replace_linear
-from compress.model.open.load import fill, fill_caches
-from compress.model.open.opening import Mapped, assign
-from compress.model.open.stored import stored_in
-from compress.model.structure.blocks import Block
-from compress.weights.layer import LayerScheme
+from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.load import fill, fill_caches
+from compress.checkpoint.sources.opening import Mapped
+from compress.checkpoint.sources.stored import stored_in
+from compress.layers.linear import CompressedLinear, linears, renew_linear, replace_linear
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import SCALES, cache_records
+from compress.models.caches.scheme import CacheScheme
+from compress.models.structure.blocks import Block
+from compress.models.tensors import assign
 
 
 class Stored(Protocol):
@@ -35,9 +37,14 @@ def is_file(path: Path, sha256: str) -> bool:
 
 
 def restore_block(
-    block: Block, entry: Stored, folder: Path, targets: Collection[str], format_: Format, dtype: torch.dtype,
+    block: Block,
+    entry: Stored,
+    folder: Path,
+    targets: Collection[str],
+    format_: Format,
+    dtype: torch.dtype,
     device: torch.device,
-) -> bool:  # fmt: skip
+) -> bool:
     """Restore a block from its shard; False if the file is missing or changed. targets: its compressed linears."""
     path = folder / entry.file
     if not is_file(path, entry.sha256):

@@ -13,16 +13,23 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from compress.checkpoint.sources.inference import (
+    allow_narrow_inputs,
+    keeps_narrow,
+    narrow_weights,
+    put_narrow,
+    share_inputs,
+)
+from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.sources.packed import Packed, open_input
 from compress.errors import ModelError, RecipeError
-from compress.model.kinds import described, texts_in_row
-from compress.model.linear import linears, renew_linear
-from compress.model.objective import text_config
-from compress.model.open.computation import inference_dtype
-from compress.model.open.experts import open_experts
-from compress.model.open.inference import allow_narrow_inputs, keeps_narrow, narrow_weights, put_narrow, share_inputs
-from compress.model.open.opening import OpenModel
-from compress.model.open.packed import Packed, open_input
-from compress.model.reshape.reconfigure import with_blocks
+from compress.layers.linear import linears, renew_linear
+from compress.layers.scheme import LayerScheme
+from compress.models.computation import inference_dtype
+from compress.models.experts import open_experts
+from compress.models.kinds.kinds import described, texts_in_row
+from compress.models.kinds.objective import text_config
+from compress.models.reshape.reconfigure import with_blocks
 from compress.pipeline.plan import plan_on
 from compress.pipeline.resolve import resolve, schemes_of
 from compress.recipe.schema import Recipe
@@ -30,7 +37,6 @@ from compress.roofline.devices import HERE, Device, read_device
 from compress.roofline.estimate import Pass, Stored, estimate
 from compress.roofline.here import here, with_calls
 from compress.roofline.trace import check_length, trace
-from compress.weights.layer import LayerScheme
 
 BLOCKS = 4  # blocks of the larger of the two models that measure this machine
 CONTEXT = 128  # most tokens of their prompts

@@ -15,31 +15,32 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.context import Run, device_of
-from compress.api.journal import Journal
-from compress.api.limits import size_of
-from compress.api.passes import ERROR_TOKENS, Pass, Step, calibrates
-from compress.api.processes import ALONE, Processes
+from compress.checkpoint.containers.files import told_of_writing, write_text
+from compress.checkpoint.formats.native import Native
+from compress.checkpoint.saving import guard_saving
+from compress.checkpoint.sources.hub import at_commit
+from compress.checkpoint.sources.load import load
+from compress.checkpoint.sources.masks import MaskPolicy
+from compress.checkpoint.sources.opening import OpenModel
+from compress.checkpoint.sources.packed import Packed, with_masks
+from compress.checkpoint.sources.sentence import pooling_in
+from compress.checkpoint.sources.supported import check_supported
 from compress.data.ids import TextUse, corpus_sha256
 from compress.errors import CalibrationError
 from compress.evaluate import combine_all, measure_all
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.store import Store, digest_of
-from compress.formats.containers.files import told_of_writing, write_text
-from compress.formats.native import Native
-from compress.model.linear import CompressedLinear
-from compress.model.open.experts import open_experts
-from compress.model.open.hub import at_commit
-from compress.model.open.load import load
-from compress.model.open.masks import MaskPolicy
-from compress.model.open.opening import OpenModel
-from compress.model.open.packed import Packed, with_masks
-from compress.model.open.sentence import pooling_in
-from compress.model.open.supported import check_supported
-from compress.model.recordings import batches, beginning
-from compress.model.saving import guard_saving
-from compress.model.structure.ends import compressed_ends
+from compress.layers.linear import CompressedLinear
+from compress.layers.scheme import LayerScheme
+from compress.models.experts import open_experts
+from compress.models.kinds.recordings import batches, beginning
+from compress.models.structure.ends import compressed_ends
 from compress.numerics.dtypes import dtype_name
+from compress.passes.contract.context import Run, device_of
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.limits import size_of
+from compress.passes.contract.passes import ERROR_TOKENS, Pass, Step, calibrates
+from compress.passes.contract.processes import ALONE, Processes
 from compress.pipeline.checkpoint import PROBE_FILE, Manifest, Shards, open_folder
 from compress.pipeline.divide import check_divided, check_same_inputs, own_batches
 from compress.pipeline.engine import Memory, engine
@@ -65,10 +66,9 @@ from compress.report.build import build_report, reproduction, sizes
 from compress.report.card import CardFacts, write_card
 from compress.report.schema import Predicted, Verification
 from compress.report.write import sensitivity_of, write_report
-from compress.stream.capture import ModelShell
-from compress.stream.install import adapt, take_in
-from compress.stream.rounded_ends import round_ends
-from compress.weights.layer import LayerScheme
+from compress.sweep.capture import ModelShell
+from compress.sweep.install import adapt, take_in
+from compress.sweep.rounded_ends import round_ends
 
 PROBE_TOKENS = 64  # length of the probe: enough for proofs, cheap at every block
 
@@ -209,9 +209,13 @@ class Job:
 
 
 def prepare(
-    recipe: Recipe, out: Path, overwrite: bool, journal: Journal, processes: Processes = ALONE,
+    recipe: Recipe,
+    out: Path,
+    overwrite: bool,
+    journal: Journal,
+    processes: Processes = ALONE,
     memory_bytes: int | None = None,
-) -> Job:  # fmt: skip
+) -> Job:
     """Open and check the model, targets, texts, output folder and memory, before the run starts.
 
     The recipe of the job has the calibration batch that fits into the limit of memory.
@@ -369,9 +373,17 @@ def evaluation_context(job: Job) -> EvaluationContext:
         job.context.processes,
     )
     return EvaluationContext(
-        job.context, "compressed", job.texts, job.opened.tokenizer, steps=job.steps, settings=settings, store=store,
-        base=job.recipe.model, pooling=pooling_in(job.opened.processor), copies_bytes=fit.copies_bytes,
-    )  # fmt: skip
+        job.context,
+        "compressed",
+        job.texts,
+        job.opened.tokenizer,
+        steps=job.steps,
+        settings=settings,
+        store=store,
+        base=job.recipe.model,
+        pooling=pooling_in(job.opened.processor),
+        copies_bytes=fit.copies_bytes,
+    )
 
 
 def _measure(job: Job, model: PreTrainedModel, context: EvaluationContext) -> dict[str, Any]:

@@ -19,30 +19,30 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.api.context import device_of
-from compress.api.journal import Journal
-from compress.api.passes import Pass
+from compress.checkpoint.sources.load import load
+from compress.checkpoint.sources.opening import fingerprint_of
+from compress.checkpoint.sources.stored import weight_files
 from compress.data.ids import model_sample
 from compress.errors import ModelError, RecipeError, TargetError, did_you_mean
 from compress.evaluate.divergence import Kept
 from compress.evaluate.store import Results, digest_of
 from compress.kernels.dispatch import plain_torch
-from compress.model.kinds import described, is_headless, texts_in_row
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.load import load
-from compress.model.open.opening import fingerprint_of
-from compress.model.open.stored import weight_files
-from compress.model.structure.blocks import Block
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.kinds.kinds import described, is_headless, texts_in_row
+from compress.models.structure.blocks import Block
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.statistics import mean
 from compress.passes import PASSES
+from compress.passes.contract.context import device_of
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.passes import Pass
 from compress.pipeline.evaluation import model_folder
 from compress.pipeline.progress import shown_progress
 from compress.pipeline.run import apply
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import read_passes
 from compress.recipe.sensitivities import Level, Sensitivities, Sensitivity, allocation
-from compress.stream.capture import Call, ModelShell
+from compress.sweep.capture import Call, ModelShell
 from compress.version import __version__
 
 TOP_K = 128  # tokens kept of the original's distributions
@@ -109,17 +109,25 @@ def sensitivity(
     with shown_progress(journal) if progress else nullcontext():
         reference = Reference.of(base, ids)
         for name, step in read.items():
-            key = digest_of(fingerprint, __version__, step.model_dump(mode="json"), type(step).key(), dtype,
-                            ids.tolist(), level)  # fmt: skip
+            key = digest_of(
+                fingerprint, __version__, step.model_dump(mode="json"), type(step).key(), dtype, ids.tolist(), level
+            )
             results = Results(None if work is None else work / key[:16])
             found += _measure(name, step, reference, Source(folder, dtype, where, calibration), level, results, journal)
     spelled = {
         name: {type(step).key(): step.model_dump(mode="json", exclude_defaults=True)} for name, step in read.items()
     }
     return Sensitivities(
-        compress=__version__, model=model, fingerprint=fingerprint, text=text, windows=len(ids), length=ids.shape[1],
-        level=level, choices=spelled, found=found,
-    )  # fmt: skip
+        compress=__version__,
+        model=model,
+        fingerprint=fingerprint,
+        text=text,
+        windows=len(ids),
+        length=ids.shape[1],
+        level=level,
+        choices=spelled,
+        found=found,
+    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,7 @@ def installed(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[No
 
 def _measure(
     choice: str, step: Pass, reference: Reference, source: Source, level: Level, results: Results, journal: Journal
-) -> list[Sensitivity]:  # fmt: skip
+) -> list[Sensitivity]:
     """The sensitivities of a choice, in the order of the model."""
     changed = source.compressed(step, reference.model)
     units: list[tuple[str, int, dict[str, CompressedLinear]]] = []
@@ -256,10 +264,18 @@ def _measure(
         sizes = {n: m.shape[0] * m.shape[1] for n, m in modules.items()}
         stored = sum(m.scheme.size_bytes(torch.float16) for m in modules.values())
         kl, loss = (mean([window[i] for window in windows]) for i in (0, 1))
-        found.append(Sensitivity(
-            name=name, choice=choice, weights=sum(sizes.values()), bits=8 * stored / sum(sizes.values()),
-            kl=kl.value, kl_stderr=kl.stderr, loss=loss.value, loss_stderr=loss.stderr,
-        ))  # fmt: skip
+        found.append(
+            Sensitivity(
+                name=name,
+                choice=choice,
+                weights=sum(sizes.values()),
+                bits=8 * stored / sum(sizes.values()),
+                kl=kl.value,
+                kl_stderr=kl.stderr,
+                loss=loss.value,
+                loss_stderr=loss.stderr,
+            )
+        )
     gc.collect()  # the copy of the model contains reference cycles
     return found
 

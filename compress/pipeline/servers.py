@@ -13,14 +13,14 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.opening import OpenModel
 from compress.errors import TargetError
-from compress.formats.base import Format
-from compress.model.objective import text_config
-from compress.model.open.opening import OpenModel
-from compress.model.structure.links import block_signature, find_groups
+from compress.layers.scheme import LayerScheme
+from compress.models.kinds.objective import text_config
+from compress.models.structure.links import block_signature, find_groups
 from compress.recipe.schema import Recipe
-from compress.stream.capture import UNRUNNABLE, Call, ModelShell
-from compress.weights.layer import LayerScheme
+from compress.sweep.capture import UNRUNNABLE, Call, ModelShell
 
 MOST = 64
 """The largest number of devices that an error proposes."""
@@ -64,9 +64,7 @@ def _of_one_module(names: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(part) for part in parts.values()]
 
 
-def check_servers(
-    recipe: Recipe, form: OpenModel, format_: Format, planned: Mapping[str, LayerScheme]
-) -> list[str]:  # fmt: skip
+def check_servers(recipe: Recipe, form: OpenModel, format_: Format, planned: Mapping[str, LayerScheme]) -> list[str]:
     """Notes about what servers cannot load, for a recipe that does not say that one is to load the checkpoint.
 
     form: the model in its final shape. planned: the final schemes of its linears. Raises TargetError for recipes that

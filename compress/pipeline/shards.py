@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from compress.formats.containers.safetensors import write_shard
-from compress.model.linear import CompressedLinear
+from compress.checkpoint.containers.safetensors import write_shard
+from compress.layers.linear import CompressedLinear
 
 
 @dataclass

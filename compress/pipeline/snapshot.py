@@ -16,19 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.formats.base import CacheScheme
-from compress.formats.containers.files import file_sha256
-from compress.formats.containers.safetensors import write_shard
-from compress.model.kv_cache import SCALES, round_cache, rounded_caches, scheme_of
-from compress.model.linear import CompressedLinear
-from compress.model.open.opening import InMemory, Mapped, OpenModel, assign
-from compress.model.open.stored import by_owner, stored_in
-from compress.model.reshape.reconfigure import build, replace_in_place, shapes, sketch
-from compress.model.save import outside_state
-from compress.model.structure.blocks import find_blocks
-from compress.model.structure.ends import compressed_ends, put_end, tie
+from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.containers.safetensors import write_shard
+from compress.checkpoint.save import outside_state
+from compress.checkpoint.sources.opening import InMemory, Mapped, OpenModel
+from compress.checkpoint.sources.stored import by_owner, stored_in
+from compress.layers.linear import CompressedLinear
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import SCALES, round_cache, rounded_caches, scheme_of
+from compress.models.caches.scheme import CacheScheme
+from compress.models.reshape.reconfigure import build, replace_in_place, shapes, sketch
+from compress.models.structure.blocks import find_blocks
+from compress.models.structure.ends import compressed_ends, put_end, tie
+from compress.models.tensors import assign
 from compress.numerics.sparse.positions import Kept, Sparsity
-from compress.weights.layer import LayerScheme
 
 OUTSIDE = "outside"
 """The name of the part with all tensors outside of blocks."""

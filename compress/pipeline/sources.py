@@ -10,11 +10,11 @@ import torch
 import yaml
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from compress.api.passes import ModelPass
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.checkpoint.sources.packed import open_input
 from compress.errors import RecipeError
-from compress.model.open.opening import InMemory, OpenModel
-from compress.model.open.packed import open_input
-from compress.model.structure.blocks import find_blocks
+from compress.models.structure.blocks import find_blocks
+from compress.passes.contract.passes import ModelPass
 from compress.recipe.schema import Recipe
 from compress.recipe.yaml import plain_values, read_file
 

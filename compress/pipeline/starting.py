@@ -8,8 +8,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from compress.checkpoint.containers.files import write_text
 from compress.errors import CalibrationError, OutputError, RecipeError, TargetError
-from compress.formats.containers.files import write_text
 from compress.pipeline.plan import Plan, plan
 from compress.recipe.schema import Recipe
 from compress.recipe.targets import EMBEDDED, LENGTH, Start, choose, group_sizes, read_target, recipe_text
@@ -52,9 +52,15 @@ def start_recipe(
 
 
 def _spelled(
-    start: Start, model: str, target: str, path: Path, source: str, group: int | None = None, length: int = LENGTH,
+    start: Start,
+    model: str,
+    target: str,
+    path: Path,
+    source: str,
+    group: int | None = None,
+    length: int = LENGTH,
     measure: str = "perplexity",
-) -> str:  # fmt: skip
+) -> str:
     return recipe_text(start, model, target, path.as_posix(), group, length, measure, source)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import Sample, TextUse, check_text, model_sample
 from compress.data.opening import needs_tokenizer, opening_tokens
 from compress.data.self_sampling import self_sampled
@@ -16,12 +17,11 @@ from compress.data.text_source import TextSource, as_source
 from compress.errors import CalibrationError, RecipeError
 from compress.evaluate.harness.tasks import check_tasks
 from compress.evaluate.windows import check_stride, evaluation_ids
-from compress.model.inputs import check_rows
-from compress.model.kinds import RECORDED, answers_prompts, answers_tasks, described, is_headless, kind_of
-from compress.model.objective import text_config
-from compress.model.open.opening import OpenModel
-from compress.model.recordings import is_recorded, rows_of, stacked
-from compress.model.structure.front import check_recordings, front_of
+from compress.models.kinds.inputs import check_rows
+from compress.models.kinds.kinds import RECORDED, answers_prompts, answers_tasks, described, is_headless, kind_of
+from compress.models.kinds.objective import text_config
+from compress.models.kinds.recordings import is_recorded, rows_of, stacked
+from compress.models.structure.front import check_recordings, front_of
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.schema import Recipe
 

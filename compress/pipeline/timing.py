@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import transformers
 
-from compress.api.context import device_of
-from compress.api.passes import ModelPass, Pass, Step, calibrates
+from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import extent
 from compress.data.text_source import as_source
 from compress.errors import CompressError
 from compress.evaluate.store import digest_of
-from compress.formats.containers.files import write_text
-from compress.model.open.opening import OpenModel
+from compress.passes.contract.context import device_of
+from compress.passes.contract.passes import ModelPass, Pass, Step, calibrates
 from compress.pipeline.resolve import layer_shapes
 from compress.pipeline.texts import texts_of
 from compress.pipeline.trial import STEPS, Trial, chosen_block, repeated, trial, unlike

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.api.context import Run
-from compress.api.journal import Journal
-from compress.api.passes import Pass, Step, calibrates, measured_tokens
+from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import extent
 from compress.errors import ModelError
 from compress.evaluate.windows import WindowTask, measure_window
-from compress.model.forward import logits_of
-from compress.model.kinds import is_headless
-from compress.model.objective import objective_of
-from compress.model.open.opening import OpenModel
-from compress.model.reshape.reconfigure import build, renumbered, tensors, with_blocks
-from compress.model.structure.blocks import Block
-from compress.model.structure.ends import vocabulary_size
+from compress.models.forward import logits_of
+from compress.models.kinds.kinds import is_headless
+from compress.models.kinds.objective import objective_of
+from compress.models.reshape.reconfigure import build, renumbered, tensors, with_blocks
+from compress.models.structure.blocks import Block
+from compress.models.structure.ends import vocabulary_size
+from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.passes import Pass, Step, calibrates, measured_tokens
 from compress.pipeline.engine import Memory, engine
 from compress.pipeline.resolve import lm_objective_for, schemes_of, storage_dtype, teachers
 from compress.pipeline.sources import in_memory
 from compress.recipe.schema import Recipe
-from compress.stream.capture import ModelShell
-from compress.stream.original import looks_back
+from compress.sweep.capture import ModelShell
+from compress.sweep.original import looks_back
 
 STEPS = 2  # equal steps of a pass in a trial; another trial takes twice as many
 PROBE_TOKENS = 16
@@ -133,10 +133,16 @@ class Bench:
         opened = in_memory(model, self.opened.tokenizer)
         format_ = self.recipe.save.target().stored_in(storage_dtype(self.recipe, self.opened))
         run = Run(
-            opened.device, storage_dtype(self.recipe, self.opened), self.recipe.seed, format_, self.recipe.save.sparse,
-            Journal(), calibration=ids, open_teacher=teachers([step for _, step, _ in steps], model, None, opened),
+            opened.device,
+            storage_dtype(self.recipe, self.opened),
+            self.recipe.seed,
+            format_,
+            self.recipe.save.sparse,
+            Journal(),
+            calibration=ids,
+            open_teacher=teachers([step for _, step, _ in steps], model, None, opened),
             lm_objective=lm_objective_for(steps, opened, self.recipe.seed),
-        )  # fmt: skip
+        )
         engine(steps, opened, list(ids.split(self.batch)), ids[:1, :PROBE_TOKENS], run, Memory())
         return {name: cost.seconds for name, cost in run.costs.items()}, model
 

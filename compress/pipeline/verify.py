@@ -15,19 +15,20 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from compress.api.context import Run
-from compress.api.memory import available_bytes
+from compress.checkpoint.containers.files import tensor_file_bytes
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.save import stated_scheme
+from compress.checkpoint.sources.load import load
 from compress.errors import VerificationError
-from compress.formats.base import Format
-from compress.formats.containers.files import tensor_file_bytes
 from compress.kernels.dispatch import plain_torch
-from compress.model.embedding import layer_of
-from compress.model.forward import logits_of
-from compress.model.kv_cache import cache_sha256, copy_rounding, rounded_caches, stated_scheme
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.experts import open_experts
-from compress.model.open.load import load
+from compress.layers.embedding import layer_of
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.caches.quantized import cache_sha256, copy_rounding, rounded_caches
+from compress.models.experts import open_experts
+from compress.models.forward import logits_of
 from compress.numerics.dtypes import dtype_name
+from compress.passes.contract.context import Run
+from compress.passes.contract.memory import available_bytes
 from compress.pipeline.readers import OWN, not_asked, unreadable
 from compress.recipe.schema import Recipe
 
@@ -270,9 +271,7 @@ def _compare(
     return difference
 
 
-def _same_weight(
-    name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path, format_: Format
-) -> None:  # fmt: skip
+def _same_weight(name: str, ours: nn.Module, theirs: Any, dtype: torch.dtype, folder: Path, format_: Format) -> None:
     """Compare a dense weight bit for bit; readers dequantize in the dtype of loading, or in the stored dtype."""
     assert isinstance(ours, CompressedLinear)
     stored = ours.all_parts[0].dtype

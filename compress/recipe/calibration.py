@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from compress.api.options import OptionError, Options, mistake
 from compress.data.ids import shares
 from compress.data.text_source import TextSource
+from compress.passes.contract.options import OptionError, Options, mistake
 
 Text = TypeVar("Text", bound=TextSource)
 

@@ -12,9 +12,9 @@ import yaml
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
-from compress.api.options import OptionError, Options, mistake
 from compress.data.text_source import TextSource, as_source
 from compress.errors import RecipeError, did_you_mean
+from compress.passes.contract.options import OptionError, Options, mistake
 from compress.recipe.calibration import EvaluatedTexts
 from compress.recipe.yaml import compose, read_file
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from compress.api.facts import Fact
-from compress.api.options import Place, place_text
-from compress.api.passes import Pass
 from compress.errors import RecipeError
-from compress.model.structure.ends import EMBEDDING, HEAD
+from compress.models.structure.ends import EMBEDDING, HEAD
+from compress.passes.contract.facts import Fact
+from compress.passes.contract.options import Place, place_text
+from compress.passes.contract.passes import Pass
 
 DISJOINT = "remove one of the two, or give them disjoint targets"
 

@@ -15,9 +15,9 @@ from typing import Any, get_args
 from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
-from compress.api.discovery import is_class
-from compress.api.options import Options
-from compress.api.passes import Pass
+from compress.passes.contract.discovery import is_class
+from compress.passes.contract.options import Options
+from compress.passes.contract.passes import Pass
 from compress.recipe.measured import HEAD, Row, Table, measured, rows_of
 from compress.recipe.presets import presets
 
@@ -141,9 +141,14 @@ def _words(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]
 
 
 _TYPES = {
-    "integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a name", "null": "null",
-    "array": "a list", "object": "a mapping",
-}  # fmt: skip
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "a name",
+    "null": "null",
+    "array": "a list",
+    "object": "a mapping",
+}
 _BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
 
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TypeVar
 
-from compress.api.discovery import class_of_file, is_class
-from compress.api.passes import Pass
 from compress.errors import RecipeError, did_you_mean
 from compress.passes import PASSES
+from compress.passes.contract.discovery import class_of_file, is_class
+from compress.passes.contract.passes import Pass
 from compress.recipe.order import recipe_error
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ T = TypeVar("T")
 GROUP = "compress.passes"
 """The entry point group of installed passes."""
 SCRIPT = "__main__"
-KINDS = "LayerPass, BlockPass or ModelPass of compress.api.passes"
+KINDS = "LayerPass, BlockPass or ModelPass of compress.passes.contract.passes"
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from pydantic import (
     model_validator,
 )
 
-from compress.api.context import DEVICES
-from compress.api.options import Options, Place, mistake
-from compress.api.passes import Pass
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.packed import is_compressed
 from compress.errors import RecipeError, did_you_mean
-from compress.formats import FORMATS
-from compress.formats.base import Format
-from compress.model.open.packed import is_compressed
 from compress.numerics.sparse.positions import SparsePolicy
+from compress.passes.contract.context import DEVICES
+from compress.passes.contract.options import Options, Place, mistake
+from compress.passes.contract.passes import Pass
 from compress.recipe.calibration import Calibration
 from compress.recipe.evaluation import Evaluate
 from compress.recipe.order import check_order, label, recipe_error
@@ -181,7 +181,7 @@ class Recipe(BaseModel):
     @classmethod
     def from_text(
         cls, text: str, name: str = "recipe", settings: Sequence[Setting] = (), folder: Path | None = None
-    ) -> Recipe:  # fmt: skip
+    ) -> Recipe:
         """Read a recipe from YAML text. name: of the text, for errors. folder: paths of plugins are relative to it."""
         data, places = compose(text, name)
         if folder is not None and isinstance(data, dict) and isinstance(data.get("plugins"), list):

@@ -130,9 +130,15 @@ def listed() -> str:
 
 
 def recipe_text(
-    start: Start, model: str, target: str, path: str, group_size: int | None = None, length: int = LENGTH,
-    measure: str = "perplexity", source: str = EMBEDDED,
-) -> str:  # fmt: skip
+    start: Start,
+    model: str,
+    target: str,
+    path: str,
+    group_size: int | None = None,
+    length: int = LENGTH,
+    measure: str = "perplexity",
+    source: str = EMBEDDED,
+) -> str:
     """The commented recipe. group_size: in place of that of the start; None: that one. length: tokens of a sequence.
 
     measure: of quality, perplexity or agreement. source: of the calibration and of the evaluation; text of the model

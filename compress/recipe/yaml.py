@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from yaml.reader import ReaderError
 
-from compress.api.options import Place
 from compress.errors import RecipeError
+from compress.passes.contract.options import Place
 
 KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from compress.api.context import Run
+from compress.checkpoint.containers.files import file_sha256, tensor_file_bytes
+from compress.checkpoint.sources.opening import OpenModel
 from compress.data.ids import TextUse
-from compress.formats.containers.files import file_sha256, tensor_file_bytes
-from compress.model.open.opening import OpenModel
 from compress.numerics.dtypes import dtype_name
+from compress.passes.contract.context import Run
 from compress.recipe.schema import Recipe
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.report.schema import Predicted, Report, Reproduction, Sizes, Verification
@@ -84,9 +84,14 @@ def build_report(
 
 
 def reproduction(
-    recipe: Recipe, opened: OpenModel, run: Run, fingerprint: str, code: Mapping[str, str], calibration_sha256: str,
+    recipe: Recipe,
+    opened: OpenModel,
+    run: Run,
+    fingerprint: str,
+    code: Mapping[str, str],
+    calibration_sha256: str,
     texts: Sequence[TextUse] = (),
-) -> Reproduction:  # fmt: skip
+) -> Reproduction:
     """All that the bytes of a run depend on. fingerprint, code: as in its manifest. texts: what was read."""
     return Reproduction(
         recipe=recipe.model_dump(mode="json"),

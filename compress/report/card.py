@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 from transformers import PreTrainedModel
 
-from compress.api.facts import Fact
-from compress.api.passes import Step
-from compress.formats import FORMATS
-from compress.formats.containers.files import write_text
-from compress.model.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
-from compress.model.open.hub import split_revision
+from compress.checkpoint.containers.files import write_text
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.sources.hub import split_revision
+from compress.models.kinds.kinds import CAUSAL, RECORDED, Kind, answers_prompts, kind_of
+from compress.passes.contract.facts import Fact
+from compress.passes.contract.passes import Step
 from compress.recipe.yaml import plain_values
 from compress.report.names import HUB_ID
 from compress.report.schema import Report
@@ -134,9 +134,7 @@ def _use(report: Report, known: CardFacts) -> str:
     return "\n\n".join(parts)
 
 
-def write_export_card(
-    folder: Path, source: str, form: str, layers: Sequence[tuple[str, str, str, int, float]]
-) -> None:  # fmt: skip
+def write_export_card(folder: Path, source: str, form: str, layers: Sequence[tuple[str, str, str, int, float]]) -> None:
     """Write README.md of a checkpoint that was converted from `source` to the format `form`, atomically.
 
     layers: name, scheme before, scheme after, number and relative weight error of each kind of layers.

@@ -54,9 +54,14 @@ class ModelEvaluation(Record):
 
     @classmethod
     def of(
-        cls, source: str, digest: str, size_bytes: int, values: Mapping[str, Any], compared: Mapping[str, Any],
+        cls,
+        source: str,
+        digest: str,
+        size_bytes: int,
+        values: Mapping[str, Any],
+        compared: Mapping[str, Any],
         failed: Mapping[str, str] | None = None,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         """From the results of `Evaluator.measure` and of `combine`, by key; keys may lack where the evaluation failed.
 
         failed: reasons in addition to those of tasks.
@@ -72,10 +77,15 @@ class ModelEvaluation(Record):
         }
         return cls.model_validate(
             {
-                "source": source, "digest": digest, "size_bytes": size_bytes, "texts": texts, "tasks": tasks["scores"],
-                "failed": {**tasks["failed"], **(failed or {})}, "compared": typed,
+                "source": source,
+                "digest": digest,
+                "size_bytes": size_bytes,
+                "texts": texts,
+                "tasks": tasks["scores"],
+                "failed": {**tasks["failed"], **(failed or {})},
+                "compared": typed,
             }
-        )  # fmt: skip
+        )
 
 
 class Evaluation(BaseModel):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from compress.checkpoint.containers.files import write_json, write_text
 from compress.errors import UserError
-from compress.formats.containers.files import write_json, write_text
 from compress.recipe.sensitivities import FILE as SENSITIVITY
 from compress.recipe.sensitivities import Sensitivities, read_sensitivities
 from compress.report.curves import FILE as CURVES

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from compress.model.linear import kind_of
+from compress.layers.linear import kind_of
+from compress.layers.scheme import LayerScheme
 from compress.roofline.devices import Device
 from compress.roofline.trace import Product, Trace
-from compress.weights.layer import LayerScheme
 
 KINDS = {"int": "int8", "fp": "float8"}
 """The kind of numbers that multiplies inputs rounded to a grid, by the beginning of the grid's name."""
@@ -75,9 +75,7 @@ def estimate(trace: Trace, stored: Mapping[str, Stored], itemsize: int, device: 
     return Pass(tuple(costs), sum(cost.seconds for cost in costs) + trace.calls * device.call_seconds)
 
 
-def _cost(
-    name: str, products: Sequence[Product], stored: Mapping[str, Stored], itemsize: int, device: Device
-) -> Cost:  # fmt: skip
+def _cost(name: str, products: Sequence[Product], stored: Mapping[str, Stored], itemsize: int, device: Device) -> Cost:
     one = products[0]
     numbers = stored[one.module].numbers if one.kind == "linear" and one.module in stored else "float16"
     size, count = _read(one, stored, itemsize), len(products)

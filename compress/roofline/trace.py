@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from compress.errors import ModelError
-from compress.model.linear import linears
-from compress.model.objective import without_cache
-from compress.model.open.experts import Experts, roles
+from compress.layers.linear import linears
+from compress.models.experts import Experts, roles
+from compress.models.kinds.objective import without_cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Recorder(TorchFunctionMode):
 
 def product_of(
     name: str, args: tuple[Any, ...], output: Tensor, inside_linear: bool = False
-) -> tuple[str, int, int, int, int] | None:  # fmt: skip
+) -> tuple[str, int, int, int, int] | None:
     """(kind, rows, width, operations, moved) of a call of a function of torch, or None if it is no product."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if name == "scaled_dot_product_attention":

@@ -14,13 +14,13 @@ from jaxtyping import Float
 from pydantic import ValidationError
 from torch import Tensor
 
-from compress.api.facts import Fact
-from compress.api.layers import Layer, Solution
-from compress.api.passes import BlockPass, LayerPass, ModelPass, Pass
+from compress.checkpoint.sources.load import load
 from compress.errors import CompressError, RecipeError, TargetError
-from compress.families.quantizing import Quantizing
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.load import load
+from compress.layers.linear import CompressedLinear, linears
+from compress.passes.contract.facts import Fact
+from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.passes import BlockPass, LayerPass, ModelPass, Pass
+from compress.passes.families.quantizing import Quantizing
 from compress.pipeline.run import apply, run
 from compress.recipe.order import check_order
 from compress.recipe.schema import Calibration, Evaluate, Recipe, Save
@@ -123,9 +123,13 @@ def check_run(trial: Trial, folder: Path) -> None:
     files = _digests(folder / "model")
     calibration = Calibration(source=str(folder / "ids.npy"), sequences=None, length=None)
     asked = Recipe(
-        model=str(folder / "model"), calibration=calibration, plugins=trial.plugins, passes=tuple(trial.chain),
-        save=Save(format="native", verify="own"), eval=Evaluate(perplexity=()),
-    )  # fmt: skip
+        model=str(folder / "model"),
+        calibration=calibration,
+        plugins=trial.plugins,
+        passes=tuple(trial.chain),
+        save=Save(format="native", verify="own"),
+        eval=Evaluate(perplexity=()),
+    )
     shipped, _ = load(run(asked, folder / "out").folder)
     other = differing(tensors_of(shipped), trial.applied)
     require(not other, f"the checkpoint holds other values than apply computes, first in {other[:1]}")

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.api.passes import Pass
+from compress.passes.contract.passes import Pass
 from compress.recipe.plugins import load_file
 from compress.testing import checks
 from compress.testing.model import tiny_ids, tiny_model
@@ -47,8 +47,12 @@ def check_pass(
     checks.check_options(given)
     trial = Trial(given, model, tiny_ids() if ids is None else ids, tuple(before), tuple(after), plugins)
     for check in (
-        checks.check_apply, checks.check_facts, checks.check_patterns, checks.check_targets, checks.check_pruned,
-    ):  # fmt: skip
+        checks.check_apply,
+        checks.check_facts,
+        checks.check_patterns,
+        checks.check_targets,
+        checks.check_pruned,
+    ):
         check(trial)
     with TemporaryDirectory() as folder:
         checks.check_run(trial, Path(folder))

@@ -15,10 +15,19 @@ SPREAD = 0.2  # of the weights; the default of transformers, 0.02, would leave t
 def tiny_model() -> PreTrainedModel:
     """A decoder of three blocks with grouped-query attention, the same at every call; the global random state stays."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INSIDE, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=False,
-        initializer_range=SPREAD, bos_token_id=0, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INSIDE,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+        initializer_range=SPREAD,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval().requires_grad_(False)

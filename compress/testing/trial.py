@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from compress.api.passes import LayerPass, Pass
-from compress.model.kv_cache import SCALES, attentions_with_cache, cache_sha256, scheme_of
-from compress.model.linear import CompressedLinear, linears
-from compress.model.structure.blocks import find_blocks
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.caches.quantized import SCALES, attentions_with_cache, cache_sha256, scheme_of
+from compress.models.structure.blocks import find_blocks
+from compress.passes.contract.passes import LayerPass, Pass
 from compress.pipeline.run import apply
 
 P = TypeVar("P", bound=Pass)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compress.formats.containers.files import atomic
+from compress.checkpoint.containers.files import atomic
 from compress.numerics.dtypes import bytes_of
 from compress.train.sharded import like
 

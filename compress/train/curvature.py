@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compress.errors import NumericError, TargetError
-from compress.model.kinds import DISTRIBUTIONS, answer_of, kind_of
-from compress.model.linear import CompressedLinear, shape_of
-from compress.model.objective import run_on
-from compress.model.structure.blocks import find_blocks, hidden_argument
+from compress.layers.linear import CompressedLinear, shape_of
+from compress.models.kinds.kinds import DISTRIBUTIONS, answer_of, kind_of
+from compress.models.kinds.objective import run_on
+from compress.models.structure.blocks import find_blocks, hidden_argument
 
 Told = Callable[[int], None]
 """Called with the number of sequences that are done."""
@@ -149,9 +149,7 @@ def hessian_traces(
                 first = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
                 for _ in range(probes):
                     signs = [_signs(weight, draw) for weight in parameters]
-                    products = torch.autograd.grad(
-                        first, parameters, signs, retain_graph=True, materialize_grads=True
-                    )  # fmt: skip
+                    products = torch.autograd.grad(first, parameters, signs, retain_graph=True, materialize_grads=True)
                     for i, (sign, product) in enumerate(zip(signs, products, strict=True)):
                         totals[i] += float((sign * product).sum(dtype=torch.float64)) / probes
                 told(done)

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compress.model.linear import CompressedLinear
+from compress.layers.base import WeightPart
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.scales import positive
 from compress.train.parametrization import Parametrization, Shares, masked
 from compress.train.sharded import full_parameters
-from compress.weights.base import WeightPart
 
 SMALLEST_FACTOR = 0.05  # relative to a scale: it stays positive; training does not get near it
 
@@ -27,9 +27,7 @@ class _ScaledProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, factor: Tensor | None, part: WeightPart, plain: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, factor: Tensor | None, part: WeightPart, plain: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, factor, plain)
         ctx.part, ctx.shape = part, x.shape
         return x @ _scaled(part, factor, plain).to(x.dtype).T
@@ -60,9 +58,11 @@ def _scaled(part: WeightPart, factor: Tensor | None, plain: Tensor | None) -> Fl
 
 
 def scaled_product(
-    x: Float[Tensor, "*batch in"], factor: Float[Tensor, "out groups"] | None, part: WeightPart,
+    x: Float[Tensor, "*batch in"],
+    factor: Float[Tensor, "out groups"] | None,
+    part: WeightPart,
     plain: Float[Tensor, "out in"] | None = None,
-) -> Float[Tensor, "*batch out"]:  # fmt: skip
+) -> Float[Tensor, "*batch out"]:
     """x W^T with every scale times its factor; gradients of x and of the factors. The dense W is not kept.
 
     plain: W at factors of 1, if the caller has it.

@@ -17,8 +17,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError, ShortageError
+from compress.passes.contract.journal import Journal
 from compress.train.checkpoint import digest, read_state, tensors_of, write_state
 from compress.train.options import LoopOptions
 from compress.train.sharded import full, gather, like
@@ -102,9 +102,14 @@ def check_launcher(
 
 
 def train(
-    student: Student, objective: Objective, ids: Int[Tensor, "examples ..."], settings: LoopOptions,
-    where: TrainingContext, span: ScheduleSlice | None = None, parts: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    student: Student,
+    objective: Objective,
+    ids: Int[Tensor, "examples ..."],
+    settings: LoopOptions,
+    where: TrainingContext,
+    span: ScheduleSlice | None = None,
+    parts: bool = False,
+) -> dict[str, Any]:
     """Train the student; returns the figures for the report: losses, steps and the curve.
 
     ids: the examples, in the form that the objective reads: token ids, or numbers. span: the slice of the schedule to

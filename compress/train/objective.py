@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import ModelError
-from compress.model.objective import NEXT_TOKENS, LMObjective, Outputs
+from compress.models.kinds.objective import NEXT_TOKENS, LMObjective, Outputs
 from compress.numerics.metrics import DivergenceName, distillation_loss, token_weights
 from compress.train.teacher import Features, OnlineTeacher, Targets, Teacher
 

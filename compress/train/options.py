@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import get_scheduler
 
-from compress.api.memory import ProblemSize
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.memory import ProblemSize
 from compress.train.lion import Lion
 from compress.train.parametrization import Kind, ParameterKind
-from compress.weights.layer import LayerScheme
 
 EPOCHS = 2  # default if neither steps nor epochs are given
 WEIGHT_RATE = 0.02  # relative to learning_rate: weights are a few hundredths, factors of scales and norms about 1

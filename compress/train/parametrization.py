@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.codes import Codes
 from compress.numerics.sparse.masks import Pattern
 from compress.numerics.sparse.schedules import partial_mask

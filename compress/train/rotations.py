@@ -18,12 +18,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compress.errors import RecipeError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.transforms.hadamard import Hadamard
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.fake import straight
 from compress.train.parametrization import Parametrization
 from compress.train.student import Student
-from compress.weights.transforms.hadamard import Hadamard
-from compress.weights.transforms.rounding import InputRounding
 
 ATTACHED = "learned_rotations"
 """The name of the rotations as a part of the model, while they are learned."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.errors import TargetError
-from compress.model.embedding import CompressedEmbedding
-from compress.model.linear import CompressedLinear, linears
-from compress.model.structure.blocks import find_blocks
+from compress.layers.embedding import CompressedEmbedding
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.structure.blocks import find_blocks
 from compress.train.linear import TrainedLinear
 from compress.train.parametrization import Kind, ParameterKind, Parametrize, masked
 from compress.train.sharded import full, split
@@ -114,9 +114,14 @@ class Student:
 
 @contextmanager
 def trainable(
-    model: nn.Module, train: Sequence[Kind] | None, takes: Callable[[str], bool], storage: torch.dtype, where: str,
-    parametrize: Parametrize = masked, whole: bool = True,
-) -> Iterator[Student]:  # fmt: skip
+    model: nn.Module,
+    train: Sequence[Kind] | None,
+    takes: Callable[[str], bool],
+    storage: torch.dtype,
+    where: str,
+    parametrize: Parametrize = masked,
+    whole: bool = True,
+) -> Iterator[Student]:
     """Prepare the model for training, in float32; on exit, restore every layer to its storage form.
 
     train: the kinds to train; None: all that there are. takes: whether a module's full name is targeted; scales,

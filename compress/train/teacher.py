@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from compress.api.processes import Processes
+from compress.checkpoint.containers.files import atomic
 from compress.errors import NumericError
-from compress.formats.containers.files import atomic
-from compress.model.objective import IGNORED, NEXT_TOKENS, LMObjective, Outputs
+from compress.models.kinds.objective import IGNORED, NEXT_TOKENS, LMObjective, Outputs
 from compress.numerics.metrics import SoftTargets, rows_of_chunk, soft_targets
+from compress.passes.contract.processes import Processes
 from compress.train.checkpoint import digest
 
 PARTS = ("log_probs", "index", "log_rest", "text")
@@ -49,9 +49,14 @@ class Teacher(Protocol):
 
 
 def taught(
-    output: Any, lm_objective: LMObjective, ids: Int[Tensor, "rows length"], rows: Sequence[int], temperature: float,
-    top_k: int | None, where: str,
-) -> Targets:  # fmt: skip
+    output: Any,
+    lm_objective: LMObjective,
+    ids: Int[Tensor, "rows length"],
+    rows: Sequence[int],
+    temperature: float,
+    top_k: int | None,
+    where: str,
+) -> Targets:
     """The targets in an output of the teacher. Raises NumericError."""
     logits = lm_objective.predictions(output)
     if logits is not None:
@@ -65,9 +70,12 @@ def taught(
 
 
 def reduced(
-    logits: Float[Tensor, "rows length vocabulary"], wanted: Int[Tensor, "rows length"] | None, temperature: float,
-    top_k: int | None, where: str,
-) -> SoftTargets:  # fmt: skip
+    logits: Float[Tensor, "rows length vocabulary"],
+    wanted: Int[Tensor, "rows length"] | None,
+    temperature: float,
+    top_k: int | None,
+    where: str,
+) -> SoftTargets:
     """Compute soft targets from logits, in chunks. Raises NumericError.
 
     wanted: `LMObjective.targets` of the text; None: the objective has none.
@@ -147,9 +155,14 @@ class TeacherOptions:
 
 
 def cached_teacher(
-    open_teacher: Teach, ids: Int[Tensor, "sequences length"], options: TeacherOptions, work: Path | None,
-    device: torch.device, where: str, report_progress: Callable[[int, int], None],
-) -> CachedTeacher:  # fmt: skip
+    open_teacher: Teach,
+    ids: Int[Tensor, "sequences length"],
+    options: TeacherOptions,
+    work: Path | None,
+    device: torch.device,
+    where: str,
+    report_progress: Callable[[int, int], None],
+) -> CachedTeacher:
     """Compute the teacher's most likely tokens for every token of every sequence; open the teacher only if needed.
 
     work: a folder that stores them; files of an interrupted run with the same options are reused. Several processes

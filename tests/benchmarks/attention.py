@@ -52,14 +52,18 @@ def main() -> None:
         q, k, v = torch.randn(1, heads, tokens, width), *torch.randn(2, 1, groups, tokens, width)
         whole = [q, *(one.repeat_interleave(heads // groups, 1) for one in (k, v))]
         seen = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-        times = medians({
-            "torch float32": partial(scaled_dot_product_attention, *whole, is_causal=True),
-            "torch bfloat16": partial(scaled_dot_product_attention, *(one.bfloat16() for one in whole), is_causal=True),
-            "torch float32, mask": partial(scaled_dot_product_attention, *whole, attn_mask=seen),
-            "library": partial(attend, q, k, v, None, True, width**-0.5),
-            "library bfloat16": partial(attend, *(one.bfloat16() for one in (q, k, v)), None, True, width**-0.5),
-            "library, mask": partial(attend, q, k, v, seen, False, width**-0.5),
-        })  # fmt: skip
+        times = medians(
+            {
+                "torch float32": partial(scaled_dot_product_attention, *whole, is_causal=True),
+                "torch bfloat16": partial(
+                    scaled_dot_product_attention, *(one.bfloat16() for one in whole), is_causal=True
+                ),
+                "torch float32, mask": partial(scaled_dot_product_attention, *whole, attn_mask=seen),
+                "library": partial(attend, q, k, v, None, True, width**-0.5),
+                "library bfloat16": partial(attend, *(one.bfloat16() for one in (q, k, v)), None, True, width**-0.5),
+                "library, mask": partial(attend, q, k, v, seen, False, width**-0.5),
+            }
+        )
         best = min(time for name, time in times.items() if "torch" in name)
         ratios = {f"{name}, ratio": round(best / time, 2) for name, time in times.items() if "library" in name}
         print(json.dumps({"shape": shape, **{name: round(time, 2) for name, time in times.items()}, **ratios}))

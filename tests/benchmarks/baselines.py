@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from on_pico import RECIPES, ROOT, on_pico  # noqa: E402
+from on_pico import RECIPES, ROOT, on_pico
 
-import compress  # noqa: E402
+import compress
 
 STORED = ROOT / "eval" / "baselines" / "pico.json"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import compress
-from compress.model.recorded.caches import DecodingCache
+from compress.decode.caches import DecodingCache
 
 
 @torch.no_grad()
@@ -42,12 +42,17 @@ def main() -> None:
     wide, narrow = (decoded(model, ids, dtype)[:, :-1] for dtype in (torch.float32, torch.bfloat16))
     losses = [-found.gather(-1, ids[:, 1:, None]).flatten() for found in (wide, narrow)]
     difference = losses[1] - losses[0]
-    print(json.dumps({
-        "tokens": difference.numel(), "loss": round(float(losses[0].mean()), 4),
-        "difference": round(float(difference.mean()), 5),
-        "standard_error": round(float(difference.std() / difference.numel() ** 0.5), 5),
-        "kl": float(f"{(wide.exp() * (wide - narrow)).sum(-1).mean():.2g}"),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "tokens": difference.numel(),
+                "loss": round(float(losses[0].mean()), 4),
+                "difference": round(float(difference.mean()), 5),
+                "standard_error": round(float(difference.std() / difference.numel() ** 0.5), 5),
+                "kl": float(f"{(wide.exp() * (wide - narrow)).sum(-1).mean():.2g}"),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

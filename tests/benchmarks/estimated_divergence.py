@@ -65,10 +65,14 @@ def compared(base: list[Tensor], kept: list[Kept], variant: list[Tensor]) -> dic
     error = math.sqrt(float(torch.cat(drawing).sum())) / count
     stated = ratio([float(one.sum()) for one in estimated], [len(one) for one in estimated]).stderr
     return {
-        "targets": count, "exact": round(whole, 6), "estimated": round(guess, 6), "difference": round(guess - whole, 6),
-        "drawing_error": round(error, 6), "stated_error": round(stated or math.nan, 6),
+        "targets": count,
+        "exact": round(whole, 6),
+        "estimated": round(guess, 6),
+        "difference": round(guess - whole, 6),
+        "drawing_error": round(error, 6),
+        "stated_error": round(stated or math.nan, 6),
         "errors_of_drawing": round((guess - whole) / error, 2),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -127,11 +127,20 @@ def text_file(text: str, count: int, folder: Path) -> Path:
     (folder / "text.jsonl").write_text("".join(json.dumps({"page": page}) + "\n" for page in found[:count]))
     file = folder / f"{TEXT}.yaml"
     metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
-    file.write_text(yaml.safe_dump({
-        "task": TEXT, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "text.jsonl")}},
-        "output_type": "loglikelihood_rolling", "test_split": "test", "doc_to_text": "", "doc_to_target": "{{page}}",
-        "metric_list": metrics,
-    }))  # fmt: skip
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "task": TEXT,
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"test": str(folder / "text.jsonl")}},
+                "output_type": "loglikelihood_rolling",
+                "test_split": "test",
+                "doc_to_text": "",
+                "doc_to_target": "{{page}}",
+                "metric_list": metrics,
+            }
+        )
+    )
     return file
 
 
@@ -146,8 +155,12 @@ def windows(model: Any, tokenizer: Any, theirs: HFLM, folder: Path, found: dict[
         size += len(page.encode())
     bits = total / size / math.log(2)
     theirs_bits = found["bits_per_byte"]["value"]
-    return {"text": TEXT, "windows_bits_per_byte": bits, "lm_eval": theirs_bits,
-            "printed_equal": f"{bits:.4f}" == f"{theirs_bits:.4f}"}  # fmt: skip
+    return {
+        "text": TEXT,
+        "windows_bits_per_byte": bits,
+        "lm_eval": theirs_bits,
+        "printed_equal": f"{bits:.4f}" == f"{theirs_bits:.4f}",
+    }
 
 
 def command(arguments: argparse.Namespace, files: list[Path], ours: dict[str, Any], folder: Path) -> list[Any]:
@@ -155,13 +168,31 @@ def command(arguments: argparse.Namespace, files: list[Path], ours: dict[str, An
     out = folder / "out"
     done = subprocess.run(
         [
-            sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
-            f"pretrained={arguments.model},dtype={arguments.dtype}", "--tasks", ",".join(file.stem for file in files),
-            "--include_path", str(folder), "--limit", str(arguments.limit), "--batch_size", str(arguments.batch_size),
-            "--device", "cpu", "--output_path", str(out),
+            sys.executable,
+            "-m",
+            "lm_eval",
+            "run",
+            "--model",
+            "hf",
+            "--model_args",
+            f"pretrained={arguments.model},dtype={arguments.dtype}",
+            "--tasks",
+            ",".join(file.stem for file in files),
+            "--include_path",
+            str(folder),
+            "--limit",
+            str(arguments.limit),
+            "--batch_size",
+            str(arguments.batch_size),
+            "--device",
+            "cpu",
+            "--output_path",
+            str(out),
         ],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     [path] = out.rglob("results_*.json")

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from compress.checkpoint.sources.load import load
 from compress.cli.show import print_table
+from compress.decode.compiled import compile_generation
 from compress.evaluate import speed
-from compress.model.open.compiled import compile_generation
-from compress.model.open.load import load
 
 
 def dense(folder: str, dtype: torch.dtype):

@@ -18,9 +18,9 @@ from time import process_time
 
 import torch
 
-from compress.api.layers import Layer
-from compress.api.observers import Gram
-from compress.passes.gptq import GPTQ
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.observers import Gram
+from compress.passes.quantize.gptq import GPTQ
 
 
 def main() -> None:

@@ -26,28 +26,39 @@ from typing import Any
 import torch
 
 from compress.kernels import dispatch
+from compress.layers.base import WeightPart
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import GroupSize, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
-from compress.weights.base import WeightPart
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.sparse import SparsePart
-from compress.weights.transforms.rounding import InputRounding
 
 ROUNDS, WARM = 15, 3  # replays that are timed, and replays before them
 CACHE = 256 << 20  # bytes, more than the cache of any GPU: the weights of the calls of a graph
 LARGEST_ERROR = 2e-2  # of bfloat16
 SCHEMES: dict[str, tuple[str, GroupSize, bool, str]] = {  # grid, group, symmetric, grid of the inputs
-    "W4A16": ("int4", 128, True, ""), "W4A16_ASYM": ("int4", 128, False, ""), "W4A16_G32": ("int4", 32, True, ""),
-    "W3A16": ("int3", 128, True, ""), "W8A16": ("int8", "channel", True, ""), "W8A8": ("int8", "channel", True, "int8"),
-    "W4A8": ("int4", 128, True, "int8"), "FP8": ("fp8_e4m3", "channel", True, "fp8_e4m3"),
-    "FP8A16": ("fp8_e4m3", "channel", True, ""), "NVFP4A16": ("nvfp4", 16, True, ""), "MXFP4A16": ("mxfp4", 32, True, ""),
+    "W4A16": ("int4", 128, True, ""),
+    "W4A16_ASYM": ("int4", 128, False, ""),
+    "W4A16_G32": ("int4", 32, True, ""),
+    "W3A16": ("int3", 128, True, ""),
+    "W8A16": ("int8", "channel", True, ""),
+    "W8A8": ("int8", "channel", True, "int8"),
+    "W4A8": ("int4", 128, True, "int8"),
+    "FP8": ("fp8_e4m3", "channel", True, "fp8_e4m3"),
+    "FP8A16": ("fp8_e4m3", "channel", True, ""),
+    "NVFP4A16": ("nvfp4", 16, True, ""),
+    "MXFP4A16": ("mxfp4", 32, True, ""),
     "NF4A16": ("nf4", 64, True, ""),
-}  # fmt: skip
-PEERS = {"W4A16": ("Int4WeightOnlyConfig", {"group_size": 128}), "W8A16": ("Int8WeightOnlyConfig", {}),
-         "W8A8": ("Int8DynamicActivationInt8WeightConfig", {}), "FP8": ("Float8DynamicActivationFloat8WeightConfig", {}),
-         "FP8A16": ("Float8WeightOnlyConfig", {})}  # fmt: skip
+}
+PEERS = {
+    "W4A16": ("Int4WeightOnlyConfig", {"group_size": 128}),
+    "W8A16": ("Int8WeightOnlyConfig", {}),
+    "W8A8": ("Int8DynamicActivationInt8WeightConfig", {}),
+    "FP8": ("Float8DynamicActivationFloat8WeightConfig", {}),
+    "FP8A16": ("Float8WeightOnlyConfig", {}),
+}
 """The configurations of torchao that compute the same."""
 
 
@@ -154,8 +165,14 @@ def of_peer(weight: torch.Tensor, scheme: str, x: torch.Tensor) -> dict[str, flo
 
 
 @torch.no_grad()
-def row(weight: torch.Tensor, parts: Sequence[WeightPart], rounding: InputRounding | None, scheme: str, batch: int,
-        limits: dict[str, float]) -> dict[str, Any]:  # fmt: skip
+def row(
+    weight: torch.Tensor,
+    parts: Sequence[WeightPart],
+    rounding: InputRounding | None,
+    scheme: str,
+    batch: int,
+    limits: dict[str, float],
+) -> dict[str, Any]:
     """Error, times and shares of one scheme and batch."""
     part = parts[0]
     x = torch.randn(batch, weight.shape[1], device="cuda", dtype=torch.bfloat16)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 import compress
 from compress import Recipe
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
 
 ROOT = Path(__file__).parents[2]
 OTHER_SUMS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}  # without AVX: sums of other orders
@@ -323,12 +323,16 @@ def compress_large(arguments: argparse.Namespace, model: Path, out: Path) -> Non
         "model": str(model),
         "device": arguments.device,
         "dtype": "bfloat16",
-        "calibration": {"source": str(model / "ids.npy"), "sequences": arguments.large_sequences,
-                        "length": arguments.large_length, "batch": arguments.large_batch},
+        "calibration": {
+            "source": str(model / "ids.npy"),
+            "sequences": arguments.large_sequences,
+            "length": arguments.large_length,
+            "batch": arguments.large_batch,
+        },
         "passes": [{"gptq": options}],
         "save": {"format": "native"},
         "eval": None,
-    }  # fmt: skip
+    }
     report, seconds = ran(recipe, out)
     costs = report["costs"].items()
     weights = 2 * arguments.hidden * (arguments.hidden + arguments.hidden * arguments.kv_heads // arguments.heads)

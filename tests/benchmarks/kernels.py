@@ -36,6 +36,18 @@ import torch
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.packed import PackedCodes
+from compress.layers.base import InputTransform, WeightPart
+from compress.layers.parts.codebook import CodebookPart
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.lattice import LatticePart
+from compress.layers.parts.low_rank import LowRankPart
+from compress.layers.parts.outliers import OutliersPart
+from compress.layers.parts.pairs import PairsPart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.parts.trellis import TrellisPart, TrellisScheme
+from compress.layers.transforms.hadamard import Hadamard
+from compress.layers.transforms.rounding import InputRounding
 from compress.native.library import instruction_set, library
 from compress.numerics.hadamard import largest_block
 from compress.numerics.quant.codes import quantize
@@ -43,18 +55,6 @@ from compress.numerics.quant.gaussian_codes import first_table
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.lattice import count_bytes
 from compress.numerics.sparse.positions import Kept
-from compress.weights.base import InputTransform, WeightPart
-from compress.weights.codebook import CodebookPart
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.lattice import LatticePart
-from compress.weights.low_rank import LowRankPart
-from compress.weights.outliers import OutliersPart
-from compress.weights.pairs import PairsPart
-from compress.weights.sparse import SparsePart
-from compress.weights.transforms.hadamard import Hadamard
-from compress.weights.transforms.rounding import InputRounding
-from compress.weights.trellis import TrellisPart, TrellisScheme
 
 ROUNDS, SECONDS = 30, 0.4  # calls of each at most, and the time that they may take
 FEW = 8  # rows of inputs up to which reading the weight may take longest

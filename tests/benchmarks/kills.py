@@ -51,9 +51,9 @@ from launching import ROOT, free_port
 from safetensors import SafetensorError, safe_open
 
 import compress
-from compress.api.journal import Entry, Journal
-from compress.api.processes import Processes
-from compress.formats.containers.files import file_sha256
+from compress.checkpoint.containers.files import file_sha256
+from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.processes import Processes
 from compress.pipeline.engine import segments
 
 KEEP_STEPS = 4
@@ -166,13 +166,15 @@ def import_all(model: str, folder: Path) -> None:
 
 
 def recipe_of(kind: str, model: str) -> compress.Recipe:
-    return compress.Recipe.model_validate({
-        "model": model,
-        "calibration": {"source": "embedded", "sequences": 16, "length": 64},
-        "passes": KINDS[kind],
-        "save": {"format": "native", "verify": "own"},
-        "eval": {"perplexity": ["embedded"], "windows": 16, "length": 64},
-    })  # fmt: skip
+    return compress.Recipe.model_validate(
+        {
+            "model": model,
+            "calibration": {"source": "embedded", "sequences": 16, "length": 64},
+            "passes": KINDS[kind],
+            "save": {"format": "native", "verify": "own"},
+            "eval": {"perplexity": ["embedded"], "windows": 16, "length": 64},
+        }
+    )
 
 
 def trials(kind: str, folder: Path, arguments: argparse.Namespace) -> list[Killed]:

@@ -40,46 +40,79 @@ ROWS = {
     "drop_blocks, distill": [{"drop_blocks": {"count": 1}}, {"distill": DISTILL}],
     "W8A8, rtn": [{"rtn": {"weights": "int8", "group_size": "channel", **INPUTS}}],
     "W8A8, rtn; a fifth of the inputs in 16 bits (Bondarenko 2021)": [
-        {"rtn": {"weights": "int8", "group_size": "channel", **INPUTS}}, {"mixed_precision": {"fraction": 0.2}}
+        {"rtn": {"weights": "int8", "group_size": "channel", **INPUTS}},
+        {"mixed_precision": {"fraction": 0.2}},
     ],
     "W8A8, static scales": [
         {"rtn": {"weights": "int8", "group_size": "channel", **INPUTS, "activation_scale": "static"}}
     ],
     "W8A8, static scales of 6 groups of channels (PEG, Bondarenko 2021)": [
-        {"rptq": {"grouping": "equal", "clusters": 6}}, {"rtn": {"weights": "int8", "group_size": "channel"}}
+        {"rptq": {"grouping": "equal", "clusters": 6}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
     ],
     "W8A8, scales of 6 groups of channels per token (PEG)": [
         {"rptq": {"grouping": "equal", "clusters": 6, "activation_scale": "token"}},
         {"rtn": {"weights": "int8", "group_size": "channel"}},
     ],
     "W8A8, static scales of 32 clusters of channels (RPTQ)": [
-        {"rptq": {}}, {"rtn": {"weights": "int8", "group_size": "channel"}}
+        {"rptq": {}},
+        {"rtn": {"weights": "int8", "group_size": "channel"}},
     ],
     "W4A8, a range per matrix; int8 embeddings": [
-        {"rtn": {"weights": "int4", "group_size": "tensor", "symmetric": False, "scale": "mse", **INPUTS}}, EMBEDDINGS
+        {"rtn": {"weights": "int4", "group_size": "tensor", "symmetric": False, "scale": "mse", **INPUTS}},
+        EMBEDDINGS,
     ],
     "W4A8, a range per head of 32 rows; int8 embeddings (Q-BERT)": [
-        {"rtn": {"weights": "int4", "group_size": "channel", "block_rows": 32, "symmetric": False, "scale": "mse",
-                 **INPUTS}}, EMBEDDINGS
+        {
+            "rtn": {
+                "weights": "int4",
+                "group_size": "channel",
+                "block_rows": 32,
+                "symmetric": False,
+                "scale": "mse",
+                **INPUTS,
+            }
+        },
+        EMBEDDINGS,
     ],
     "W4A8, a range per 3 rows, 128 in a matrix; int8 embeddings (Q-BERT)": [
-        {"rtn": {"weights": "int4", "group_size": "channel", "block_rows": 3, "symmetric": False, "scale": "mse",
-                 **INPUTS}}, EMBEDDINGS
+        {
+            "rtn": {
+                "weights": "int4",
+                "group_size": "channel",
+                "block_rows": 3,
+                "symmetric": False,
+                "scale": "mse",
+                **INPUTS,
+            }
+        },
+        EMBEDDINGS,
     ],
     "W4A8, a range per row; int8 embeddings": [
-        {"rtn": {"weights": "int4", "group_size": "channel", "symmetric": False, "scale": "mse", **INPUTS}}, EMBEDDINGS
+        {"rtn": {"weights": "int4", "group_size": "channel", "symmetric": False, "scale": "mse", **INPUTS}},
+        EMBEDDINGS,
     ],
     "W4A8, rtn in groups of 32; int8 embeddings (Q-BERT)": [
-        {"rtn": {"weights": "int4", "group_size": 32, "symmetric": False, **INPUTS}}, EMBEDDINGS
+        {"rtn": {"weights": "int4", "group_size": 32, "symmetric": False, **INPUTS}},
+        EMBEDDINGS,
     ],
     "every second block, distill (DistilBERT)": [
-        {"drop_blocks": {"sparsity": 0.5, "by": "spacing"}}, {"distill": {**DISTILL, "cosine": 1.0, "top_k": None}}
+        {"drop_blocks": {"sparsity": 0.5, "by": "spacing"}},
+        {"distill": {**DISTILL, "cosine": 1.0, "top_k": None}},
     ],
     "50% in blocks of 4 x 4, gmp with distillation (Lagunas 2021)": [
-        {"gmp": {"pattern": "4x4", "sparsity": 0.5, "ce_weight": 0, **LEARNED, "train": ["weights", "biases", "norms"],
-                 "weight_rate": 1.0}}
+        {
+            "gmp": {
+                "pattern": "4x4",
+                "sparsity": 0.5,
+                "ce_weight": 0,
+                **LEARNED,
+                "train": ["weights", "biases", "norms"],
+                "weight_rate": 1.0,
+            }
+        }
     ],
-}  # fmt: skip
+}
 """The passes of each row."""
 
 

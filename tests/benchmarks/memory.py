@@ -221,7 +221,7 @@ class Peak:
 
 def measure(folder: Path, path: str) -> dict[str, object]:
     import compress
-    from compress.api.journal import Journal
+    from compress.passes.contract.journal import Journal
     from compress.pipeline.run import compress as work
     from compress.pipeline.run import finish, prepare
 

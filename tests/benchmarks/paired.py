@@ -96,9 +96,13 @@ def main() -> None:
 
 
 def measure(
-    arguments: argparse.Namespace, name: str, order: Order, calibration: Tensor, windows: Tensor,
+    arguments: argparse.Namespace,
+    name: str,
+    order: Order,
+    calibration: Tensor,
+    windows: Tensor,
     reference: list[Tensor],
-) -> tuple[list[float], list[float], float]:  # fmt: skip
+) -> tuple[list[float], list[float], float]:
     """(loss of each window, KL of each window, seconds) of a row."""
     passes = compress.Recipe.from_yaml(name).passes if Path(name).suffix == ".yaml" else ROWS[name]
     if order.seed:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
 import compress
 from compress.data.ids import model_sample
-from compress.model.inputs import source_and_target
+from compress.models.kinds.inputs import source_and_target
 from compress.recipe.schema import read_passes
 
 TOKENIZER = Path(__file__).parents[1] / "pico" / "model"
@@ -63,10 +63,19 @@ def trained(text: str, steps: int, folder: Path) -> str:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     config = T5Config(
-        vocab_size=len(tokenizer), d_model=128, d_kv=32, d_ff=256, num_heads=4, num_layers=2, num_decoder_layers=2,
-        feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=0, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        d_model=128,
+        d_kv=32,
+        d_ff=256,
+        num_heads=4,
+        num_layers=2,
+        num_decoder_layers=2,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+        pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     model = T5ForConditionalGeneration(config)
     ids, _ = model_sample(model, tokenizer, text, "calibration", None, LENGTH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)

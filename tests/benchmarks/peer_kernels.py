@@ -44,15 +44,23 @@ def _onnx(weight: Tensor, bits: int, batch: int, threads: int) -> Calls:
     codes = (grouped / scale[..., None]).round().clamp(-half, half - 1).add(half).to(torch.uint8)
     packed = codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
     node = helper.make_node(
-        "MatMulNBits", ["x", "codes", "scale"], ["y"], domain="com.microsoft", K=width, N=rows, bits=bits,
-        block_size=GROUP, accuracy_level=4,
-    )  # fmt: skip
+        "MatMulNBits",
+        ["x", "codes", "scale"],
+        ["y"],
+        domain="com.microsoft",
+        K=width,
+        N=rows,
+        bits=bits,
+        block_size=GROUP,
+        accuracy_level=4,
+    )
     graph = helper.make_graph(
-        [node], "product",
+        [node],
+        "product",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [batch, width])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [batch, rows])],
         [numpy_helper.from_array(packed.numpy(), "codes"), numpy_helper.from_array(scale.flatten().numpy(), "scale")],
-    )  # fmt: skip
+    )
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()

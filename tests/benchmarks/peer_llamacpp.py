@@ -22,8 +22,18 @@ try:
 except ImportError:
     sys.exit("llama-cpp-python is not installed here; pip install llama-cpp-python, or give --llama-python PATH")
 
-TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17,
-         "Q6_K": 18}  # fmt: skip
+TYPES = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K_M": 12,
+    "Q4_K_M": 15,
+    "Q5_K_M": 17,
+    "Q6_K": 18,
+}
 
 TOKENS, PREFILL, WARM_UP = 24, 512, 3  # as in compress.evaluate.speed, which another Python lacks
 
@@ -49,9 +59,15 @@ def losses(path: str, ids_path: str, out: str) -> None:
     ids = np.load(ids_path)
     length = ids.shape[1]
     model = llama_cpp.Llama(
-        path, n_ctx=length, n_batch=length, n_ubatch=min(length, 512), logits_all=True, verbose=False, n_threads=1,
+        path,
+        n_ctx=length,
+        n_batch=length,
+        n_ubatch=min(length, 512),
+        logits_all=True,
+        verbose=False,
+        n_threads=1,
         n_threads_batch=1,
-    )  # fmt: skip
+    )
     found = []
     for window in ids:
         model.reset()

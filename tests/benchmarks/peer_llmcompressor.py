@@ -43,9 +43,11 @@ def calibration(method, ids):
         return {}
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()})
     return {
-        "dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": int(ids.shape[1]),
+        "dataset": rows,
+        "num_calibration_samples": len(rows),
+        "max_seq_length": int(ids.shape[1]),
         "shuffle_calibration_samples": False,
-    }  # fmt: skip
+    }
 
 
 def rounded(model, tokenizer, ids):
@@ -55,9 +57,19 @@ def rounded(model, tokenizer, ids):
         {"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in torch.from_numpy(ids).long()
     ]
     rounding = AutoRound(
-        model, tokenizer, bits=4, group_size=32, sym=True, iters=50, dataset=rows, nsamples=len(rows),
-        seqlen=ids.shape[1], batch_size=min(8, len(rows)), device_map="cpu", amp=False,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        bits=4,
+        group_size=32,
+        sym=True,
+        iters=50,
+        dataset=rows,
+        nsamples=len(rows),
+        seqlen=ids.shape[1],
+        batch_size=min(8, len(rows)),
+        device_map="cpu",
+        amp=False,
+    )
     return rounding.quantize()[0]
 
 

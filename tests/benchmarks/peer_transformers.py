@@ -39,10 +39,16 @@ def seconds(model: PreTrainedModel, prompt: int, tokens: int) -> list[float]:
     clock = Clock()
     begin = perf_counter()
     model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False,
-        temperature=None, top_p=None, top_k=None, pad_token_id=0,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=0,
         stopping_criteria=StoppingCriteriaList([clock]),
-    )  # fmt: skip
+    )
     return [after - before for before, after in zip([begin, *clock.times], clock.times, strict=False)]
 
 

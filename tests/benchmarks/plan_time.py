@@ -19,8 +19,8 @@ import torch
 from huggingface_hub import constants
 
 import compress
-from compress.api import context
 from compress.evaluate import windows
+from compress.passes.contract import context
 from compress.pipeline import trial
 from compress.pipeline.plan import plan
 from compress.recipe.settings import Setting, read_setting

@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace, path: str) -> dict[str, object]:
     import torch
 
     import compress
-    from compress.api.journal import Journal
+    from compress.passes.contract.journal import Journal
     from compress.pipeline.run import compress as work
     from compress.pipeline.run import finish, prepare
 

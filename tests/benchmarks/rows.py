@@ -35,9 +35,13 @@ CLIPPED = {"epochs": 5, "learning_rate": 0.02}
 INPUTS4 = {"activations": "int4", "activation_clip": 0.9}
 
 CHOICES = [
-    {"weights": "int3"}, {"weights": "int4"}, {"weights": "int4", "group_size": 32}, {"weights": "int5"},
-    {"weights": "int6"}, {"weights": "int8"},
-]  # fmt: skip
+    {"weights": "int3"},
+    {"weights": "int4"},
+    {"weights": "int4", "group_size": 32},
+    {"weights": "int5"},
+    {"weights": "int6"},
+    {"weights": "int8"},
+]
 """Of layers that share 4.5 bits per weight."""
 
 LEARNED = {"distill": {"train": ["scales", "norms"], "epochs": 4, "learning_rate": 0.003}}

@@ -75,8 +75,12 @@ def programs(given: argparse.Namespace) -> dict[str, list[str]]:
         found[f"compress {name}, not recorded"] = [*ours, "load-plain", source, "auto"]
     if given.gguf:
         found[f"llama.cpp {Path(given.gguf).name}"] = [
-            given.llama_python, str(HERE / "peer_llamacpp.py"), "speed", given.gguf, f"{given.threads}",
-        ]  # fmt: skip
+            given.llama_python,
+            str(HERE / "peer_llamacpp.py"),
+            "speed",
+            given.gguf,
+            f"{given.threads}",
+        ]
     return found
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import compress
+from compress.checkpoint.sources.opening import open_model
 from compress.evaluate.perplexity import perplexity
-from compress.model.open.opening import open_model
 
 
 def main() -> None:

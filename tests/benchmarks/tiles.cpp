@@ -1,7 +1,7 @@
 // What the products of one row of inputs take without Python: where codes are in the cache, and read from memory.
 //
 //     c++ -std=c++17 -O2 -fno-strict-aliasing -fno-math-errno -ffp-contract=fast -fno-code-hoisting -march=native -pthread
-//         -I compress/kernels/cpu/src tests/benchmarks/tiles.cpp compress/kernels/cpu/src/pool.cpp -o build/tiles && build/tiles
+//         -I compress/native/src tests/benchmarks/tiles.cpp compress/native/src/pool.cpp -o build/tiles && build/tiles
 //
 // prints a JSON object per kind of codes and inputs: the cycles that 64 columns of 16 rows take in the cache (the best of
 // many), those that reading them would take at the read ceiling, and GB/s from memory in one thread and in two (medians).

@@ -25,8 +25,8 @@ import yaml
 
 import compress
 from compress import Recipe
-from compress.formats.containers.gguf import INDEX
-from compress.model.open.opening import open_model
+from compress.checkpoint.containers.gguf import INDEX
+from compress.checkpoint.sources.opening import open_model
 from compress.recipe.starts import quantize_data
 
 PEER = Path(__file__).parent / "peer_llamacpp.py"

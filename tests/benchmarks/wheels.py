@@ -131,8 +131,9 @@ def lowest(wanted: Requirement) -> str:
 
 def environment(python: Path, kind: str, place: Path) -> Environment:
     """What is installed for an interpreter and a kind of versions."""
-    found = subprocess.run([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True,
-                           text=True, check=True).stdout.strip()  # fmt: skip
+    found = subprocess.run(
+        [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     pins = tuple(map(lowest, requirements(EXTRAS[kind]))) if kind == "lowest" else ()
     return Environment(python, kind, pins, place / f"{kind}-{found}")
 
@@ -183,8 +184,10 @@ def demo(one: Environment, work: Path) -> str:
     changes = [word for change in smaller for word in ("--set", change)]
     command = ["-m", "compress", "run", "recipe.yaml", "--model", str(model), "-o", str(out), *changes]
     must(one.run(*command, where=work), "compress run")
-    must(one.run("-m", "compress", "export", str(out), "--format", "gguf", "-o", str(work / "gguf"), where=work),
-         "compress export")  # fmt: skip
+    must(
+        one.run("-m", "compress", "export", str(out), "--format", "gguf", "-o", str(work / "gguf"), where=work),
+        "compress export",
+    )
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     (text,) = report["perplexity"]
     kernels = "with kernels" if native(one) else "without kernels"

@@ -14,22 +14,61 @@ from compress.cli.group import EXIT_CODES
 
 ROOT = Path(__file__).parents[2]
 LITTLE = [
-    "--set", "calibration.sequences=4", "--set", "calibration.length=64", "--set", "eval.windows=2", "--set",
+    "--set",
+    "calibration.sequences=4",
+    "--set",
+    "calibration.length=64",
+    "--set",
+    "eval.windows=2",
+    "--set",
     "eval.length=64",
-]  # fmt: skip
+]
 WINDOWS = ["--windows", 2, "--length", 32]
 WITHOUT_TABLE = {"generate", "completion"}
 
 REPORT = {
-    "compress", "model", "size", "layers", "costs", "training", "predicted", "verified", "journal", "reproduce", "files",
-    "checkpoint_sha256", "masked", "sensitivity", "perplexity", "tasks",
-}  # fmt: skip
+    "compress",
+    "model",
+    "size",
+    "layers",
+    "costs",
+    "training",
+    "predicted",
+    "verified",
+    "journal",
+    "reproduce",
+    "files",
+    "checkpoint_sha256",
+    "masked",
+    "sensitivity",
+    "perplexity",
+    "tasks",
+}
 VARIANT = {
-    "source", "size_bytes", "base_bytes", "text", "loss", "loss_stderr", "kl", "kl_stderr", "agreement", "tasks", "measure",
-}  # fmt: skip
+    "source",
+    "size_bytes",
+    "base_bytes",
+    "text",
+    "loss",
+    "loss_stderr",
+    "kl",
+    "kl_stderr",
+    "agreement",
+    "tasks",
+    "measure",
+}
 SENSITIVITIES = {
-    "compress", "model", "fingerprint", "text", "windows", "length", "level", "choices", "found", "passes",
-}  # fmt: skip
+    "compress",
+    "model",
+    "fingerprint",
+    "text",
+    "windows",
+    "length",
+    "level",
+    "choices",
+    "found",
+    "passes",
+}
 
 
 def document(*args):
@@ -66,13 +105,31 @@ def test_what_is_known_is_listed(run, pico):
     assert all(set(row) == {"name", "summary", "paper"} for row in rows) and len(rows) == len(compress.PASSES)
     page = document("passes", "wanda")
     assert set(page) == {
-        "name", "summary", "text", "use_for", "not_for", "paper", "needs", "refuses", "makes", "options", "schemes",
-        "measured", "protocol",
-    }  # fmt: skip
+        "name",
+        "summary",
+        "text",
+        "use_for",
+        "not_for",
+        "paper",
+        "needs",
+        "refuses",
+        "makes",
+        "options",
+        "schemes",
+        "measured",
+        "protocol",
+    }
     assert set(page["options"][0]) == {"name", "values", "default", "description"}
     assert set(page["measured"][0]) == {
-        "table", "name", "passes", "perplexity", "note", "seconds", "peak_mb", "bits",
-    }  # fmt: skip
+        "table",
+        "name",
+        "passes",
+        "perplexity",
+        "note",
+        "seconds",
+        "peak_mb",
+        "bits",
+    }
     assert all(set(row) == {"name", "summary", "passes", "save"} for row in document("schemes"))
     devices = document("roofline", "--devices")
     assert all(set(row) == {"name", "rates", "bandwidth", "memory", "call_seconds"} for row in devices)

@@ -100,12 +100,16 @@ def _floats() -> Iterator[Case]:
         ("fp8 channel", fp8, None, True),
         ("fp8 tensor", fp8 | {"group_size": "tensor"}, None, False),
         ("fp8 channel, fp8 inputs token", fp8 | {"activations": "fp8_e4m3"}, OF_INPUTS, False),
-        ("fp8 tensor, fp8 inputs static",
-         fp8 | {"group_size": "tensor", "activations": "fp8_e4m3", "activation_scale": "static"}, OF_INPUTS, False),
+        (
+            "fp8 tensor, fp8 inputs static",
+            fp8 | {"group_size": "tensor", "activations": "fp8_e4m3", "activation_scale": "static"},
+            OF_INPUTS,
+            False,
+        ),
         ("fp8 32x32 blocks", block, None, True),
         ("mxfp4", {"weights": "mxfp4"}, OF_BFLOAT16, True),
         ("nvfp4", {"weights": "nvfp4"}, OF_BFLOAT16, True),
-    ]  # fmt: skip
+    ]
     for label, options, limit, wide in found:
         yield Case("compressed-tensors", label, COMPRESSED_TENSORS, ({"rtn": options},), limit, everywhere=wide)
 
@@ -129,15 +133,31 @@ def _gguf() -> Iterator[Case]:
 
 def _of_others() -> Iterator[Case]:
     """What the scripts of `writers/` write; a label is a kind that the script knows."""
-    for kind in ("int4-32-sym", "int4-32-asym", "int8-32-sym", "int4-channel-asym", "gptq-int4-32-sym",
-                 "FP8_BLOCK", "NVFP4A16", "MXFP4A16"):  # fmt: skip
+    for kind in (
+        "int4-32-sym",
+        "int4-32-asym",
+        "int8-32-sym",
+        "int4-channel-asym",
+        "gptq-int4-32-sym",
+        "FP8_BLOCK",
+        "NVFP4A16",
+        "MXFP4A16",
+    ):
         limit = OF_BFLOAT16 if "FP4" in kind else None
         wide = kind in ("int4-32-asym", "gptq-int4-32-sym")
         yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), limit, "llmcompressor", wide)
     for kind in ("W8A8", "FP8", "FP8_DYNAMIC"):
         yield Case("compressed-tensors", kind, COMPRESSED_TENSORS, (), OF_INPUTS, "llmcompressor")
-    for kind in ("int4-32-sym-plain", "int4-32-sym-desc", "int4-32-asym-plain", "int8-32-sym-plain",
-                 "int3-32-sym-plain", "int2-32-asym-desc", "int4-32-sym-dynamic", "int4-32-asym-v1"):  # fmt: skip
+    for kind in (
+        "int4-32-sym-plain",
+        "int4-32-sym-desc",
+        "int4-32-asym-plain",
+        "int8-32-sym-plain",
+        "int3-32-sym-plain",
+        "int2-32-asym-desc",
+        "int4-32-sym-dynamic",
+        "int4-32-asym-v1",
+    ):
         yield Case("gptq", kind, GPTQMODEL, (), None, "gptqmodel", kind == "int4-32-sym-desc")
     yield Case("awq", "int4-32-asym", AUTOAWQ, (), None, "autoawq")
     yield Case("gptq", "int4-32-sym-gptq", GPTQMODEL, (), None, "autoround", True)

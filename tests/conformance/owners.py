@@ -70,16 +70,41 @@ class Owner:
 COMPRESSED_TENSORS = Owner("compressed-tensors", ("compressed-tensors",), "transformers")
 GPTQMODEL = Owner(
     "gptqmodel",
-    ("wheel", "logbar", "device-smi", "tokenicer", "threadpoolctl", "pypcre", "defuser", "pillow", "optimum", "gptqmodel"),
-    "gptqmodel", "float16", writer=True,
-    variables=(("GPTQMODEL_CPU_WORKERS", "2"), ("TORCHDYNAMO_DISABLE", "1"),
-               ("GPTQMODEL_DISABLE_PACK_EXT", "1")),  # needs two workers, and no compiler this way
-)  # fmt: skip
+    (
+        "wheel",
+        "logbar",
+        "device-smi",
+        "tokenicer",
+        "threadpoolctl",
+        "pypcre",
+        "defuser",
+        "pillow",
+        "optimum",
+        "gptqmodel",
+    ),
+    "gptqmodel",
+    "float16",
+    writer=True,
+    variables=(
+        ("GPTQMODEL_CPU_WORKERS", "2"),
+        ("TORCHDYNAMO_DISABLE", "1"),
+        ("GPTQMODEL_DISABLE_PACK_EXT", "1"),
+    ),  # needs two workers, and no compiler this way
+)
 AUTOAWQ = Owner(
     "autoawq",
-    ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "transformers==4.51.3", "datasets==3.6.0", "zstandard", "autoawq"),
-    "autoawq", "float16", writer=True,
-)  # fmt: skip
+    (
+        "tokenizers==0.21.4",
+        "huggingface_hub==0.36.0",
+        "transformers==4.51.3",
+        "datasets==3.6.0",
+        "zstandard",
+        "autoawq",
+    ),
+    "autoawq",
+    "float16",
+    writer=True,
+)
 BITSANDBYTES = Owner("bitsandbytes", ("bitsandbytes",), "transformers", writer=True)
 LLMCOMPRESSOR = Owner("llmcompressor", ("nvidia-ml-py", "pillow", "llmcompressor"), writer=True)
 LLAMACPP = Owner("llamacpp", ("diskcache", "llama-cpp-python"), "llamacpp")

@@ -22,9 +22,9 @@ from owners import HERE, OWNERS, answered
 from safetensors.torch import load_file, save_file
 
 import compress
+from compress.checkpoint.formats import FORMATS
 from compress.errors import CompressError
-from compress.formats import FORMATS
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.dtypes import DTYPES
 
 PICO = HERE.parent / "pico" / "model"
@@ -49,8 +49,13 @@ class Place:
         """The paths of a case, for scripts."""
         label = "".join(c if c.isalnum() else "-" for c in case.label)
         stem = self.work / f"{self.name}-{case.writer}-{case.format}-{case.reader.name}-{label}"
-        return {"source": str(self.source), "folder": str(stem), "ids": str(self.ids), "out": f"{stem}.safetensors",
-                "kind": case.label}  # fmt: skip
+        return {
+            "source": str(self.source),
+            "folder": str(stem),
+            "ids": str(self.ids),
+            "out": f"{stem}.safetensors",
+            "kind": case.label,
+        }
 
 
 def write(place: Place, case: Case) -> None:

@@ -9,9 +9,9 @@ import yaml
 from transformers import AutoTokenizer
 
 from compress import Recipe
+from compress.checkpoint.sources.opening import open_model
 from compress.data import ids as ids_of
 from compress.data import sources
-from compress.model.open.opening import open_model
 
 ROOT = Path(__file__).parents[2]
 SETS = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / "calibration").glob("*.yaml")}

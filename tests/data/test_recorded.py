@@ -15,7 +15,7 @@ from compress.data.ids import check_text, model_sample
 from compress.data.recorded import RecordingReader
 from compress.data.text_source import TextSource
 from compress.errors import CalibrationError
-from compress.model.recordings import read, targets_in
+from compress.models.kinds.recordings import read, targets_in
 
 TARGETS = [[*(int(word[1:]) for word in text.split()), 3] for text in TEXTS]
 """The words and the end; the token before them is that with which the decoder starts."""

@@ -1,7 +1,7 @@
 """What a user can get wrong, and what can go wrong on the way: one line, the right exit code, nothing lost.
 
 Mistakes in a recipe are in test_recipe.py, of targets and group sizes in test_plan.py, of texts and the hub in
-test_corpus.py, of model folders in model/test_open.py; here each kind goes the whole way through the command line.
+test_corpus.py, of model folders in checkpoint/sources/test_open.py; here each kind goes the whole way through the command line.
 """
 
 import errno
@@ -20,7 +20,7 @@ import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda, cli
 from compress.errors import NumericError, OutputError, SaveError, ShortageError
 from compress.pipeline.checkpoint import open_folder
-from compress.stream.store import ActivationStore
+from compress.sweep.store import ActivationStore
 
 
 def one_line(code: int, *args) -> str:
@@ -218,7 +218,7 @@ def test_a_full_disk_under_the_activations(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("compress.stream.store.save_file", full)
+    monkeypatch.setattr("compress.sweep.store.save_file", full)
     store = ActivationStore(16, tmp_path)
     store.append(torch.zeros(4))
     with pytest.raises(SaveError, match="activations between blocks cannot be written to .*No space left") as caught:
@@ -231,7 +231,7 @@ def test_a_calibration_batch_that_does_not_fit(recipe, tmp_path, monkeypatch):
     def fail(self, regularization, order=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
 
-    monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
+    monkeypatch.setattr("compress.passes.contract.observers.Gram.factor", fail)
     with pytest.raises(ShortageError, match="does not fit into the memory of cpu; use a smaller calibration.batch"):
         compress.run(recipe(GPTQ(), device="cpu"), tmp_path)
 
@@ -243,7 +243,7 @@ def test_a_solver_that_fails_is_named_with_its_layer(recipe, tmp_path, monkeypat
     def fail(self, regularization, order=None):
         raise NumericError("the Hessian is not positive definite")
 
-    monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
+    monkeypatch.setattr("compress.passes.contract.observers.Gram.factor", fail)
     with pytest.raises(
         NumericError, match=r"^passes\[0\] gptq model\.layers\.0\.self_attn\.q_proj: the Hessian is not"
     ):

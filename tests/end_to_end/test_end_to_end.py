@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tolerances import LOGITS
 
 import compress
-from compress.api.journal import Journal
+from compress.checkpoint.sources.opening import open_model
 from compress.errors import OutputError, RecipeError, TargetError
-from compress.model.open.opening import open_model
+from compress.passes.contract.journal import Journal
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 CHAIN = f"""
@@ -74,7 +74,7 @@ def test_a_killed_run_goes_on_at_the_next_block_and_ends_with_the_same_bytes(fin
     driver = textwrap.dedent(f"""
         import os, signal, torch, compress
         torch.set_num_threads({torch.get_num_threads()})  # the order of sums, and so the last bit, depends on it
-        from compress.api.journal import Journal
+        from compress.passes.contract.journal import Journal
         def dying(entry):
             if entry.kind == "block" and entry.figures["block"] == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

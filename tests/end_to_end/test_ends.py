@@ -8,11 +8,11 @@ import torch
 from tolerances import LOGITS
 
 import compress
+from compress.checkpoint.formats import FORMATS
 from compress.errors import ModelError, TargetError
-from compress.formats import FORMATS
 from compress.kernels.dispatch import plain_torch
-from compress.model.embedding import CompressedEmbedding, layer_of
-from compress.model.structure.ends import find_ends
+from compress.layers.embedding import CompressedEmbedding, layer_of
+from compress.models.structure.ends import find_ends
 from compress.pipeline.resolve import resolve
 
 BOTH = ["lm_head", "embed_tokens"]

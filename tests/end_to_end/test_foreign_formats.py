@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress.errors import ModelError, TargetError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 CASES = {

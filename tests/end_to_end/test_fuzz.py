@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import compress
+from compress.checkpoint.formats import FORMATS
 from compress.errors import ModelError
-from compress.formats import FORMATS
 from compress.pipeline.convert import export
 
 INPUTS = 200
@@ -72,32 +72,42 @@ def weight_map(name):
 
 CASES = {
     "a field that no scheme has": (
-        config(lambda v: layers(v)["parts"][0].update(zork=1)), r"config\.json .*up_proj: codes has no field 'zork'"
+        config(lambda v: layers(v)["parts"][0].update(zork=1)),
+        r"config\.json .*up_proj: codes has no field 'zork'",
     ),
     "a scheme without grid": (
-        config(lambda v: layers(v)["parts"][0].pop("grid")), r"up_proj: codes lacks its field 'grid'"
+        config(lambda v: layers(v)["parts"][0].pop("grid")),
+        r"up_proj: codes lacks its field 'grid'",
     ),
     "an unknown grid": (
-        config(lambda v: layers(v)["parts"][0].update(grid="int99")), "grid 'int99' is not known; did you mean 'int"
+        config(lambda v: layers(v)["parts"][0].update(grid="int99")),
+        "grid 'int99' is not known; did you mean 'int",
     ),
     "a negative shape": (config(lambda v: layers(v).update(shape=[-64, 32])), "must be at least 1"),
     "a group of a wrong type": (
-        config(lambda v: layers(v)["parts"][0].update(group_size=[16])), r"group_size of codes is \[16\]"
+        config(lambda v: layers(v)["parts"][0].update(group_size=[16])),
+        r"group_size of codes is \[16\]",
     ),
     "a group of nothing": (
-        config(lambda v: layers(v)["parts"][0].update(group_size=0)), "group_size of codes is 0, but .* at least 1"
+        config(lambda v: layers(v)["parts"][0].update(group_size=0)),
+        "group_size of codes is 0, but .* at least 1",
     ),
     "a negative width": (config(lambda v: v.update(hidden_size=-32)), r"config\.json"),
     "a huge width": (config(lambda v: v.update(hidden_size=2**40)), r"config\.json"),
-    "many layers": (config(lambda v: v.update(num_hidden_layers=10**9)), "num_hidden_layers is 1000000000, but .* at most"),
+    "many layers": (
+        config(lambda v: v.update(num_hidden_layers=10**9)),
+        "num_hidden_layers is 1000000000, but .* at most",
+    ),
     "rather many layers": (
-        config(lambda v: v.update(num_hidden_layers=9_000)), r"more than \d+ modules, which the files .* too small for"
+        config(lambda v: v.update(num_hidden_layers=9_000)),
+        r"more than \d+ modules, which the files .* too small for",
     ),
     "a huge vocabulary": (config(lambda v: v.update(vocab_size=2**33)), r"asks for a tensor \[8589934592, 32\]"),
     "deep JSON": (lambda f: nested(f, 100), "nested in more than 64 levels"),
     "very deep JSON": (lambda f: nested(f, 100_000), "nested in more than 64 levels"),
     "large JSON": (
-        lambda f: (f / "tokenizer.json").write_bytes(b" " * ((64 << 20) + 1)), r"tokenizer\.json has more than 64 MiB; fetch it"
+        lambda f: (f / "tokenizer.json").write_bytes(b" " * ((64 << 20) + 1)),
+        r"tokenizer\.json has more than 64 MiB; fetch it",
     ),
     "another encoding": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{}"), "byte 0 is not UTF-8"),
     "an index that leaves the folder": (weight_map("../outside/model.safetensors"), "outside of the folder"),
@@ -105,18 +115,23 @@ CASES = {
     "an index with a number": (weight_map(7), "which is no .safetensors file"),
     "a pipe": (pipe, r"tokenizer_config\.json is not a regular file; put the file itself in its place"),
     "a long header": (huge_header, r"model-00001-of-00002\.safetensors is truncated or not a safetensors file"),
-    "a tokenizer without model": (lambda f: edit(f / "tokenizer.json", lambda v: v.pop("model")), r"the tokenizer in .*tokenizer\.json"),
+    "a tokenizer without model": (
+        lambda f: edit(f / "tokenizer.json", lambda v: v.pop("model")),
+        r"the tokenizer in .*tokenizer\.json",
+    ),
     "a special token of a wrong type": (
-        lambda f: edit(f / "tokenizer_config.json", lambda v: v.update(eos_token=[3])), r"the tokenizer in .*tokenizer_config\.json"
+        lambda f: edit(f / "tokenizer_config.json", lambda v: v.update(eos_token=[3])),
+        r"the tokenizer in .*tokenizer_config\.json",
     ),
     "a file of the tokenizer elsewhere": (
         lambda f: edit(f / "tokenizer_config.json", lambda v: v.update(fast_tokenizer_files=["../tokenizer.4.0.json"])),
         "fast_tokenizer_files must be a list of names of files in the folder",
     ),
     "code of the hub": (
-        config(lambda v: v.update(attn_implementation="some/kernel")), "names code of the hub, 'some/kernel'; set trust_remote"
+        config(lambda v: v.update(attn_implementation="some/kernel")),
+        "names code of the hub, 'some/kernel'; set trust_remote",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -151,66 +166,101 @@ def text(value):
 
 FOREIGN = {
     "gptq: a version of a wrong type": (
-        "gptq-int4", foreign(lambda v: v.update(checkpoint_format=["gptq"])), r"config\.json cannot be read \(TypeError"
+        "gptq-int4",
+        foreign(lambda v: v.update(checkpoint_format=["gptq"])),
+        r"config\.json cannot be read \(TypeError",
     ),
     "gptq: an invalid pattern": (
-        "gptq-int4", foreign(lambda v: v.update(dynamic={"+:(": {"bits": 8}})), r"'\(' is no regular expression"
+        "gptq-int4",
+        foreign(lambda v: v.update(dynamic={"+:(": {"bits": 8}})),
+        r"'\(' is no regular expression",
     ),
     "gptq: patterns that are no object": (
-        "gptq-int4", foreign(lambda v: v.update(dynamic=[7])), r"config\.json cannot be read \(AttributeError"
+        "gptq-int4",
+        foreign(lambda v: v.update(dynamic=[7])),
+        r"config\.json cannot be read \(AttributeError",
     ),
     "gptq: a group size of a wrong type": (
-        "gptq-int4", foreign(lambda v: v.update(group_size="x")), r"config\.json cannot be read \(TypeError"
+        "gptq-int4",
+        foreign(lambda v: v.update(group_size="x")),
+        r"config\.json cannot be read \(TypeError",
     ),
     "gptq: no group size": (
-        "gptq-int4", foreign(lambda v: v.pop("group_size")), r"config\.json cannot be read \(it lacks 'group_size'"
+        "gptq-int4",
+        foreign(lambda v: v.pop("group_size")),
+        r"config\.json cannot be read \(it lacks 'group_size'",
     ),
     "gptq: scales without shape": (
-        "gptq-int4", tensor(".scales", lambda t: t.flatten()[0]), r"config\.json cannot be read \(IndexError"
+        "gptq-int4",
+        tensor(".scales", lambda t: t.flatten()[0]),
+        r"config\.json cannot be read \(IndexError",
     ),
     "gptq: other zero points": (
-        "gptq-int4", tensor(".qzeros", lambda t: t * 0), r"qzeros holds 0 to 0, but .*sym.* \(in .*\.safetensors\)"
+        "gptq-int4",
+        tensor(".qzeros", lambda t: t * 0),
+        r"qzeros holds 0 to 0, but .*sym.* \(in .*\.safetensors\)",
     ),
     "awq: zero_point of a wrong group size": (
-        "awq-int4", foreign(lambda v: v.update(group_size=0)), r"config\.json cannot be read \(ZeroDivisionError"
+        "awq-int4",
+        foreign(lambda v: v.update(group_size=0)),
+        r"config\.json cannot be read \(ZeroDivisionError",
     ),
-    "awq: a version of a wrong type": ("awq-int4", foreign(lambda v: v.update(version=[1])), r"known: gemm with 4 bits"),
+    "awq: a version of a wrong type": (
+        "awq-int4",
+        foreign(lambda v: v.update(version=[1])),
+        r"known: gemm with 4 bits",
+    ),
     "bitsandbytes: a threshold": (
-        "bitsandbytes-llm-int8", foreign(lambda v: v.update(llm_int8_threshold="x")), r"config\.json cannot be read"
+        "bitsandbytes-llm-int8",
+        foreign(lambda v: v.update(llm_int8_threshold="x")),
+        r"config\.json cannot be read",
     ),
     "bitsandbytes: several formats of a weight": (
-        "bitsandbytes-llm-int8", tensor(".weight_format", lambda t: torch.zeros(3, dtype=torch.uint8)),
-        "weight_format is not 0"
+        "bitsandbytes-llm-int8",
+        tensor(".weight_format", lambda t: torch.zeros(3, dtype=torch.uint8)),
+        "weight_format is not 0",
     ),
     "bitsandbytes: a state that is no object": (
-        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[1]")), r"bitsandbytes__nf4 cannot be read"
+        "bitsandbytes-nf4",
+        tensor("bitsandbytes__nf4", text("[1]")),
+        r"bitsandbytes__nf4 cannot be read",
     ),
     "bitsandbytes: a deep state": (
-        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text("[" * 4_000)), r"bitsandbytes__nf4 cannot be read"
+        "bitsandbytes-nf4",
+        tensor("bitsandbytes__nf4", text("[" * 4_000)),
+        r"bitsandbytes__nf4 cannot be read",
     ),
     "bitsandbytes: a long state": (
-        "bitsandbytes-nf4", tensor("bitsandbytes__nf4", text(" " * 5000)), r"__nf4 has 5000 bytes, but it can have at most 4096"
+        "bitsandbytes-nf4",
+        tensor("bitsandbytes__nf4", text(" " * 5000)),
+        r"__nf4 has 5000 bytes, but it can have at most 4096",
     ),
     "gptq: another version": (
-        "gptq-int4", foreign(lambda v: v.update(checkpoint_format="marlin")), r"config\.json cannot be read \(the layout 'marlin' of GPTQ"
+        "gptq-int4",
+        foreign(lambda v: v.update(checkpoint_format="marlin")),
+        r"config\.json cannot be read \(the layout 'marlin' of GPTQ",
     ),
     "fp8: weights that nothing describes": (
-        "compressed-tensors-fp8", config(lambda v: v.pop("quantization_config")),
-        r"weight in .*\.safetensors holds F8_E4M3, not floats of 16 bits or more, and quantization_config"
+        "compressed-tensors-fp8",
+        config(lambda v: v.pop("quantization_config")),
+        r"weight in .*\.safetensors holds F8_E4M3, not floats of 16 bits or more, and quantization_config",
     ),
     "bitsandbytes: a huge offset": (
-        "bitsandbytes-nf4-double", tensor("bitsandbytes__nf4", text(json.dumps(
-            {"shape": [32, 32], "blocksize": 32, "nested_offset": 10**400}
-        ))), r"bitsandbytes__nf4 cannot be read \(OverflowError"
+        "bitsandbytes-nf4-double",
+        tensor("bitsandbytes__nf4", text(json.dumps({"shape": [32, 32], "blocksize": 32, "nested_offset": 10**400}))),
+        r"bitsandbytes__nf4 cannot be read \(OverflowError",
     ),
     "native: a role": (
-        "native-ends", foreign(lambda v: v["layers"]["lm_head"].update(role="zork")), r"lm_head: role 'zork' is none of linear"
+        "native-ends",
+        foreign(lambda v: v["layers"]["lm_head"].update(role="zork")),
+        r"lm_head: role 'zork' is none of linear",
     ),
     "native: a table of another shape": (
-        "native-ends", foreign(lambda v: v["layers"]["model.embed_tokens"].update(shape=[63, 32])),
-        r"model\.embed_tokens is \[63, 32\] in the checkpoint, but \[1024, 32\] by its config\.json"
+        "native-ends",
+        foreign(lambda v: v["layers"]["model.embed_tokens"].update(shape=[63, 32])),
+        r"model\.embed_tokens is \[63, 32\] in the checkpoint, but \[1024, 32\] by its config\.json",
     ),
-}  # fmt: skip
+}
 """(checkpoint, damage, message) of formats of other programs, and of quantized ends."""
 
 

@@ -19,8 +19,8 @@ import compress
 from compress import GPTQ, RTN, Calibration, Distill, Evaluate, Finetune
 from compress.cli import main
 from compress.errors import CalibrationError, ModelError, RecipeError
-from compress.model.forward import logits_of
-from compress.model.kinds import DISTRIBUTIONS, kind_of
+from compress.models.forward import logits_of
+from compress.models.kinds.kinds import DISTRIBUTIONS, kind_of
 from compress.numerics.metrics import relative_error
 from compress.passes import PASSES
 from compress.recipe.schema import read_passes
@@ -277,7 +277,7 @@ def test_a_teacher_of_another_kind_or_with_other_labels_is_refused(ids, tiny):
 
 
 def test_the_special_tokens_are_around_every_window(folder, words):
-    opened = compress.model.open.opening.open_model(folder("encoder"))
+    opened = compress.checkpoint.sources.opening.open_model(folder("encoder"))
     ids, _ = compress.data.ids.model_sample(opened.model, opened.tokenizer, words, "test", 3, 10)
     assert ids.shape == (3, 10) and ids[:, 0].tolist() == [2] * 3 and ids[:, -1].tolist() == [3] * 3
 
@@ -393,10 +393,16 @@ def test_modules_with_weights_are_told(asked, folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("{}", "it holds no list of objects"), ('[{"path": ".."}]', "outside of the folder"), ('[{"path": 3}]', "each of"),
-     ('[{"path": "a/b"}]', "each of"), ("[", "not a valid JSON file"),
-     ("3", "it holds no list of objects"), ("[" * 70 + "]" * 70, "nested in more than 64 levels")],
-)  # fmt: skip
+    [
+        ("{}", "it holds no list of objects"),
+        ('[{"path": ".."}]', "outside of the folder"),
+        ('[{"path": 3}]', "each of"),
+        ('[{"path": "a/b"}]', "each of"),
+        ("[", "not a valid JSON file"),
+        ("3", "it holds no list of objects"),
+        ("[" * 70 + "]" * 70, "nested in more than 64 levels"),
+    ],
+)
 def test_modules_that_are_none(asked, folder, tmp_path, text, reason):
     model = with_modules(folder("encoder"), tmp_path / "model")
     (model / "modules.json").write_text(text)

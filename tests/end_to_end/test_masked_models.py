@@ -12,14 +12,14 @@ from tolerances import LOGITS
 
 import compress
 from compress import RTN, Distill, DropBlocks, Finetune
-from compress.api.journal import Journal
 from compress.cli import main
 from compress.data.ids import model_sample
 from compress.data.opening import special_tokens_around
 from compress.errors import CalibrationError, ModelError, RecipeError
-from compress.model.forward import mean_loss, skipping
-from compress.model.objective import objective_of
-from compress.model.structure.blocks import find_blocks
+from compress.models.forward import mean_loss, skipping
+from compress.models.kinds.objective import objective_of
+from compress.models.structure.blocks import find_blocks
+from compress.passes.contract.journal import Journal
 from compress.train.objective import LanguageLoss
 from compress.train.teacher import OnlineTeacher
 
@@ -86,8 +86,13 @@ def test_windows_of_a_text_stand_between_special_tokens(tiny, words, texts):
 def loss_of(model, teacher, ids):
     """The mean triple loss of all sequences under the masks of a pass."""
     lm_objective = objective_of(model, tokenizer())
-    objective = LanguageLoss(2 / 7, temperature=2.0, cosine=1 / 7, lm_objective=lm_objective,
-                             teacher=OnlineTeacher(teacher, 2.0, "here", lm_objective))  # fmt: skip
+    objective = LanguageLoss(
+        2 / 7,
+        temperature=2.0,
+        cosine=1 / 7,
+        lm_objective=lm_objective,
+        teacher=OnlineTeacher(teacher, 2.0, "here", lm_objective),
+    )
     with torch.no_grad():
         return float(objective(model, ids, range(len(ids))))
 

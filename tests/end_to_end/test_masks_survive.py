@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 import compress
 from compress import GPTQ, HQQ, RTN, SignRound, Wanda
-from compress.api.journal import Journal
-from compress.formats import FORMATS
-from compress.model.linear import CompressedLinear, linears
+from compress.checkpoint.formats import FORMATS
+from compress.layers.linear import CompressedLinear, linears
 from compress.numerics.quant.grids import GRIDS, IntGrid
+from compress.passes.contract.journal import Journal
 from compress.pipeline.run import compress as work
 from compress.pipeline.run import finish, prepare
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import compress
-from compress.api.layers import Layer
-from compress.api.observers import Gram, InputNorm
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.observers import Gram, InputNorm
 
 FAMILIES = {
     "gpt2": ("gpt2", {}),
@@ -72,7 +72,7 @@ def test_the_chain_is_reloaded_as_it_was_computed(name, format_, tiny, recipe, t
 
 
 def find(model):
-    from compress.model.structure.blocks import find_blocks
+    from compress.models.structure.blocks import find_blocks
 
     return [block.module for block in find_blocks(model)]
 

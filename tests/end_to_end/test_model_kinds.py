@@ -12,27 +12,46 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RTN, Distill, SliceGPT, Wanda, cli
+from compress.checkpoint.sources.opening import open_model
 from compress.errors import ModelError
-from compress.model.linear import CompressedLinear
-from compress.model.open.opening import open_model
-from compress.model.structure.blocks import find_blocks
-from compress.stream.capture import ModelShell
+from compress.layers.linear import CompressedLinear
+from compress.models.structure.blocks import find_blocks
+from compress.sweep.capture import ModelShell
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 IMAGE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
     "patch_size": 8,
-}  # fmt: skip
+}
 ENCODER_DECODER = {
-    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "pad_token_id": 0,
-}  # fmt: skip
+}
 
 UNSUPPORTED = {
     "BertForMultipleChoice": (lambda: transformers.BertConfig(**SIZES), "is of no other supported kind"),
@@ -66,26 +85,45 @@ UNSUPPORTED = {
     "MllamaForConditionalGeneration": (  # blocks that run only with an image
         lambda: transformers.MllamaConfig(
             text_config={
-                **GROUPED, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}
+                **GROUPED,
+                "cross_attention_layers": [1],
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
             },
             vision_config={
-                "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_global_layers": 1,
-                "attention_heads": 4, "image_size": 16, "patch_size": 8, "intermediate_layers_indices": [0],
-                "vision_output_dim": 64, "supported_aspect_ratios": [[1, 1]], "max_num_tiles": 1,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_global_layers": 1,
+                "attention_heads": 4,
+                "image_size": 16,
+                "patch_size": 8,
+                "intermediate_layers_indices": [0],
+                "vision_output_dim": 64,
+                "supported_aspect_ratios": [[1, 1]],
+                "max_num_tiles": 1,
             },
         ),
         "1 of 2 blocks ran in a forward pass on token ids",
     ),
-}  # fmt: skip
+}
 
 WITH_IMAGES = {
     "Qwen2_5_VLForConditionalGeneration": lambda: transformers.Qwen2_5_VLConfig(
         text_config={**GROUPED, "rope_parameters": SECTIONS},
         vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32,
-            "patch_size": 8, "window_size": 16, "fullatt_block_indexes": [1],
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 4,
+            "out_hidden_size": 32,
+            "patch_size": 8,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
         },
-        image_token_id=60, video_token_id=61, vision_start_token_id=62, vision_end_token_id=63,
+        image_token_id=60,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
     ),
     "Mistral3ForConditionalGeneration": lambda: transformers.Mistral3Config(
         text_config=transformers.MistralConfig(**GROUPED),
@@ -93,15 +131,19 @@ WITH_IMAGES = {
         image_token_index=60,
     ),
     "Gemma3ForConditionalGeneration": lambda: transformers.Gemma3Config(
-        text_config={**GROUPED, "head_dim": 8, "sliding_window": 8}, vision_config=IMAGE,
-        mm_tokens_per_image=4, image_token_index=60, boi_token_index=61, eoi_token_index=62,
+        text_config={**GROUPED, "head_dim": 8, "sliding_window": 8},
+        vision_config=IMAGE,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
     ),
     "LlavaForConditionalGeneration": lambda: transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(**GROUPED),
         vision_config=transformers.CLIPVisionConfig(**{**IMAGE, "num_hidden_layers": 6}),  # more than in the blocks
         image_token_index=60,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from on_pico import PICO
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
 
 
 def weights_after(ids, batch):

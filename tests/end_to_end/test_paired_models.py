@@ -18,10 +18,10 @@ from compress.data.ids import model_sample
 from compress.data.self_sampling import self_sampled
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compress.evaluate.perplexity import perplexity
-from compress.model.forward import logits_of, mean_loss
-from compress.model.inputs import inputs_of, prompt_length, source_and_target, text_lengths
-from compress.model.kinds import PAIRED, kind_of
-from compress.model.objective import objective_of
+from compress.models.forward import logits_of, mean_loss
+from compress.models.kinds.inputs import inputs_of, prompt_length, source_and_target, text_lengths
+from compress.models.kinds.kinds import PAIRED, kind_of
+from compress.models.kinds.objective import objective_of
 
 INT4 = {"weights": "int4", "group_size": 16}
 

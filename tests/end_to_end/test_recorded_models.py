@@ -15,18 +15,18 @@ from transformers import AutoModelForSpeechSeq2Seq
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Distill, Evaluate, Finetune, SignRound, SmoothQuant, Wanda
-from compress.api.layers import Solution
-from compress.api.observers import InputNorm
-from compress.api.passes import LayerPass
-from compress.api.processes import Processes
 from compress.cli import main
 from compress.data.ids import model_sample
 from compress.errors import CalibrationError, ModelError, RecipeError, TargetError
-from compress.model.forward import logits_of, mean_loss
-from compress.model.kinds import RECORDED, kind_of
-from compress.model.linear import CompressedLinear
-from compress.model.objective import objective_of
-from compress.model.recordings import row_bytes, row_of, stacked
+from compress.layers.linear import CompressedLinear
+from compress.models.forward import logits_of, mean_loss
+from compress.models.kinds.kinds import RECORDED, kind_of
+from compress.models.kinds.objective import objective_of
+from compress.models.kinds.recordings import row_bytes, row_of, stacked
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.observers import InputNorm
+from compress.passes.contract.passes import LayerPass
+from compress.passes.contract.processes import Processes
 from compress.pipeline.divide import check_divided, own_batches
 from compress.pipeline.evaluation import evaluate_models
 from compress.train.curvature import weight_curvature

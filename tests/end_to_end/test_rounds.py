@@ -24,10 +24,10 @@ from compress import (
     Magnitude,
     MixedPrecision,
     Wanda,
-)  # fmt: skip
+)
+from compress.checkpoint.sources.packed import open_input
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.packed import open_input
+from compress.layers.linear import CompressedLinear, linears
 
 FEW = {"steps": 2, "batch": 2}
 MLP, ATTENTION = "*.mlp.*", "*.self_attn.*"
@@ -235,9 +235,10 @@ def test_a_second_run_resumes(ran, again, stop, tmp_path, passes, segment):
     wanted = again(first, *passes, format="native").report["checkpoint_sha256"]
     asked = again.recipe(first, *passes, format="native")
     stop(
-        asked, tmp_path / "killed",
+        asked,
+        tmp_path / "killed",
         lambda e: e.kind == "block" and e.figures["block"] == 1 and e.figures["segment"] == segment,
-    )  # fmt: skip
+    )
     assert compress.run(asked, tmp_path / "killed").report["checkpoint_sha256"] == wanted
 
 
@@ -275,8 +276,9 @@ def test_a_pass_that_needs_a_fact_finds_it_in_the_model(ran, again):
     result = again(first, MixedPrecision(fraction=0.1), format="native")
     model, _ = compress.load(result.folder)
     assert {layer.rounding is None for layer in linears(model).values() if isinstance(layer, CompressedLinear)} == {
-        True, False,
-    }  # fmt: skip
+        True,
+        False,
+    }
 
 
 def test_what_the_format_cannot_store_is_known_before_the_run(ran, again):

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Calibration, Recipe, Save, SmoothQuant, Wanda
-from compress.api.journal import Journal
-from compress.api.layers import Layer
 from compress.errors import ModelError, NumericError, RecipeError
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.parts.sparse import SparsePart
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.layers import Layer
 from compress.pipeline.run import compress as work
 from compress.pipeline.run import finish, prepare
-from compress.weights.sparse import SparsePart
 
 UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"
 
@@ -228,7 +228,11 @@ def emptied(tensor):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (f"{UP}.weight_values", shorter, r"weight_values is torch.float32 \[287, 64\], but it must be torch.float32 \[288, 64\]"),
+        (
+            f"{UP}.weight_values",
+            shorter,
+            r"weight_values is torch.float32 \[287, 64\], but it must be torch.float32 \[288, 64\]",
+        ),
         (f"{UP}.weight_kept", shorter, r"weight_kept is torch.int32 \[287, 4\], but it must be torch.int32 \[288, 4\]"),
         (f"{UP}.weight_kept", emptied, "weight_kept holds indexes that are not 2 different ones below 4, ascending"),
         (f"{UP}.weight_kept", None, "lacks its tensor weight_kept"),
@@ -236,7 +240,7 @@ def emptied(tensor):
         (f"{QUERY}.weight_kept", emptied, "weight_kept marks 0 weights as kept, but there are 6528"),
         (f"{QUERY}.weight_scale", shorter, r"weight_scale is torch.float32 \[127, 4\]"),
     ],
-)  # fmt: skip
+)
 def test_damaged_tensors_are_named(name, change, message, stored, tmp_path):
     folder = Path(shutil.copytree(stored, tmp_path / "model"))
     shard = folder / "model-00003-of-00004.safetensors"

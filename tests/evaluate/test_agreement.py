@@ -19,7 +19,7 @@ from compress.evaluate.agreement import (
     similarities,
 )
 from compress.evaluate.base import EvaluationContext
-from compress.model.kinds import Compared
+from compress.models.kinds.kinds import Compared
 from compress.numerics.statistics import ranks, spearman
 
 
@@ -95,9 +95,15 @@ def test_the_embedding_of_a_text():
 
 @pytest.mark.parametrize(
     ("name", "compared", "shape"),
-    [("encoder", "embeddings", (32,)), ("classes", "classes", (1, 5)), ("labels", "labels", (3, 2)),
-     ("tokens", "classes", (12, 4)), ("spans", "spans", (2, 12)), ("score", "score", (1,))],
-)  # fmt: skip
+    [
+        ("encoder", "embeddings", (32,)),
+        ("classes", "classes", (1, 5)),
+        ("labels", "labels", (3, 2)),
+        ("tokens", "classes", (12, 4)),
+        ("spans", "spans", (2, 12)),
+        ("score", "score", (1,)),
+    ],
+)
 def test_what_is_kept_of_an_answer(name, compared, shape, ids):
     assert torch.tensor(answer(headless(name), ids(1, 12)[0], 0, compared)).shape == shape
 
@@ -123,7 +129,11 @@ def test_a_small_error_has_two_digits():
 
 
 def test_every_measure_has_words():
-    answers = {"embeddings": [[1.0, 2.0], [2.0, 1.0], [0.0, 1.0]], "classes": [[[1.0, 2.0]]], "score": [[1.0], [2.0]],
-               "spans": [[[1.0, 2.0], [2.0, 1.0]]]}  # fmt: skip
+    answers = {
+        "embeddings": [[1.0, 2.0], [2.0, 1.0], [0.0, 1.0]],
+        "classes": [[[1.0, 2.0]]],
+        "score": [[1.0], [2.0]],
+        "spans": [[[1.0, 2.0], [2.0, 1.0]]],
+    }
     named = {name for compared, given in answers.items() for name in measures(compared, given, given)}
     assert named == set(WORDS) and all("{}" in words.sentence for words in WORDS.values())

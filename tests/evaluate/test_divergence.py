@@ -74,7 +74,7 @@ def test_chunks_are_kept_as_the_rows_of_each():
 
 ALLOCATED = """
 import torch
-from compress.api.memory import PeakMemory
+from compress.passes.contract.memory import PeakMemory
 from compress.evaluate.divergence import Kept
 base = torch.randn(1, 1 << 18).expand(192, -1)
 with PeakMemory() as nothing:

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
 from compress import RTN, Evaluate, KVCache, Wanda, apply
-from compress.api.context import Run
 from compress.evaluate import EVALUATORS, combine_all, measure_all, speed
 from compress.evaluate.base import EvaluationContext
+from compress.passes.contract.context import Run
 from compress.report.schema import Report
 
 every_evaluator = pytest.mark.parametrize("key", EVALUATORS)

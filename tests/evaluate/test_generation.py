@@ -7,11 +7,11 @@ import torch
 from transformers import AutoTokenizer
 
 from compress import Evaluate
-from compress.api.context import Run
 from compress.errors import NumericError
 from compress.evaluate.base import EvaluationContext
 from compress.evaluate.generation import PROMPTS, TOKENS, Generation, GenerationResult, agreement, repetition
 from compress.evaluate.store import Store
+from compress.passes.contract.context import Run
 
 
 def test_agreement_and_repetition_by_hand():
@@ -23,9 +23,7 @@ def test_agreement_and_repetition_by_hand():
 
 @pytest.fixture
 def context(pico):
-    return EvaluationContext(
-        Run(), tokenizer=AutoTokenizer.from_pretrained(pico), settings=Evaluate(generation=True)
-    )  # fmt: skip
+    return EvaluationContext(Run(), tokenizer=AutoTokenizer.from_pretrained(pico), settings=Evaluate(generation=True))
 
 
 def test_a_model_that_loops_is_seen(pico_model, context, monkeypatch):

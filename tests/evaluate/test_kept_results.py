@@ -3,8 +3,8 @@
 import json
 import threading
 
-from compress.api.processes import Processes
 from compress.evaluate.store import Results, Store, digest_of
+from compress.passes.contract.processes import Processes
 
 
 class Together(Processes):

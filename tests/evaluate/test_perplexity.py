@@ -10,8 +10,8 @@ from torch import nn
 
 from compress.errors import ModelError, NumericError
 from compress.evaluate.perplexity import exponential, perplexity
-from compress.model.forward import mean_loss
-from compress.model.objective import objective_of
+from compress.models.forward import mean_loss
+from compress.models.kinds.objective import objective_of
 from compress.numerics import metrics
 
 ROWS = 16  # tokens in a chunk

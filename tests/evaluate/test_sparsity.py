@@ -6,10 +6,10 @@ from torch import nn
 
 import compress
 from compress import Magnitude, Wanda
-from compress.api.layers import Solution
-from compress.api.passes import LayerPass
 from compress.errors import NumericError, TargetError, VerificationError
 from compress.evaluate.sparsity import check_sparsity
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.passes import LayerPass
 from compress.report.markdown import markdown
 from compress.report.schema import Report
 
@@ -173,8 +173,9 @@ def test_a_layer_too_small_for_what_is_asked_is_refused_before_any_work(
 def test_joint_pruning_and_rounding_is_planned_as_it_ends(recipe, tiny_folder, tmp_path):
     asked = recipe(
         compress.SparseGPT(pattern="2:4", weights="int4", group_size=16),
-        model=tiny_folder("llama"), save={"format": "compressed-tensors"},
-    )  # fmt: skip
+        model=tiny_folder("llama"),
+        save={"format": "compressed-tensors"},
+    )
     predicted = compress.plan(asked)
     report = compress.run(asked, tmp_path / "out").report
     assert predicted.layers[0].scheme.codes.grid.name == "int4"

@@ -81,9 +81,15 @@ def test_models_are_measured_in_turns(tiny, monkeypatch):
 def test_comparison_is_from_the_base_to_the_other():
     def of(decode, size):
         return speed.ModelSpeed(
-            load_seconds=None, resident_bytes=None, decode={1: decode, 8: 4 * decode}, prefill=100.0, token_bytes=size,
-            bandwidth_share=0.5, kernels={"torch": 1}, dtype="float32",
-        )  # fmt: skip
+            load_seconds=None,
+            resident_bytes=None,
+            decode={1: decode, 8: 4 * decode},
+            prefill=100.0,
+            token_bytes=size,
+            bandwidth_share=0.5,
+            kernels={"torch": 1},
+            dtype="float32",
+        )
 
     models = {"base": of(10.0, 400_000_000), "compressed": of(30.0, 100_000_000)}
     found = speed.SpeedResult(models=models, instruction_set="none", threads=1, read_bandwidth=1e9)

@@ -31,9 +31,19 @@ def rounding(columns, zeros, masked, descent, tile=None, rows=4096):
     keep = numbers(columns, rows, dtype=torch.bool) if masked else None
     old, pivots = (numbers(columns, rows), numbers(columns)) if descent else (None, None)
     gpu_columns.round_columns(
-        state, numbers(columns, rows)[:, :columns], state, zero, keep, old, pivots, LIMITS, state, state, state,
+        state,
+        numbers(columns, rows)[:, :columns],
+        state,
+        zero,
+        keep,
+        old,
+        pivots,
+        LIMITS,
+        state,
+        state,
+        state,
         state if masked else None,
-    )  # fmt: skip
+    )
 
 
 def sums(size, zeros):

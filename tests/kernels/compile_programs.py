@@ -20,15 +20,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compress.kernels.triton import codes, launch
+from compress.layers.parts.codes import CodesPart
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
 
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "u8",
-    torch.int32: "i32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
 
 PROGRAMS = launch.programs()
 
@@ -79,8 +85,13 @@ class Compiler:
             given = {each: value for each, value in given.items() if each not in ones}
             signature = {each: type_of(given[each]) if each in given else "constexpr" for each in names}
             exact = [each.name for each in program.params if not each.do_not_specialize]
-            whole = [i for i, each in enumerate(names) if each in given and not isinstance(given[each], float)
-                     and (isinstance(given[each], torch.Tensor) or (each in exact and given[each] % 16 == 0))]  # fmt: skip
+            whole = [
+                i
+                for i, each in enumerate(names)
+                if each in given
+                and not isinstance(given[each], float)
+                and (isinstance(given[each], torch.Tensor) or (each in exact and given[each] % 16 == 0))
+            ]
             source = ASTSource(program, signature, constants, {(i,): [["tt.divisibility", 16]] for i in whole})
             options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": enable_fp_fusion}
             done = triton.compile(source, target=self.target, options=options)

@@ -46,10 +46,19 @@ def masks(kind, sizes, seed):
 
 @settings(max_examples=150)
 @given(
-    st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 70), st.integers(1, 230), st.integers(1, 40),
-    st.integers(1, 40), st.sampled_from([None, "bool", "triangle", "window", "float", "lowest"]),
-    st.tuples(*[st.booleans()] * 3), st.booleans(), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.integers(1, 70),
+    st.integers(1, 230),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([None, "bool", "triangle", "window", "float", "lowest"]),
+    st.tuples(*[st.booleans()] * 3),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_any_call(batch, groups, shared, queries, keys, width, out, kind, whole, causal, turned, seed):
     heads = groups * shared
 

@@ -12,16 +12,16 @@ from compress.errors import RecipeError
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu import KERNEL
 from compress.kernels.cpu_sparse import KERNEL as SPARSE
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.native.library import instruction_set, library
 from compress.numerics.dtypes import DTYPES
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.sparse import SparsePart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -33,9 +33,11 @@ def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
     part = part_of(50, 160, bits, 64, symmetric=bits % 2 == 0)  # 2 1/2 groups, 3 1/8 tiles
     bias = random(50, seed=2).to(dtype)
     rounding = {
-        None: None, "token": InputRounding.of(INT8), "static": InputRounding.of(INT8, torch.tensor([0.02])),
+        None: None,
+        "token": InputRounding.of(INT8),
+        "static": InputRounding.of(INT8, torch.tensor([0.02])),
         "clipped": InputRounding.of(GRIDS["int4"], clip=0.9),
-    }[rounded]  # fmt: skip
+    }[rounded]
     for batch in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 30):
         x = random(batch, 160, seed=1).to(dtype)
         assert KERNEL.supports(part, x, rounding)
@@ -44,10 +46,17 @@ def test_products_of_all_batch_sizes(chosen, bits, dtype, rounded):
 
 @settings(max_examples=80)
 @given(
-    st.integers(1, 70), st.integers(1, 200), st.sampled_from([2, 3, 4, 8]),
-    st.sampled_from([1, 7, 16, 32, 48, 64, 128, "channel", "tensor"]), st.booleans(), st.booleans(), st.booleans(),
-    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 9), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 200),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([1, 7, 16, 32, 48, 64, 128, "channel", "tensor"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 9),
+    st.integers(0, 999),
+)
 def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, rounded, dtype, batch, seed):
     group = min(group, width) if isinstance(group, int) else group
     part = part_of(rows, width, bits, group, symmetric, indexed and isinstance(group, int), seed=seed)
@@ -59,10 +68,17 @@ def test_any_shape_and_group(rows, width, bits, group, symmetric, indexed, round
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 70), st.integers(100, 1400), st.sampled_from([2, 3, 4, 8]),
-    st.sampled_from([7, 16, 48, 64, 512, 528, "channel"]), st.booleans(), st.booleans(), st.booleans(),
-    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(7, 40), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(100, 1400),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([7, 16, 48, 64, 512, 528, "channel"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(7, 40),
+    st.integers(0, 999),
+)
 def test_many_rows_take_panels(rows, width, bits, group, symmetric, indexed, rounded, dtype, batch, seed):
     """Panels of 128 elements: groups that begin, end and go on in each; an odd number of tiles; blocks of 1 to 6 rows."""
     group = min(group, width) if isinstance(group, int) else group
@@ -189,9 +205,14 @@ def test_kept_weights_alone(chosen, pattern, grid, symmetric):
 
 @settings(max_examples=40)
 @given(
-    st.integers(1, 70), st.integers(1, 600), st.sampled_from([0.0, 0.1, 0.5, 1.0]), st.sampled_from(["float32", "bfloat16",
-    "float16"]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 20), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 600),
+    st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(0, 20),
+    st.integers(0, 999),
+)
 def test_kept_floats(rows, width, density, stored, dtype, batch, seed):
     """Whole panels and pieces, columns without weights and full ones; computed without the dense weight."""
     mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < density

@@ -10,13 +10,13 @@ from products import SETS, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu_dense import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.native.library import library
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -42,9 +42,14 @@ def test_products_of_all_batch_sizes(chosen, weight_dtype, dtype, batch):
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 70), st.integers(1, 300), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(1, 20),
-    st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 300),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_any_shape(rows, width, weight_dtype, dtype, batch, bias, seed):
     check(rows, width, weight_dtype, dtype, batch, bias, seed)
 
@@ -101,11 +106,18 @@ def code_part(rows, grid="int4", group=32, symmetric=True, seed=0):
 def test_products_in_one_call_are_those_of_several_calls(chosen, rounding, batch):
     """Also of weights whose inputs are prepared in different ways: zero points, groups, and lengths of codes."""
     parts = [
-        code_part(50), code_part(7, seed=1), code_part(20, symmetric=False), code_part(33, group=16),
-        code_part(16, "int8"), code_part(40, group="channel"), code_part(3, symmetric=False, seed=4),
-    ]  # fmt: skip
-    x, biases = random(batch, 64, seed=9), [random(len(p.dense(torch.float32))) if i % 2 else None
-                                            for i, p in enumerate(parts)]  # fmt: skip
+        code_part(50),
+        code_part(7, seed=1),
+        code_part(20, symmetric=False),
+        code_part(33, group=16),
+        code_part(16, "int8"),
+        code_part(40, group="channel"),
+        code_part(3, symmetric=False, seed=4),
+    ]
+    x, biases = (
+        random(batch, 64, seed=9),
+        [random(len(p.dense(torch.float32))) if i % 2 else None for i, p in enumerate(parts)],
+    )
     found = dispatch.linears(x, parts, rounding, biases)
     for y, part, bias in zip(found, parts, biases, strict=True):
         assert torch.equal(y, dispatch.linear(x, [part], rounding, bias))

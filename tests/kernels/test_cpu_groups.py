@@ -8,21 +8,26 @@ from products import INT8, SETS, exact, near, part_of, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu import KERNEL
+from compress.layers.parts.codes import CodesPart
+from compress.layers.transforms.rounding import InputRounding
 from compress.native.pages import CHUNK, PAGE, Pages
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 70), st.integers(1, 12), st.sampled_from([2, 3, 4, 8]), st.sampled_from([16, 32, 64, 128]),
-    st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from([0, 1, 2, 5, 8, 9, 33]),
+    st.integers(1, 70),
+    st.integers(1, 12),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([16, 32, 64, 128]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0, 1, 2, 5, 8, 9, 33]),
     st.integers(0, 999),
-)  # fmt: skip
+)
 def test_inputs_rounded_in_the_groups_of_the_weight(rows, groups, bits, group, symmetric, dtype, batch, seed):
     part = part_of(rows, groups * group, bits, group, symmetric, seed=seed)
     x, rounding = random(batch, groups * group, seed=seed + 1), InputRounding.of(INT8, group=group)

@@ -10,9 +10,9 @@ from products import SETS, random
 
 from compress.kernels import dispatch
 from compress.kernels.cpu.rotations import rotate, steps
+from compress.layers.transforms.hadamard import Hadamard
 from compress.native.library import library
 from compress.numerics.hadamard import exists, hadamard, signs_of
-from compress.weights.transforms.hadamard import Hadamard
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -45,9 +45,15 @@ def test_every_order(chosen, outputs):
 
 @settings(max_examples=80)
 @given(
-    st.sampled_from(ORDERS), st.integers(1, 3), st.integers(0, 6), st.booleans(), st.booleans(),
-    st.sampled_from(DTYPES), st.sampled_from([None, *DTYPES]), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(ORDERS),
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.sampled_from([None, *DTYPES]),
+    st.integers(0, 99),
+)
 def test_any_call(order, runs, rows, outputs, biased, dtype, to, seed):
     width = order * runs
     x, signs = random(rows, width, seed=seed).to(dtype), signs_of(width, seed)
@@ -99,9 +105,19 @@ def test_more_threads_than_rows():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("order", 0), ("order", 48), ("order", 1 << 21), ("inner", 0), ("inner", 24), ("levels", -1), ("levels", 3),
-     ("count", -1), ("count", 0), ("numbers", 100)],
-)  # fmt: skip
+    [
+        ("order", 0),
+        ("order", 48),
+        ("order", 1 << 21),
+        ("inner", 0),
+        ("inner", 24),
+        ("levels", -1),
+        ("levels", 3),
+        ("count", -1),
+        ("count", 0),
+        ("numbers", 100),
+    ],
+)
 def test_the_library_checks_the_sizes_of_a_matrix(name, value):
     found, x = steps(12 * 64, False), random(1, 768)
     before = getattr(found.matrix, name)

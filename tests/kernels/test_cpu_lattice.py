@@ -9,12 +9,12 @@ from products import SETS, check, check_compiled, check_nan, not_contiguous, ran
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_lattice import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.lattice import LatticePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.hadamard import exists, largest_block, signs_of
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.lattice import count_bytes
-from compress.weights.lattice import LatticePart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -49,9 +49,15 @@ def test_each_instruction_set_and_batch(chosen, batch, dtype):
 
 @settings(max_examples=80)
 @given(
-    st.integers(1, 70), st.integers(1, 40), st.sampled_from([2, 3, 4]), st.sampled_from(DTYPES),
-    st.sampled_from(DTYPES), st.integers(0, 20), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 40),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 20),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_any_shape(rows, runs, bits, dtype, stored, batch, biased, seed):
     part = part_of(rows, runs, bits, dtype=stored, seed=seed)
     check(part, random(batch, runs * 8, seed=seed + 1).to(dtype), random(rows, seed=2).to(dtype) if biased else None)
@@ -59,9 +65,15 @@ def test_any_shape(rows, runs, bits, dtype, stored, batch, biased, seed):
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]), st.integers(1, 3), st.integers(1, 20),
-    st.sampled_from([2, 3, 4]), st.sampled_from(DTYPES), st.integers(0, 10), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]),
+    st.integers(1, 3),
+    st.integers(1, 20),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 10),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_rotated_rows(order, times, runs, bits, dtype, batch, biased, seed):
     part = part_of(order * times, runs, bits, rotated=order, seed=seed)
     x = random(batch, runs * 8, seed=seed).to(dtype)
@@ -112,9 +124,21 @@ def test_codes_are_not_copied():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("entries", 255), ("length", 4), ("books", 3), ("tables", 2), ("stride", 15), ("table", None), ("codec", 17),
-     ("codec", 19), ("groups", 2), ("width", 68), ("units", 1), ("zero_point", 1.0)],
-)  # fmt: skip
+    [
+        ("entries", 255),
+        ("length", 4),
+        ("books", 3),
+        ("tables", 2),
+        ("stride", 15),
+        ("table", None),
+        ("codec", 17),
+        ("codec", 19),
+        ("groups", 2),
+        ("width", 68),
+        ("units", 1),
+        ("zero_point", 1.0),
+    ],
+)
 def test_the_library_checks_the_sizes_of_a_weight(name, value):
     packed = part_of(20, 8).prepared(KERNEL)
     setattr(packed.weight, name, value)

@@ -11,10 +11,10 @@ from products import SETS, random
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_lookup import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codebook import CodebookPart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codebook import CodebookPart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -65,9 +65,15 @@ def test_products_of_all_kinds_of_books_and_batch_sizes(chosen, batch, dtype):
 
 @settings(max_examples=80)
 @given(
-    st.sampled_from(SHAPES), st.integers(1, 70), st.integers(1, 90), st.sampled_from(DTYPES), st.sampled_from(DTYPES),
-    st.integers(1, 20), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from(SHAPES),
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_any_shape(shape, rows, runs, dtype, stored, batch, scaled, seed):
     check(part_of(rows, runs, *shape, scaled, stored, seed), batch, dtype, bias=scaled, seed=seed)
 

@@ -9,11 +9,11 @@ from products import SETS, check, check_compiled, check_nan, random
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_pairs import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.pairs import PairsPart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.pairs import fit, quantized
-from compress.weights.pairs import PairsPart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -50,9 +50,14 @@ def test_each_instruction_set_batch_and_group(chosen, batch, dtype):
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 40), st.integers(1, 60), st.sampled_from(["channel", "tensor"]), st.sampled_from(DTYPES),
-    st.sampled_from(DTYPES), st.integers(0, 12), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 40),
+    st.integers(1, 60),
+    st.sampled_from(["channel", "tensor"]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 12),
+    st.integers(0, 99),
+)
 def test_any_shape(rows, pairs, group, dtype, stored, batch, seed):
     part = part_of(rows, 2 * pairs, group, stored, seed)
     check(part, random(batch, 2 * pairs, seed=seed).to(dtype))

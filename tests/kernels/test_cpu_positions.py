@@ -9,10 +9,10 @@ from products import SETS, check, check_compiled, exact, near, not_contiguous, p
 from compress.kernels import dispatch
 from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_positions import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.outliers import OutliersPart, OutliersScheme
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.outliers import OutliersPart, OutliersScheme
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -50,9 +50,14 @@ def test_each_instruction_set_and_batch(chosen, batch, dtype):
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 40), st.integers(2, 100), st.floats(0, 1), st.sampled_from([*DTYPES, torch.float16]),
-    st.sampled_from(DTYPES), st.integers(0, 20), st.integers(0, 99),
-)  # fmt: skip
+    st.integers(1, 40),
+    st.integers(2, 100),
+    st.floats(0, 1),
+    st.sampled_from([*DTYPES, torch.float16]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 20),
+    st.integers(0, 99),
+)
 def test_any_shape(rows, width, share, stored, dtype, batch, seed):
     check(weights_of(rows, width, share, stored, seed), random(batch, width, seed=seed).to(dtype))
 

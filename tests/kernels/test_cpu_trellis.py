@@ -12,13 +12,13 @@ import compress
 from compress.kernels import dispatch, reference
 from compress.kernels.cpu.codes import product
 from compress.kernels.cpu_trellis import KERNEL
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.trellis import BITS, TrellisPart, TrellisScheme
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.hadamard import largest_block, signs_of
 from compress.numerics.quant.gaussian_codes import CODES, DEVIATION, length_of, values_of
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.qtip import QTIP
-from compress.weights.transforms.rounding import InputRounding
-from compress.weights.trellis import BITS, TrellisPart, TrellisScheme
+from compress.passes.quantize.qtip import QTIP
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the kernels were not built")
 
@@ -28,7 +28,7 @@ TILES = [(16, 16), (32, 8), (8, 8), (4, 32), (1, 16), (16, 4), (2, 12), (8, 2), 
 
 def part_of(
     rows, columns, bits=2, states=12, code="3inst", tile=(16, 16), rotated=None, dtype=torch.float32, seed=0, codes=None
-):  # fmt: skip
+):
     """Random walks; rows, columns: how many tiles. codes: of the tiles."""
     scheme = TrellisScheme(bits, states, code, *tile, rotated)
     shape = rows * tile[0], columns * tile[1]
@@ -93,10 +93,18 @@ def test_each_instruction_set_and_batch(chosen, batch, dtype):
 
 @settings(max_examples=80)
 @given(
-    st.integers(1, 5), st.integers(1, 9), st.sampled_from(TILES), st.sampled_from(BITS), st.sampled_from(CODES),
-    st.integers(4, 16), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 20), st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from(TILES),
+    st.sampled_from(BITS),
+    st.sampled_from(CODES),
+    st.integers(4, 16),
+    st.sampled_from(DTYPES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 20),
+    st.booleans(),
     st.integers(0, 99),
-)  # fmt: skip
+)
 def test_any_shape(rows, columns, tile, bits, code, states, dtype, stored, batch, biased, seed):
     bits = suited(bits, code, tile)
     states = max(states, int(bits * length_of(code)))
@@ -108,9 +116,15 @@ def test_any_shape(rows, columns, tile, bits, code, states, dtype, stored, batch
 
 @settings(max_examples=40)
 @given(
-    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]), st.integers(1, 9), st.sampled_from(BITS),
-    st.sampled_from(CODES), st.sampled_from(DTYPES), st.integers(0, 10), st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from([12, 16, 20, 24, 48, 64, 96, 112]),
+    st.integers(1, 9),
+    st.sampled_from(BITS),
+    st.sampled_from(CODES),
+    st.sampled_from(DTYPES),
+    st.integers(0, 10),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_rotated_rows(order, columns, bits, code, dtype, batch, biased, seed):
     part = part_of(order // 4, columns, suited(bits, code, (4, 16)), 12, code, (4, 16), rotated=order, seed=seed)
     x = random(batch, columns * 16, seed=seed).to(dtype)
@@ -163,11 +177,32 @@ def test_codes_are_not_copied():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("entries", 512), ("length", 4), ("books", 2), ("tables", 2), ("stride", 255), ("table", None), ("codec", 19),
-     ("codec", 22), ("groups", 2), ("width", 72), ("rows", 24), ("units", 1), ("zero_point", 1.0), ("step_bits", 1),
-     ("step_bits", 5), ("step_bits", 9), ("states", 3), ("states", 17), ("tile_rows", 0), ("tile_rows", 32), ("tile_columns", 0),
-     ("tile_columns", 3), ("tile_columns", -16)],
-)  # fmt: skip
+    [
+        ("entries", 512),
+        ("length", 4),
+        ("books", 2),
+        ("tables", 2),
+        ("stride", 255),
+        ("table", None),
+        ("codec", 19),
+        ("codec", 22),
+        ("groups", 2),
+        ("width", 72),
+        ("rows", 24),
+        ("units", 1),
+        ("zero_point", 1.0),
+        ("step_bits", 1),
+        ("step_bits", 5),
+        ("step_bits", 9),
+        ("states", 3),
+        ("states", 17),
+        ("tile_rows", 0),
+        ("tile_rows", 32),
+        ("tile_columns", 0),
+        ("tile_columns", 3),
+        ("tile_columns", -16),
+    ],
+)
 def test_the_library_checks_the_sizes_of_a_weight(name, value):
     packed = part_of(1, 4, code="hyb").prepared(KERNEL)
     setattr(packed.weight, name, value)

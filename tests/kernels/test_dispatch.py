@@ -14,12 +14,12 @@ from torch import nn
 
 from compress import kernels
 from compress.kernels import dispatch, reference
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.transforms.rounding import InputRounding
 
 
 class Fake:
@@ -162,6 +162,11 @@ def test_every_module_may_be_imported_first():
         modules.remove("compress.kernels.triton.programs")
     assert {"compress.kernels.cpu.packed", "compress.kernels.triton.codes"} <= set(modules)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", FIRST, *modules], env=os.environ | {"PYTHONPATH": path},
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST, *modules],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stderr == ""

@@ -66,20 +66,30 @@ def machine(monkeypatch):
 ARM = "neon_bf16,neon_dotprod,neon,generic"
 
 
-@pytest.mark.parametrize(("sets", "wanted", "used"), [
-    (ARM, "", "neon_bf16"), (ARM, "neon", "neon"), (ARM, "neon_dotprod", "neon_dotprod"), ("neon,generic", "", "neon"),
-    ("avx2,generic", "generic", "generic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sets", "wanted", "used"),
+    [
+        (ARM, "", "neon_bf16"),
+        (ARM, "neon", "neon"),
+        (ARM, "neon_dotprod", "neon_dotprod"),
+        ("neon,generic", "", "neon"),
+        ("avx2,generic", "generic", "generic"),
+    ],
+)
 def test_the_best_set_or_the_one_that_is_asked_for(machine, sets, wanted, used):
     found = machine(sets, wanted)
     assert instruction_set() == used
     assert found.used == ([wanted] if wanted else [])
 
 
-@pytest.mark.parametrize(("sets", "wanted", "known"), [
-    ("avx2,generic", "neon", "avx2, generic"), ("neon,generic", "neon_dotprod", "neon, generic"),
-    (ARM, "avx2", "neon_bf16, neon_dotprod, neon, generic"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sets", "wanted", "known"),
+    [
+        ("avx2,generic", "neon", "avx2, generic"),
+        ("neon,generic", "neon_dotprod", "neon, generic"),
+        (ARM, "avx2", "neon_bf16, neon_dotprod, neon, generic"),
+    ],
+)
 def test_a_set_that_the_machine_does_not_have(machine, sets, wanted, known):
     machine(sets, wanted)
     message = f"^COMPRESS_KERNELS={wanted} is not available here; use one of {known}, or none$"
@@ -104,8 +114,11 @@ def test_the_sets_of_another_processor_are_not_in_the_library(monkeypatch):
 @pytest.mark.parametrize("variable", ["CROSS_CXX", "QEMU"])
 def test_what_the_check_in_an_emulator_needs(variable):
     tools = {"CROSS_CXX": "sh", "QEMU": "sh"} | {variable: "a-tool-that-nobody-has"}
-    done = subprocess.run(["make", "-C", ROOT, "test-neon", *(f"{name}={tool}" for name, tool in tools.items())],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        ["make", "-C", ROOT, "test-neon", *(f"{name}={tool}" for name, tool in tools.items())],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode != 0
     needs = "cmake" if shutil.which("cmake") is None else "a-tool-that-nobody-has"
     assert f"make test-neon needs {needs}, which is not there; on Debian: apt-get install" in done.stderr
@@ -163,9 +176,21 @@ def test_the_sets_of_aarch64_are_compiled_for_it_alone(tmp_path):
 @pytest.mark.skipif(not SETS, reason="the kernels were not built")
 def test_every_entry_point_and_set_of_this_machine(tmp_path):
     """The program that `make test-neon` runs in an emulator: buffers that end where memory ends, and the bits of any threads."""
-    program, sources = tmp_path / "check_kernels", ROOT / "compress/kernels/cpu/src"
-    subprocess.run(["g++", "-std=c++17", "-O1", f"-I{sources}", ROOT / "tests/kernels/cross/check.cpp", "-o", program, "-pthread", "-ldl"],
-                   check=True)  # fmt: skip
+    program, sources = tmp_path / "check_kernels", ROOT / "compress/native/src"
+    subprocess.run(
+        [
+            "g++",
+            "-std=c++17",
+            "-O1",
+            f"-I{sources}",
+            ROOT / "tests/kernels/cross/check.cpp",
+            "-o",
+            program,
+            "-pthread",
+            "-ldl",
+        ],
+        check=True,
+    )
     done = subprocess.run([program, built(), ",".join(SETS)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("outputs compared, 0 failures\n")

@@ -6,9 +6,9 @@ from draws import random
 from tolerances import near
 
 from compress.kernels import reference
+from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.weights.codes import CodesPart
 
 
 def test_a_weight_by_hand():

@@ -7,13 +7,13 @@ from masks import random_mask, regular_mask
 
 from compress.kernels import dispatch, semi_structured
 from compress.kernels.semi_structured import KERNEL
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.sparse import SparsePart
-from compress.weights.transforms.rounding import InputRounding
 
 
 def kept(rows=32, width=64, n=2, m=4, dtype=torch.float16):

@@ -9,13 +9,13 @@ from masks import random_mask, regular_mask
 from tolerances import near
 
 from compress.kernels import dispatch, reference
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.sparse import SparsePart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse import positions as sparse
 from compress.numerics.sparse.positions import Kept
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.sparse import SparsePart
 
 
 def pruned(mask, grid, group_size, symmetric, seed=0):

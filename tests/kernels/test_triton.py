@@ -23,16 +23,16 @@ from compress.kernels.triton import KERNEL, launch
 from compress.kernels.triton import codes as gpu
 from compress.kernels.triton.counters import Counters
 from compress.kernels.triton.launch import Tile
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.transforms.rounding import InputRounding
 from compress.native.choice import VARIABLE
 from compress.native.library import library
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.positions import Kept
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.sparse import SparsePart
-from compress.weights.transforms.rounding import InputRounding
 
 pytestmark = [
     pytest.mark.skipif(
@@ -96,11 +96,16 @@ def test_a_product_by_hand():
 
 @settings(max_examples=30)
 @given(
-    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int2", "int3", "int4", "int5", "int8"]),
-    st.sampled_from([7, 16, 32, 64, 128, "channel", "tensor"]), st.booleans(),
-    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from([1, 2, 9, 17]), st.booleans(),
+    st.integers(1, 70),
+    st.integers(1, 300),
+    st.sampled_from(["int2", "int3", "int4", "int5", "int8"]),
+    st.sampled_from([7, 16, 32, 64, 128, "channel", "tensor"]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.sampled_from([1, 2, 9, 17]),
+    st.booleans(),
     st.integers(0, 999),
-)  # fmt: skip
+)
 def test_integers_of_any_shape(rows, width, grid, group, symmetric, dtype, batch, biased, seed):
     part = part_of(rows, width, grid, min(group, width) if isinstance(group, int) else group, symmetric, seed)
     bias = here(rows, seed=seed + 2, dtype=dtype) if biased else None
@@ -109,10 +114,17 @@ def test_integers_of_any_shape(rows, width, grid, group, symmetric, dtype, batch
 
 @settings(max_examples=15)
 @given(
-    st.integers(1, 70), st.integers(1, 300), st.sampled_from(["int3", "int4", "int8", "fp8_e4m3", "nf4"]),
-    st.sampled_from([32, 64, "channel"]), st.booleans(), st.sampled_from([INT8, E4M3, E5M2]), st.booleans(),
-    st.sampled_from([torch.float32, torch.float16]), st.sampled_from([1, 5, 17]), st.integers(0, 999),
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 300),
+    st.sampled_from(["int3", "int4", "int8", "fp8_e4m3", "nf4"]),
+    st.sampled_from([32, 64, "channel"]),
+    st.booleans(),
+    st.sampled_from([INT8, E4M3, E5M2]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([1, 5, 17]),
+    st.integers(0, 999),
+)
 def test_rounded_inputs_of_any_shape(rows, width, grid, group, symmetric, inputs, static, dtype, batch, seed):
     group = min(group, width) if isinstance(group, int) else group
     part = part_of(rows, width, grid, group, symmetric or not grid.startswith("int"), seed)
@@ -385,18 +397,53 @@ CASES = {  # the programs of each way to compute a product
     "float inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 64, "zeros": True},
     "many inputs": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 512, "zeros": True},
     "bytes": {"grid": "int8", "group": "channel", "rounding": "", "dtype": "float16", "batch": 64, "zeros": False},
-    "integers of 4 bits": {"grid": "int4", "group": "channel", "rounding": "int8", "dtype": "bfloat16", "batch": 16, "zeros": False},
-    "integers of 3 bits": {"grid": "int3", "group": "channel", "rounding": "int8", "dtype": "bfloat16", "batch": 64, "zeros": False},
-    "codes of groups": {"grid": "int4", "group": 128, "rounding": "int8", "dtype": "bfloat16", "batch": 128, "zeros": False},
+    "integers of 4 bits": {
+        "grid": "int4",
+        "group": "channel",
+        "rounding": "int8",
+        "dtype": "bfloat16",
+        "batch": 16,
+        "zeros": False,
+    },
+    "integers of 3 bits": {
+        "grid": "int3",
+        "group": "channel",
+        "rounding": "int8",
+        "dtype": "bfloat16",
+        "batch": 64,
+        "zeros": False,
+    },
+    "codes of groups": {
+        "grid": "int4",
+        "group": 128,
+        "rounding": "int8",
+        "dtype": "bfloat16",
+        "batch": 128,
+        "zeros": False,
+    },
     "one row": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 1, "zeros": False},
     "one row of bytes": {"grid": "int8", "group": 128, "rounding": "", "dtype": "float16", "batch": 1, "zeros": True},
     "few rows": {"grid": "int4", "group": 64, "rounding": "", "dtype": "bfloat16", "batch": 3, "zeros": False},
-    "integers": {"grid": "int8", "group": "channel", "rounding": "int8", "dtype": "float16", "batch": 1, "zeros": False},
-    "8-bit floats": {"grid": "fp8_e4m3", "group": "channel", "rounding": "fp8_e4m3", "dtype": "bfloat16", "batch": 64, "zeros": False},
+    "integers": {
+        "grid": "int8",
+        "group": "channel",
+        "rounding": "int8",
+        "dtype": "float16",
+        "batch": 1,
+        "zeros": False,
+    },
+    "8-bit floats": {
+        "grid": "fp8_e4m3",
+        "group": "channel",
+        "rounding": "fp8_e4m3",
+        "dtype": "bfloat16",
+        "batch": 64,
+        "zeros": False,
+    },
     "3 bits": {"grid": "int3", "group": 32, "rounding": "", "dtype": "float16", "batch": 64, "zeros": False},
     "block floats": {"grid": "nvfp4", "group": 16, "rounding": "", "dtype": "bfloat16", "batch": 8, "zeros": False},
     "float32": {"grid": "nf4", "group": 64, "rounding": "", "dtype": "float32", "batch": 64, "zeros": False},
-}  # fmt: skip
+}
 SOME = "one row", "8-bit floats", "block floats", "integers of 4 bits"
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}  # bytes of a block (CUDA C++ programming guide, table 30)
 
@@ -415,8 +462,12 @@ def test_the_programs_compile_for_gpus(capability, names, tmp_path):
     settings["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("compile_programs.py"), str(capability)],
-        input="\n".join(json.dumps(case | {"shared": SHARED_MEMORY[capability]}) for case in cases), env=settings, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        input="\n".join(json.dumps(case | {"shared": SHARED_MEMORY[capability]}) for case in cases),
+        env=settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     programs = {"product", "round_rows", "vector"}

@@ -104,17 +104,34 @@ def test_what_the_library_takes():
     assert not native.usable(torch.zeros(1, requires_grad=True)) and not native.usable(torch.zeros(1, device="meta"))
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("rows", -1), ("columns", native.MOST + 1), ("columns", -1), ("matrix_stride", 3), ("scale_stride", 2), ("threads", 0),
-    ("pivots", None), ("old", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", -1),
+        ("columns", native.MOST + 1),
+        ("columns", -1),
+        ("matrix_stride", 3),
+        ("scale_stride", 2),
+        ("threads", 0),
+        ("pivots", None),
+        ("old", None),
+    ],
+)
 def test_the_library_checks_the_sizes_of_columns(name, value):
     x = torch.ones(4, 3)
     fields = dict.fromkeys(("state", "scale", "old", "codes", "values", "moves"), pointer(x))
     good = {
-        **fields, "matrix": pointer(m := torch.zeros(4, 4)), "pivots": pointer(x), "rows": 3, "columns": 4, "scale_stride": 3,
-        "matrix_stride": len(m), "lowest": -8, "highest": 7, "threads": 1,
-    }  # fmt: skip
+        **fields,
+        "matrix": pointer(m := torch.zeros(4, 4)),
+        "pivots": pointer(x),
+        "rows": 3,
+        "columns": 4,
+        "scale_stride": 3,
+        "matrix_stride": len(m),
+        "lowest": -8,
+        "highest": 7,
+        "threads": 1,
+    }
     call = library().compress_round_columns
     assert call(ctypes.addressof(first := Columns(**good))) == 0 and first
     assert call(ctypes.addressof(wrong := Columns(**good | {name: value}))) == -1 and wrong

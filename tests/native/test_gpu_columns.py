@@ -78,9 +78,14 @@ def test_other_tiles_and_all_columns_of_a_call(tile, monkeypatch):
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from([1, 3, 33]), st.integers(1, 4), st.sampled_from([1, 7, 16, 24, 128, 256, 300, 1000]), BITS, st.booleans(),
-    st.booleans(), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from([1, 3, 33]),
+    st.integers(1, 4),
+    st.sampled_from([1, 7, 16, 24, 128, 256, 300, 1000]),
+    BITS,
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_sums_of_groups(rows, groups, size, bits, zeros, summed, seed):
     weight, importance = here(rows, groups, size, seed=seed), here(groups, size, seed=seed + 1).abs()
     scale = (0.1 + here(rows, groups, seed=seed + 2).abs()) * (1 if seed % 2 else -1)
@@ -197,8 +202,12 @@ def test_the_programs_compile_for_gpus(capability, cases, tmp_path):
     settings["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
         [sys.executable, Path(__file__).parents[1] / "kernels/compile_columns.py", str(capability)],
-        input="\n".join(map(json.dumps, cases)), env=settings, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        input="\n".join(map(json.dumps, cases)),
+        env=settings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(cases)

@@ -106,17 +106,34 @@ def test_no_sequences_and_more_threads_than_sequences():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("count", -1), ("steps", -1), ("length", 0), ("length", 3), ("states", 5), ("states", 17), ("step_bits", 0),
-    ("step_bits", 3), ("threads", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("count", -1),
+        ("steps", -1),
+        ("length", 0),
+        ("length", 3),
+        ("states", 5),
+        ("states", 17),
+        ("step_bits", 0),
+        ("step_bits", 3),
+        ("threads", 0),
+    ],
+)
 def test_the_library_checks_sizes(name, value):
     sequences, values = torch.zeros(2, 4), torch.zeros(1, 64)
     found = torch.full((2, 4), 7, dtype=torch.int32)
     good = {
-        "sequences": pointer(sequences), "values": pointer(values), "found": pointer(found), "count": 2, "steps": 4,
-        "length": 1, "states": 6, "step_bits": 2, "threads": 1,
-    }  # fmt: skip
+        "sequences": pointer(sequences),
+        "values": pointer(values),
+        "found": pointer(found),
+        "count": 2,
+        "steps": 4,
+        "length": 1,
+        "states": 6,
+        "step_bits": 2,
+        "threads": 1,
+    }
     call = library().compress_search_walks
     assert call(ctypes.addressof(wrong := Search(**good | {name: value}))) == -1 and wrong and (found == 7).all()
     assert call(ctypes.addressof(right := Search(**good))) == 0 and right and (found != 7).all()

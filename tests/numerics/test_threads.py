@@ -66,12 +66,16 @@ def problem(size):
     weight, parts = random(ROWS, 2 * size, seed=2), random(ROWS, size, size, seed=3)
     entries, code = random(1, 8, 2 * size, seed=7), torch.zeros(1, ROWS, 1, dtype=torch.int64)
     return {
-        "weight": weight, "hessian": hessian, "factor": inverse_factor(hessian, 0.01)[0],
-        "codes": quantize(weight, GRIDS["int4"], 2), "planes": [quantize(weight, GRIDS["binary"], 2)],
-        "matrices": parts @ parts.mT / size + 0.1 * torch.eye(size), "wanted": random(ROWS, size, 2, seed=4),
+        "weight": weight,
+        "hessian": hessian,
+        "factor": inverse_factor(hessian, 0.01)[0],
+        "codes": quantize(weight, GRIDS["int4"], 2),
+        "planes": [quantize(weight, GRIDS["binary"], 2)],
+        "matrices": parts @ parts.mT / size + 0.1 * torch.eye(size),
+        "wanted": random(ROWS, size, 2, seed=4),
         "general": random(size, size, seed=5) + 30 * torch.eye(size),
         "books": Books(weight, hessian, torch.ones(ROWS), entries, code),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture(scope="module")

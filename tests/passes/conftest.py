@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compress.api.layers import Layer
+from compress.passes.contract.layers import Layer
 
 
 class Notes(list):

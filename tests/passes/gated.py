@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from compress.api.processes import ALONE
-from compress.model.linear import CompressedLinear
-from compress.model.structure.links import find_groups, find_links
+from compress.layers.linear import CompressedLinear
+from compress.models.structure.links import find_groups, find_links
+from compress.passes.contract.processes import ALONE
 
 
 class Gated(nn.Module):

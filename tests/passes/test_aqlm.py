@@ -8,14 +8,14 @@ from draws import correlated, random, seen_of
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api.observers import UnitGram
-from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
-from compress.model.linear import linears
-from compress.passes.aqlm import AQLM
-from compress.passes.gptq import GPTQ
+from compress.layers.linear import linears
+from compress.layers.parts.codebook import CodebookPart
+from compress.passes.contract.observers import UnitGram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.aqlm import AQLM
+from compress.passes.quantize.gptq import GPTQ
 from compress.train.linear import scaled_product
-from compress.weights.codebook import CodebookPart
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compress
-from compress.api.options import OptionError
-from compress.model.linear import CompressedLinear
-from compress.model.structure.links import Link
+from compress.layers.linear import CompressedLinear
+from compress.layers.transforms.scale import Scale
+from compress.models.structure.links import Link
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes import awq
-from compress.passes.awq import AWQ, InputStatistics, Moments, diagonal_blocks, normalized, weight_mean
-from compress.weights.transforms.scale import Scale
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize import awq
+from compress.passes.quantize.awq import AWQ, InputStatistics, Moments, diagonal_blocks, normalized, weight_mean
 
 WIDTH, HIDDEN = 16, 24
 CPU = torch.device("cpu")
@@ -389,17 +389,29 @@ def test_it_comes_before_anything_is_quantized():
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        ([], r"^passes\[0\] awq: it is a preparation, but no later pass makes the model quantized; put one that does so"),
+        (
+            [],
+            r"^passes\[0\] awq: it is a preparation, but no later pass makes the model quantized; put one that does so",
+        ),
         ([compress.Wanda()], r"^passes\[0\] awq: .*no later pass makes the model quantized"),
-        ([compress.RTN(weights="int8", group_size=32)], r"passes\[1\] rtn does not do what it is prepared for: it needs "
-         r"weights: int4, group_size: 32, symmetric: true; write the same options in both passes"),
+        (
+            [compress.RTN(weights="int8", group_size=32)],
+            r"passes\[1\] rtn does not do what it is prepared for: it needs "
+            r"weights: int4, group_size: 32, symmetric: true; write the same options in both passes",
+        ),
         ([compress.RTN(group_size=16)], "does not do what it is prepared for"),
         ([compress.RTN(group_size=32, symmetric=False)], "does not do what it is prepared for"),
-        ([compress.RTN(group_size=32, ignore="*.up_proj")], r"awq: model\.layers\.0\.mlp\.up_proj: it is a preparation, "
-         "but no later pass .* or leave the layer out with ignore"),
-        ([compress.RTN(group_size=32, overrides={"*.o_proj": {"weights": "int8"}})], r"o_proj: passes\[1\] rtn does not"),
+        (
+            [compress.RTN(group_size=32, ignore="*.up_proj")],
+            r"awq: model\.layers\.0\.mlp\.up_proj: it is a preparation, "
+            "but no later pass .* or leave the layer out with ignore",
+        ),
+        (
+            [compress.RTN(group_size=32, overrides={"*.o_proj": {"weights": "int8"}})],
+            r"o_proj: passes\[1\] rtn does not",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_preparation_without_its_rounding_is_an_error_before_any_work(later, message, recipe, pico_model, pico_ids):
     chain = [AWQ(group_size=32), *later]
     with pytest.raises(compress.CompressError, match=message):

@@ -5,12 +5,12 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import TargetError
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.planes import levels_of
-from compress.passes.bcq import BCQ
-from compress.passes.gptq import GPTQ
-from compress.weights.layer import LayerScheme
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.bcq import BCQ
+from compress.passes.quantize.gptq import GPTQ
 
 
 def dense(parts):

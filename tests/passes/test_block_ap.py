@@ -7,13 +7,13 @@ import torch
 
 import compress
 from compress import GPTQ, RTN, BlockAP, Wanda
-from compress.api.journal import Journal
-from compress.api.options import OptionError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.fake import learned_step
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
 from compress.train.fake_quantized import LearnedSteps
 
 FIRST = "model.layers.0.*"
@@ -62,8 +62,9 @@ def test_at_the_start_the_codes_are_those_of_the_start():
     assert torch.equal(steps(weight), start.dense())
     codes, _ = steps.finalize(weight, torch.float32)
     assert torch.equal(codes.codes, start.codes) and torch.equal(codes.scale, start.scale)
-    assert torch.equal(steps(weight), learned_step(weight.view(1, 2, 4), start.scale[..., None], None,
-                                                   GRIDS["int3"]).view(1, 8))  # fmt: skip
+    assert torch.equal(
+        steps(weight), learned_step(weight.view(1, 2, 4), start.scale[..., None], None, GRIDS["int3"]).view(1, 8)
+    )
 
 
 def test_where_nothing_is_gained_the_start_is_kept(pico_model, ids):

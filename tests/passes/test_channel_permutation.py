@@ -13,14 +13,14 @@ from torch import nn
 
 import compress
 from compress import ChannelPermutation, Magnitude, SmoothQuant, Wanda
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.errors import CalibrationError, ModelError, TargetError
 from compress.kernels.dispatch import plain_torch
-from compress.model.linear import CompressedLinear, linears, replace_linear
-from compress.model.structure.permutations import find_permutations, permute
+from compress.layers.linear import CompressedLinear, linears, replace_linear
+from compress.models.structure.permutations import find_permutations, permute
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
 from compress.train.linear import TrainedLinear
 
 Q, K, V, OUT = (f"model.layers.1.self_attn.{name}_proj" for name in "qkvo")
@@ -100,9 +100,11 @@ def test_the_journal_tells_what_is_kept_before_and_after(pico_model):
     compress.apply(pico_model, [ChannelPermutation(**FAST, targets="model.layers.1.*"), Unpruned()], journal=journal)
     record = {e.message.partition(":")[0]: e for e in journal.entries if "kept_before" in e.figures}
     assert set(record) == {
-        "self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj, mlp.up_proj",
+        "self_attn.o_proj",
+        "mlp.down_proj",
+        "mlp.gate_proj, mlp.up_proj",
         "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj",
-    }  # fmt: skip
+    }
     assert all(0.5 < e.figures["kept_before"] < e.figures["kept_after"] < 1 for e in record.values())
     assert "folded into mlp.gate_proj, mlp.up_proj" in record["mlp.down_proj"].message
     undone = [e.message for e in journal.entries if "stored dense" in e.message]
@@ -336,11 +338,17 @@ def test_a_reader_in_an_order_of_its_own_is_no_end_of_a_link_and_a_link_of_anoth
 @pytest.mark.parametrize(
     ("later", "message"),
     [
-        ([Magnitude(pattern="4:8")], r"passes\[1\] magnitude does not do what it is prepared for: it needs pattern 2:4"),
-        ([Magnitude(sparsity=0.5)], r"magnitude does not do what it is prepared for: it needs pattern 2:4; write the same"),
+        (
+            [Magnitude(pattern="4:8")],
+            r"passes\[1\] magnitude does not do what it is prepared for: it needs pattern 2:4",
+        ),
+        (
+            [Magnitude(sparsity=0.5)],
+            r"magnitude does not do what it is prepared for: it needs pattern 2:4; write the same",
+        ),
         ([Magnitude(pattern="2:4", ignore="*.o_proj")], r"o_proj: it is a preparation, .* or leave the layer out"),
     ],
-)  # fmt: skip
+)
 def test_an_order_for_another_pattern_is_an_error_before_any_work(later, message, pico_model):
     with pytest.raises(TargetError, match=message):
         compress.apply(pico_model, [ChannelPermutation(**FAST), *later])

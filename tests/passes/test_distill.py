@@ -11,14 +11,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.data.ids import token_ids
 from compress.errors import CalibrationError, ModelError, NumericError, TargetError
-from compress.model.linear import CompressedLinear
-from compress.model.objective import NEXT_TOKENS
+from compress.layers.linear import CompressedLinear
+from compress.models.kinds.objective import NEXT_TOKENS
 from compress.numerics.metrics import SoftTargets, divergence, soft_targets, token_weights
-from compress.passes.distill import Distill
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
+from compress.passes.train.distill import Distill
 from compress.train.loop import STATE
 from compress.train.objective import LanguageLoss, evenly, relative
 from compress.train.teacher import OnlineTeacher, reduced

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, DropBlocks, Wanda
-from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.forward import mean_loss, skipping, states
-from compress.model.objective import NEXT_TOKENS
-from compress.model.reshape.reconfigure import with_blocks
-from compress.model.structure.blocks import find_blocks
-from compress.passes.drop_blocks import influences
+from compress.models.forward import mean_loss, skipping, states
+from compress.models.kinds.objective import NEXT_TOKENS
+from compress.models.reshape.reconfigure import with_blocks
+from compress.models.structure.blocks import find_blocks
+from compress.passes.contract.journal import Journal
+from compress.passes.reshape.drop_blocks import influences
 from compress.pipeline.plan import plan
 
 QUICK = ["gpt2", "gemma2"]  # a number under another name; a list with a value per block
@@ -278,8 +278,10 @@ def test_a_place_that_no_configuration_can_say(tiny, ids):
 
 def test_a_model_that_is_not_the_one_without_the_blocks_is_refused(tiny, ids, monkeypatch):
     """As where a block computes something else under another number."""
-    monkeypatch.setattr("compress.passes.drop_blocks.with_blocks", lambda model, kept: with_blocks(model, [0, 1]))
-    monkeypatch.setattr("compress.passes.drop_blocks.renumbered", lambda m, k: {n: n for n in m.state_dict()})
+    monkeypatch.setattr(
+        "compress.passes.reshape.drop_blocks.with_blocks", lambda model, kept: with_blocks(model, [0, 1])
+    )
+    monkeypatch.setattr("compress.passes.reshape.drop_blocks.renumbered", lambda m, k: {n: n for n in m.state_dict()})
     model = tiny("llama")
     with pytest.raises(ModelError, match="differs from the model that skips the others"):
         compress.apply(model, [DropBlocks(count=1, keep=[1, 2])], ids())

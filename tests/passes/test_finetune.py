@@ -8,11 +8,11 @@ from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, 
 from torch import nn
 
 import compress
-from compress.api.journal import Journal
-from compress.api.memory import ProblemSize
 from compress.errors import RecipeError
-from compress.model.linear import CompressedLinear
-from compress.passes.finetune import Finetune
+from compress.layers.linear import CompressedLinear
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.train.finetune import Finetune
 
 MASK = WEIGHT.abs() > 0.55
 

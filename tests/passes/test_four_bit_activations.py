@@ -7,9 +7,9 @@ from tolerances import LOGITS
 import compress
 from compress import GPTQ, QAT, RTN, LLMInt8, Rotate
 from compress.errors import RecipeError, TargetError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.transforms.rounding import RoundingScheme
 from compress.pipeline.plan import plan
-from compress.weights.transforms.rounding import RoundingScheme
 
 NATIVE = {"format": "native"}
 GRIDS = ("int4", "mxfp4", "nvfp4")

@@ -9,9 +9,9 @@ from gated import Gated, Inputs, TwoReaders
 from torch import nn
 
 import compress
-from compress.api.options import OptionError
-from compress.model.linear import CompressedLinear, linears
-from compress.passes.fptq import FPTQ, logarithmic
+from compress.layers.linear import CompressedLinear, linears
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.fptq import FPTQ, logarithmic
 
 WIDTH = 6
 
@@ -80,7 +80,9 @@ def test_a_large_range_gets_a_scale_per_token_and_no_equalization(notes):
         layer = block.get_submodule(name)
         assert torch.equal(layer.weight, before.get_submodule(name).weight)
         assert layer.rounding.scheme.scale == "token" and layer.rounding.scale is None
-    assert notes == [("note", "a, b: inputs with a scale per token", {"range": pytest.approx(151), "equalized": pytest.approx(151)})]  # fmt: skip
+    assert notes == [
+        ("note", "a, b: inputs with a scale per token", {"range": pytest.approx(151), "equalized": pytest.approx(151)})
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from masks import most_of
 from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, stepped, texts
 
 import compress
-from compress.api.journal import Journal
 from compress.errors import NumericError, RecipeError
 from compress.numerics.sparse.masks import Pattern
-from compress.passes.gmp import GMP
+from compress.passes.contract.journal import Journal
+from compress.passes.prune.gmp import GMP
 
 STEP = GMP(pattern="layer", sparsity=0.5, end=0.5, every=2)
 

@@ -5,10 +5,10 @@ import torch
 from draws import random
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import TargetError
-from compress.passes.gobo import GOBO
-from compress.weights.outliers import OutliersPart
+from compress.layers.parts.outliers import OutliersPart
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gobo import GOBO
 
 
 def dense(parts):

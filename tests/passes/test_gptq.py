@@ -6,22 +6,22 @@ import pytest
 import torch
 from draws import correlated, random, seen_of
 
-from compress.api.layers import Solution
-from compress.api.observers import CrossGram, Gram
-from compress.api.options import OptionError
 from compress.errors import NumericError
+from compress.layers.parts.codes import CodesPart
+from compress.layers.scheme import LayerScheme
 from compress.numerics.column_sweep import sweep
 from compress.numerics.quant import rounding
 from compress.numerics.quant.codes import fit, quantize, spread
 from compress.numerics.quant.grids import GRIDS, Grid
-from compress.passes.gptq import GPTQ
-from compress.passes.hqq import HQQ
-from compress.passes.obq import OBQ
-from compress.passes.rtn import RTN
-from compress.passes.signround import SignRound
-from compress.passes.sparsegpt import SparseGPT
-from compress.weights.codes import CodesPart
-from compress.weights.layer import LayerScheme
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.observers import CrossGram, Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.prune.sparsegpt import SparseGPT
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.hqq import HQQ
+from compress.passes.quantize.obq import OBQ
+from compress.passes.quantize.rtn import RTN
+from compress.passes.quantize.signround import SignRound
 
 WIDTH = 40
 ORDERS = ["none", "static", "group"]

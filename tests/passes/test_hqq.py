@@ -9,11 +9,11 @@ from draws import random
 from tolerances import LOGITS
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import TargetError
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.hqq import HQQ, shrink
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.hqq import HQQ, shrink
 
 
 def error(found, weight, size=16):

@@ -6,9 +6,9 @@ from pruned_training import RATES, check_masks, recovered, texts
 
 import compress
 from compress.errors import RecipeError
-from compress.model.linear import CompressedLinear
-from compress.passes import iterative_pruning
-from compress.passes.iterative_pruning import IterativePruning
+from compress.layers.linear import CompressedLinear
+from compress.passes.prune import iterative_pruning
+from compress.passes.prune.iterative_pruning import IterativePruning
 from compress.train.objective import LanguageLoss
 
 KINDS = ("finetune", "weight_rewind", "lr_rewind")

@@ -13,14 +13,21 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import AWQ, GPTQ, LKD, QAT, RTN, ChannelPermutation, Distill, DropBlocks, KVCache, SmoothQuant, Wanda
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.errors import CalibrationError, ModelError, NumericError, RecipeError, TargetError, VerificationError
 from compress.kernels.dispatch import plain_torch
-from compress.model.kv_cache import CONFIG_KEY, attentions_with_cache, rounded_caches, roundings, scheme_of, watching
+from compress.models.caches.quantized import (
+    CONFIG_KEY,
+    attentions_with_cache,
+    rounded_caches,
+    roundings,
+    scheme_of,
+    watching,
+)
 from compress.numerics.hadamard import hadamard
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.kv_cache import ALLOWED
+from compress.passes.cache.kv_cache import ALLOWED
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
 from compress.report.markdown import markdown
 from compress.report.schema import Report
 

@@ -9,13 +9,13 @@ from torch import nn
 
 import compress
 from compress import GPTQ, LKD, RTN, Distill, Wanda
-from compress.api.journal import Journal
-from compress.api.options import OptionError
-from compress.api.passes import BlockPass
-from compress.api.processes import ALONE
 from compress.errors import ModelError, TargetError
-from compress.families.reconstruction import block_error, relative_square
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
+from compress.passes.contract.passes import BlockPass
+from compress.passes.contract.processes import ALONE
+from compress.passes.families.reconstruction import block_error, relative_square
 from compress.train.loop import STATE
 from compress.train.student import Student
 

@@ -10,12 +10,12 @@ from tolerances import LOGITS
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api.observers import Nothing, OutlierFrequency
-from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.llm_int8 import LLMInt8
+from compress.passes.contract.observers import Nothing, OutlierFrequency
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.llm_int8 import LLMInt8
 
 PICO = Path(__file__).parents[1] / "pico" / "model"
 INT8 = GRIDS["int8"]

@@ -8,13 +8,13 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.observers import Gram
-from compress.api.options import OptionError
+from compress.checkpoint.sources.load import load
 from compress.errors import NumericError, RecipeError, TargetError
-from compress.model.open.load import load
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.lorc import LoRC
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.lorc import LoRC
 
 INT3 = {"weights": "int3", "group_size": 32}
 

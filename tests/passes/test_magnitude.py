@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import compress
-from compress.model.linear import linears
-from compress.passes.magnitude import Magnitude
+from compress.layers.linear import linears
+from compress.passes.prune.magnitude import Magnitude
 
 WEIGHT = torch.tensor([[4.0, -1.0, 1.5, 0.5], [-3.0, 2.5, -2.0, -3.5]])
 

@@ -9,12 +9,12 @@ from tolerances import LOGITS
 from torch import nn
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import NumericError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.transforms.rounding import InputRounding
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.mixed_precision import MixedPrecision, signal_to_noise
-from compress.weights.transforms.rounding import InputRounding
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.mixed_precision import MixedPrecision, signal_to_noise
 
 INT8 = GRIDS["int8"]
 W8A8 = {"weights": "int8", "group_size": "channel", "activations": "int8"}

@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Narrow, Wanda
-from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.reshape.widths import hidden_width
+from compress.models.reshape.widths import hidden_width
+from compress.passes.contract.journal import Journal
 from compress.pipeline.plan import plan
 
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from draws import random
 
-from compress.api.observers import Gram
-from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
 from compress.numerics import column_sweep as obs
 from compress.numerics.linalg import Regularization
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.gptq import GPTQ
-from compress.passes.obq import OBQ
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.obq import OBQ
 
 
 def problem(rows=6, width=24, seed=0):
@@ -39,9 +39,11 @@ def test_in_the_order_of_columns_it_is_gptq(layer_of):
         return GRIDS["int3"].decode(GRIDS["int3"].encode(values.float(), scale[rows], None), scale[rows], None).double()
 
     found = obs.greedy(
-        weight.double(), factor.double().T @ factor.double(), round_to,
+        weight.double(),
+        factor.double().T @ factor.double(),
+        round_to,
         urgency=lambda values, rounded, rows: torch.arange(values.shape[1], 0, -1.0).expand_as(values),
-    )  # fmt: skip
+    )
     swept = GPTQ(weights="int3", group_size="channel", act_order="none", scale="absmax", refine=0).codes(
         weight, seen, layer_of()
     )

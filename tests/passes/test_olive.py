@@ -7,14 +7,14 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.facts import LayerFacts
-from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
+from compress.layers.parts.pairs import PairsPart, PairsScheme
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.pairs import OUTLIERS, decode, fit, quantized
-from compress.passes.olive import Olive
-from compress.passes.rtn import RTN
-from compress.weights.layer import LayerScheme
-from compress.weights.pairs import PairsPart, PairsScheme
+from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.olive import Olive
+from compress.passes.quantize.rtn import RTN
 
 
 def dense(solution):
@@ -72,8 +72,10 @@ def test_it_is_better_than_integers_where_rows_have_outliers(layer_of):
 def test_the_sweep_compensates_and_gives_the_same_codes_without_correlation(layer_of):
     rows, weight = correlated(400, 64), random(24, 64)
     options = {"group_size": 32}
-    apart = [Olive(**options, **more).solve(weight, seen_of(torch.eye(64)), layer_of()).weight[0].sha256()
-             for more in ({}, {"compensate": True})]  # fmt: skip
+    apart = [
+        Olive(**options, **more).solve(weight, seen_of(torch.eye(64)), layer_of()).weight[0].sha256()
+        for more in ({}, {"compensate": True})
+    ]
     assert apart[0] == apart[1]
     errors = [
         float(((dense(Olive(**options, **more).solve(weight, seen_of(rows), layer_of())) - weight) @ rows.T).norm())

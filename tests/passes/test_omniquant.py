@@ -10,14 +10,14 @@ from torch import nn
 
 import compress
 from compress import RTN, OmniQuant, Wanda
-from compress.api.journal import Journal
-from compress.api.layers import Layer
-from compress.api.observers import UnitGram
-from compress.api.options import OptionError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.omniquant import Transformation
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.observers import UnitGram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.omniquant import Transformation
 
 FIRST = "model.layers.0.*"
 INT3 = {"weights": "int3", "group_size": 32, "targets": FIRST}
@@ -79,8 +79,16 @@ def test_the_same_run_gives_the_same_codes(options, pico_model, ids):
 
 def test_where_nothing_is_gained_weights_are_rounded_without_it(pico_model, ids):
     journal = Journal()
-    wild = OmniQuant(weights="int8", group_size=32, learning_rate=90.0, transform_rate=9.0, epochs=1, hold_out=0,
-                     transform=True, targets=FIRST)  # fmt: skip
+    wild = OmniQuant(
+        weights="int8",
+        group_size=32,
+        learning_rate=90.0,
+        transform_rate=9.0,
+        epochs=1,
+        hold_out=0,
+        transform=True,
+        targets=FIRST,
+    )
     learned = applied(pico_model, [wild], ids, journal)
     fallbacks = [entry for entry in journal.entries if entry.kind == "fallback" and "without it" in entry.message]
     assert fallbacks  # the start of SmoothQuant loses with weights alone, and wild steps do not mend it
@@ -178,8 +186,15 @@ def test_channels_with_outliers_are_scaled_down(norm, notes):
     for transform in (False, True):
         block = outlying(copy.deepcopy(norm))
         wanted = [block(x) for x in rows]
-        step = OmniQuant(weights="int8", group_size="channel", activations="int4", transform=transform, epochs=10,
-                         error="symmetric", hold_out=0)  # fmt: skip
+        step = OmniQuant(
+            weights="int8",
+            group_size="channel",
+            activations="int4",
+            transform=transform,
+            epochs=10,
+            error="symmetric",
+            hold_out=0,
+        )
         inputs = Sweep(block, rows, ["a", "b", "out"])
         with torch.no_grad():
             step.solve_block(block, inputs, notes)

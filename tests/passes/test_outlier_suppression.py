@@ -9,11 +9,11 @@ from gated import Gated, Inputs
 from torch import nn
 
 import compress
-from compress.api.observers import InputRange
-from compress.model.linear import linears
-from compress.model.structure.links import find_links
-from compress.model.structure.shifts import fold_shift, without_bias
-from compress.passes.outlier_suppression import SPAN, OutlierSuppression, suppressing
+from compress.layers.linear import linears
+from compress.models.structure.links import find_links
+from compress.models.structure.shifts import fold_shift, without_bias
+from compress.passes.contract.observers import InputRange
+from compress.passes.prepare.outlier_suppression import SPAN, OutlierSuppression, suppressing
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])

@@ -5,14 +5,14 @@ import torch
 from draws import random
 
 import compress
-from compress.api.observers import Gram
-from compress.api.options import OptionError
-from compress.model.open.load import load
+from compress.checkpoint.sources.load import load
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.gptq import GPTQ
-from compress.passes.owq import OWQ
-from compress.weights.layer import LayerScheme
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.owq import OWQ
 
 OPTIONS = {"weights": "int3", "group_size": 16, "scale": "absmax"}
 

@@ -5,15 +5,15 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.observers import Gram
-from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
-from compress.model.linear import linears
-from compress.passes.pb_llm import PBLLM
-from compress.passes.rtn import RTN
-from compress.weights.codes import CodesPart
-from compress.weights.layer import LayerScheme
-from compress.weights.sparse import SparsePart
+from compress.layers.linear import linears
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.sparse import SparsePart
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.pb_llm import PBLLM
+from compress.passes.quantize.rtn import RTN
 
 
 def dense(parts):

@@ -8,11 +8,11 @@ from torch import nn
 
 import compress
 from compress import QAT, RTN, Wanda
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.errors import NumericError, RecipeError, TargetError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
 from compress.train.loop import STATE
 from compress.train.objective import LanguageLoss
 from compress.train.student import Student

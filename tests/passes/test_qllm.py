@@ -7,12 +7,12 @@ from tolerances import LOGITS
 
 import compress
 from compress import QLLM, RTN
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.errors import TargetError
-from compress.model.linear import CompressedLinear, linears
+from compress.layers.linear import CompressedLinear, linears
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
 from compress.train.options import TrainingOptions
 
 BLOCK = "model.layers.0"

@@ -7,16 +7,16 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.facts import LayerFacts
-from compress.api.observers import UnitGram
-from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
+from compress.layers.parts.trellis import TrellisPart, TrellisScheme
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.gaussian_codes import CODES, best_scale, first_table, values_of
 from compress.numerics.quant.trellis import Trellis, Viterbi, count_bytes, unpack
-from compress.passes.qtip import QTIP
-from compress.passes.quip_sharp import QuipSharp
-from compress.weights.layer import LayerScheme
-from compress.weights.trellis import TrellisPart, TrellisScheme
+from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.observers import UnitGram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.qtip import QTIP
+from compress.passes.quantize.quip_sharp import QuipSharp
 
 PLAIN = {"normalize_tokens": False}
 SMALL = {"states": 8, "tile_rows": 8, "tile_columns": 8}

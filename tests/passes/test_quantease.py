@@ -5,13 +5,13 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import RecipeError, TargetError
+from compress.layers.parts.outliers import OutliersPart
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.gptq import GPTQ
-from compress.passes.quantease import QuantEase
-from compress.weights.outliers import OutliersPart
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.quantease import QuantEase
 
 OPTIONS = {"weights": "int3", "group_size": 16, "scale": "absmax"}
 

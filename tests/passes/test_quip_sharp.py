@@ -5,16 +5,16 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.facts import LayerFacts
-from compress.api.observers import UnitGram
-from compress.api.options import OptionError
 from compress.errors import NumericError, TargetError
+from compress.layers.parts.lattice import LatticePart, LatticeScheme
+from compress.layers.parts.scaled_rows import rotated_back, rotated_rows
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.lattice import GAUSSIAN, decode, nearest
-from compress.passes.gptq import GPTQ
-from compress.passes.quip_sharp import QuipSharp
-from compress.weights.lattice import LatticePart, LatticeScheme
-from compress.weights.layer import LayerScheme
-from compress.weights.scaled_rows import rotated_back, rotated_rows
+from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.observers import UnitGram
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.quip_sharp import QuipSharp
 
 PLAIN = {"normalize_tokens": False}
 

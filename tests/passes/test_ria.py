@@ -4,10 +4,10 @@ import pytest
 import torch
 from draws import random
 
-from compress.api.observers import InputNorm
-from compress.api.options import OptionError
-from compress.passes.ria import RIA
-from compress.passes.wanda import Wanda
+from compress.passes.contract.observers import InputNorm
+from compress.passes.contract.options import OptionError
+from compress.passes.prune.ria import RIA
+from compress.passes.prune.wanda import Wanda
 
 WEIGHT = torch.tensor([[3.0, -1.0], [1.0, 3.0]])
 

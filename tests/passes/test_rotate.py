@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import GPTQ, RTN, Distill, Magnitude, Narrow, Rotate, SliceGPT, SmoothQuant, Wanda
-from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.hadamard import randomized
+from compress.passes.contract.journal import Journal
 from compress.pipeline.plan import plan
 
 ONLINE, NATIVE = Rotate(online="down_proj"), {"format": "native"}
@@ -239,7 +239,7 @@ def test_a_plan_learns_nothing_and_counts_the_memory_of_learning(recipe, monkeyp
     def none(*_):
         raise AssertionError("a plan must not learn")
 
-    monkeypatch.setattr("compress.passes.rotate.learn_rotations", none)
+    monkeypatch.setattr("compress.passes.prepare.rotate.learn_rotations", none)
     found, plain = (plan(recipe(one, W4A4, save=NATIVE)) for one in (LEARN, ONLINE))
     (note,) = [note for note in found.notes if "rotate" in note]
     assert (

@@ -6,12 +6,12 @@ from tolerances import LOGITS
 
 import compress
 from compress import GPTQ, RPTQ, RTN, Magnitude
-from compress.api.journal import Journal
-from compress.api.options import OptionError
 from compress.errors import NumericError, RecipeError, TargetError
-from compress.model.linear import CompressedLinear, linears
-from compress.passes.rptq import cluster
-from compress.weights.transforms.permutation import PermutationScheme
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.transforms.permutation import PermutationScheme
+from compress.passes.contract.journal import Journal
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.rptq import cluster
 
 BLOCK = "model.layers.0"
 Q, OUT, GATE, UP, DOWN = (
@@ -181,7 +181,7 @@ def test_a_layer_that_no_token_reaches_has_no_ranges(tiny, ids):
 
 
 def test_the_schemes_are_known_before_the_run():
-    before = compress.model.linear.LayerScheme((8, 64))
+    before = compress.layers.linear.LayerScheme((8, 64))
     plain = RPTQ(clusters=8)
     assert plain.becomes(before).rounding == plain.rounding_scheme(64, True)
     assert plain.at_most(before).maps_inputs == PermutationScheme()

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from tolerances import LOGITS
 
 import compress
-from compress.api.observers import Nothing
-from compress.api.options import OptionError
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import Percentile
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.rtn import RTN
-from compress.weights.layer import LayerScheme
+from compress.passes.contract.observers import Nothing
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.rtn import RTN
 
 
 def solve(rtn, weight, layer):

@@ -7,13 +7,13 @@ import torch
 
 import compress
 from compress import GPTQ, RTN, SignRound, Wanda
-from compress.api.layers import Layer
-from compress.api.observers import Gram
-from compress.api.options import OptionError
-from compress.families.reconstruction import block_error
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.learned import LearnedRounding
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OptionError
+from compress.passes.families.reconstruction import block_error
 
 FIRST = "model.layers.0.*"
 
@@ -54,8 +54,18 @@ def test_the_same_run_gives_the_same_codes(error, pico_model, ids):
 
 
 def test_where_nothing_is_gained_the_start_is_kept(pico_model, ids):
-    wild = SignRound(weights="int8", group_size=32, start="rtn", optimizer="sign", learning_rate=1.0, iterations=1,
-                     scale="absmax", scale_rate=1.0, error="symmetric", targets=FIRST)  # fmt: skip
+    wild = SignRound(
+        weights="int8",
+        group_size=32,
+        start="rtn",
+        optimizer="sign",
+        learning_rate=1.0,
+        iterations=1,
+        scale="absmax",
+        scale_rate=1.0,
+        error="symmetric",
+        targets=FIRST,
+    )
     learned = compress.apply(copy.deepcopy(pico_model), [wild], calibration=ids)
     plain = compress.apply(copy.deepcopy(pico_model), [RTN(weights="int8", group_size=32, targets=FIRST)])
     for name, layer in plain.named_modules():
@@ -72,8 +82,11 @@ def test_what_was_pruned_stays_pruned(pico_model, ids):
 
 def test_layers_may_differ_and_inputs_may_be_rounded(pico_model, ids):
     step = SignRound(group_size=32, iterations=2, activations="int8", overrides={"*.down_proj": {"weights": "int8"}})
-    layers = {n: m for n, m in compress.apply(copy.deepcopy(pico_model), [step], calibration=ids).named_modules()
-              if isinstance(m, CompressedLinear)}  # fmt: skip
+    layers = {
+        n: m
+        for n, m in compress.apply(copy.deepcopy(pico_model), [step], calibration=ids).named_modules()
+        if isinstance(m, CompressedLinear)
+    }
     assert {m.codes.grid.name for n, m in layers.items() if n.endswith("down_proj")} == {"int8"}
     assert {m.codes.grid.name for n, m in layers.items() if n.endswith("up_proj")} == {"int4"}
     assert all(layer.rounding.grid is GRIDS["int8"] for layer in layers.values())
@@ -125,7 +138,7 @@ def test_the_best_iterate_is_kept(pico_model, ids, monkeypatch):
         errors.append(block_error(*args))
         return errors[-1]
 
-    monkeypatch.setattr("compress.families.descent.block_error", recorded)
+    monkeypatch.setattr("compress.passes.families.descent.block_error", recorded)
     wild = SignRound(weights="int3", group_size=32, start="rtn", targets=FIRST, learning_rate=1.0, iterations=50)
     compress.apply(pico_model, [wild], ids, batch=1)
     start, *checked, learned = errors

@@ -7,14 +7,14 @@ from transformers import AutoModelForCausalLM, Starcoder2Config
 
 import compress
 from compress import RTN, SliceGPT, Wanda
-from compress.api.context import Run
-from compress.api.journal import Journal
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.reshape import rotation as of_hidden_states
-from compress.model.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, with_own_head
-from compress.model.reshape.widths import hidden_width
-from compress.passes import slicegpt
-from compress.passes.slicegpt import covariance_of
+from compress.models.reshape import rotation as of_hidden_states
+from compress.models.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, with_own_head
+from compress.models.reshape.widths import hidden_width
+from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
+from compress.passes.reshape import slicegpt
+from compress.passes.reshape.slicegpt import covariance_of
 from compress.pipeline.plan import plan
 
 TOLD = Told("here", "use narrow")
@@ -188,9 +188,13 @@ def test_models_that_cannot_be_rotated(tiny, ids, family, message):
 
 def test_norms_with_a_bias_are_refused(ids):
     config = Starcoder2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
         num_key_value_heads=2,
-    )  # fmt: skip
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     with pytest.raises(ModelError, match=r"adds a bias \(LayerNorm\), which a rotation does not preserve; use narrow"):
         compress.apply(model, [SliceGPT(sparsity=0.25)], ids())

@@ -9,12 +9,12 @@ from gated import Gated, Inputs, TwoReaders
 from torch import nn
 
 import compress
-from compress.api.options import OptionError
-from compress.families.equalizing import SMALLEST, smoothing, weight_absmax
-from compress.model.linear import CompressedLinear, linears
-from compress.model.structure.links import Link, find_links
-from compress.passes.smoothquant import SEARCHED, SmoothQuant, rounded_error
-from compress.weights.transforms.rounding import InputRounding
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.transforms.rounding import InputRounding
+from compress.models.structure.links import Link, find_links
+from compress.passes.contract.options import OptionError
+from compress.passes.families.equalizing import SMALLEST, smoothing, weight_absmax
+from compress.passes.prepare.smoothquant import SEARCHED, SmoothQuant, rounded_error
 
 WIDTH = 6
 OUTLIERS = torch.tensor([1.0, 40.0, 1.0, 0.1, 1.0, 8.0])

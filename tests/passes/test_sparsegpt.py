@@ -5,14 +5,14 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.observers import InputNorm
-from compress.api.options import OptionError
-from compress.model.linear import linears
+from compress.layers.linear import linears
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.codes import fit
 from compress.numerics.quant.grids import GRIDS
-from compress.passes.sparsegpt import SparseGPT
-from compress.passes.wanda import Wanda
-from compress.weights.layer import LayerScheme
+from compress.passes.contract.observers import InputNorm
+from compress.passes.contract.options import OptionError
+from compress.passes.prune.sparsegpt import SparseGPT
+from compress.passes.prune.wanda import Wanda
 
 WIDTH = 40
 PATTERNS = ["layer", "row", "2:4", "4x1", "4x2"]

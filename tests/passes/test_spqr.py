@@ -5,13 +5,13 @@ import torch
 from draws import correlated, random, seen_of
 
 import compress
-from compress.api.facts import LayerFacts
-from compress.api.options import OptionError
 from compress.errors import TargetError
-from compress.passes.gptq import GPTQ
-from compress.passes.spqr import SpQR
-from compress.weights.layer import LayerScheme
-from compress.weights.outliers import OutliersPart
+from compress.layers.parts.outliers import OutliersPart
+from compress.layers.scheme import LayerScheme
+from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.gptq import GPTQ
+from compress.passes.quantize.spqr import SpQR
 
 
 def dense(parts):

@@ -6,15 +6,15 @@ from draws import random
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api.options import OptionError
 from compress.errors import TargetError
-from compress.model.linear import CompressedLinear, linears
-from compress.passes.squeezellm import SqueezeLLM
+from compress.layers.linear import CompressedLinear, linears
+from compress.layers.parts.codebook import CodebookPart
+from compress.layers.parts.outliers import OutliersPart
+from compress.passes.contract.options import OptionError
+from compress.passes.quantize.squeezellm import SqueezeLLM
 from compress.train.fisher import fisher
 from compress.train.objective import LanguageLoss
 from compress.train.student import trainable
-from compress.weights.codebook import CodebookPart
-from compress.weights.outliers import OutliersPart
 
 
 def dense(parts):

@@ -6,9 +6,9 @@ from masks import most_of
 from pruned_training import RATES, WEIGHT, check_masks, in_training, recovered, stepped, texts
 
 import compress
-from compress.api.journal import Journal
 from compress.errors import RecipeError
-from compress.passes.sr_ste import SRSTE
+from compress.passes.contract.journal import Journal
+from compress.passes.prune.sr_ste import SRSTE
 
 KEPT = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
 GRADIENT = torch.tensor([[1.0, -1.0, -2.0, 0.0], [0] * 4, [0] * 4, [0] * 4])
@@ -20,12 +20,14 @@ def test_one_step_by_hand():
     assert linear.update(0, 5) == {} and torch.equal(linear.parametrization.mask, KEPT)
     assert torch.equal(linear.parametrization(weight), WEIGHT * KEPT)
     record = stepped(linear, weight, GRADIENT, 0.1, 1, 5)
-    wanted = torch.tensor([
-        [0.3, -0.2, 0.39, 0.095],
-        [0.095, 0.8, -0.7, 0.57],
-        [-0.5, 0.6, 0.0475, -0.038],
-        [0.855, 0.95, -1.1, 1.2],
-    ])  # fmt: skip
+    wanted = torch.tensor(
+        [
+            [0.3, -0.2, 0.39, 0.095],
+            [0.095, 0.8, -0.7, 0.57],
+            [-0.5, 0.6, 0.0475, -0.038],
+            [0.855, 0.95, -1.1, 1.2],
+        ]
+    )
     assert torch.allclose(weight, wanted, atol=1e-6)
     assert linear.parametrization.mask[0].tolist() == [True, False, True, False]
     assert torch.equal(linear.parametrization.mask[1:], KEPT[1:]) and record == {"flips": (2, 16)}

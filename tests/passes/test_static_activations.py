@@ -9,9 +9,9 @@ from tolerances import LOGITS, near
 from transformers import AutoModelForCausalLM
 
 import compress
-from compress.api.observers import InputAbsMax
 from compress.errors import NumericError
 from compress.kernels import dispatch
+from compress.passes.contract.observers import InputAbsMax
 
 STATIC = {"weights": "int8", "group_size": "channel", "activations": "int8", "activation_scale": "static"}
 FLOAT8 = {**STATIC, "weights": "fp8_e4m3", "activations": "fp8_e4m3"}

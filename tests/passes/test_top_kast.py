@@ -8,7 +8,7 @@ from torch import nn
 import compress
 from compress.errors import RecipeError
 from compress.numerics.sparse.masks import Pattern
-from compress.passes.top_kast import TopKAST
+from compress.passes.prune.top_kast import TopKAST
 
 STEP = TopKAST(pattern="layer", sparsity=0.5, backward_sparsity=0.25, penalty=0.1)
 A = WEIGHT.abs() > 0.55

@@ -4,9 +4,9 @@ import pytest
 import torch
 from draws import random, seen_of
 
-from compress.api.observers import InputNorm
-from compress.api.options import OptionError
-from compress.passes.wanda import Wanda
+from compress.passes.contract.observers import InputNorm
+from compress.passes.contract.options import OptionError
+from compress.passes.prune.wanda import Wanda
 
 # Weights by row; inputs of three tokens whose channels have the L2 norms 1, 5, 3 and 2.
 WEIGHT = torch.tensor([[4.0, -1.0, 1.0, 1.0], [-3.0, 0.5, -2.0, -1.0]])

@@ -6,8 +6,8 @@ import os
 import pytest
 
 import compress
-from compress.api.journal import Journal
 from compress.errors import OutputError, SaveError
+from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import WORK, Manifest, ShardEntry, open_folder
 from compress.pipeline.provenance import fingerprint
 from compress.pipeline.run import prepare
@@ -103,8 +103,14 @@ def texts_in(folder) -> dict[str, str]:
     return {name: path.read_text() for name, path in found if not name.startswith(WORK)}
 
 
-USERS = {"mine.json": "1", "other.safetensors": "2", "other.gguf": "3", "a.part": "4", "plugins/mine.py": "5",
-         "sensitivity.json": "6"}  # fmt: skip
+USERS = {
+    "mine.json": "1",
+    "other.safetensors": "2",
+    "other.gguf": "3",
+    "a.part": "4",
+    "plugins/mine.py": "5",
+    "sensitivity.json": "6",
+}
 
 
 def test_files_that_the_user_put_into_the_folder_stay(tmp_path):

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import compress
 from compress.cli import main
 from compress.errors import ModelError, OutputError, TargetError, UserError
-from compress.model.linear import CompressedLinear
-from compress.passes.llm_int8 import LLMInt8
-from compress.passes.rtn import RTN
+from compress.layers.linear import CompressedLinear
+from compress.passes.quantize.llm_int8 import LLMInt8
+from compress.passes.quantize.rtn import RTN
 
 
 @pytest.fixture(scope="module")

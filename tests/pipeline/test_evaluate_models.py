@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import compress
 from compress import Evaluate
-from compress.api.journal import Journal
 from compress.cli import main
 from compress.errors import ModelError
+from compress.passes.contract.journal import Journal
 from compress.pipeline.evaluation import evaluate_models
 
 

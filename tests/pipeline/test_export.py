@@ -23,12 +23,12 @@ from compress import (
     LoRC,
     SmoothQuant,
     Wanda,
-)  # fmt: skip
+)
+from compress.checkpoint.sources.packed import open_input
 from compress.errors import ModelError, OutputError, SaveError, TargetError, UserError, VerificationError
 from compress.kernels.dispatch import plain_torch
-from compress.model.kv_cache import rounded_caches
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.packed import open_input
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.caches.quantized import rounded_caches
 
 MLP = "*.mlp.*"
 CHAINS = {

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 import compress
 from compress import GPTQ, RTN, Finetune, Wanda, cli
-from compress.api.context import Run
+from compress.checkpoint.containers import files
 from compress.errors import DeviceError, ModelError, SaveError, ShortageError
-from compress.formats.containers import files
+from compress.passes.contract.context import Run
 
 STEPS = Wanda(sparsity=0.5), Finetune(steps=1, batch=2), GPTQ(weights="int4", group_size=32)
 
@@ -91,7 +91,7 @@ def test_a_lock_that_cannot_be_written(recipe, tmp_path, monkeypatch):
 
 def changed_after(block: int, change):
     """A journal's listener that changes something when a block is written."""
-    from compress.api.journal import Journal
+    from compress.passes.contract.journal import Journal
 
     def listener(entry):
         if entry.kind == "block" and entry.figures["block"] == block:
@@ -152,7 +152,7 @@ def test_a_failure_names_the_pass_and_a_remedy_and_the_run_goes_on(
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("compress.api.observers.Gram.factor", fail)
+    monkeypatch.setattr("compress.passes.contract.observers.Gram.factor", fail)
     with pytest.raises(kind, match=rf"^passes\[2\] gptq: .*{message}") as caught:
         compress.run(asked, tmp_path, progress=False)
     assert caught.value.exit_code == 1

@@ -6,18 +6,18 @@ import torch
 
 import compress
 from compress import AWQ, GPTQ, LKD, RTN, Calibration, Finetune, SignRound, Wanda
-from compress.api.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
-from compress.api.samples import Rows, Sample
-from compress.formats import FORMATS
-from compress.model.open.opening import open_model
-from compress.model.open.resident import held_bytes
-from compress.model.save import outside_state
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.save import outside_state
+from compress.checkpoint.sources.opening import open_model
+from compress.checkpoint.sources.resident import held_bytes
+from compress.layers.scheme import LayerScheme
 from compress.numerics.linalg import Regularization
-from compress.passes.awq import Moments
+from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, InputNorm, Nothing, OutlierFrequency
+from compress.passes.contract.samples import Rows, Sample
+from compress.passes.quantize.awq import Moments
 from compress.pipeline.footprint import Footprint
 from compress.pipeline.plan import plan
 from compress.pipeline.resolve import layer_shapes, resolve
-from compress.weights.layer import LayerScheme
 
 # pico: 3 blocks in float32, hidden 128, feed-forward 288; the text: 8 sequences of 64 tokens in batches of 4
 TOKENS, BATCH = 8 * 64, 4 * 64

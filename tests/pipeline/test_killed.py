@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import finish, fork
 
-from compress.formats.containers.files import file_sha256
+from compress.checkpoint.containers.files import file_sha256
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).with_name("launched_runs.py"))

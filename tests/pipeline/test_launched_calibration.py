@@ -10,7 +10,7 @@ import pytest
 from launching import ROOT, agreement, finish, fork, start
 from speech import write_model, write_recordings
 
-from compress.formats.containers.files import file_sha256
+from compress.checkpoint.containers.files import file_sha256
 
 SCRIPT = str(Path(__file__).with_name("launched_runs.py"))
 PICO = ROOT / "tests" / "pico" / "model"
@@ -180,7 +180,7 @@ def test_values_of_every_kind_arrive_in_the_order_of_ranks():
     program = """
         import math
         import torch
-        from compress.api.processes import Processes
+        from compress.passes.contract.processes import Processes
 
         processes = Processes.launched(cpu=True)
         rank, size = processes.rank, processes.size

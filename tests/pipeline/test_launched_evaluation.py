@@ -28,11 +28,9 @@ def data(tmp_path_factory):
         return " ".join(draw.choices(WORDS, k=count))
 
     rows = {
-        "piqa/validation": [
-            {"goal": some(20), "sol1": some(6), "sol2": some(6), "label": i % 2} for i in range(ITEMS)
-        ],
+        "piqa/validation": [{"goal": some(20), "sol1": some(6), "sol2": some(6), "label": i % 2} for i in range(ITEMS)],
         "lambada_openai/test": [{"text": some(15)} for _ in range(ITEMS)],
-    }  # fmt: skip
+    }
     for name, found in rows.items():
         (folder / name).parent.mkdir()
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
@@ -47,10 +45,25 @@ def asked(pico, recipe, data, texts, tmp_path_factory):
 
     def arguments(name: str) -> list[str]:
         return [
-            "compress", "eval", pico, str(out / "small"), "--text", texts["test"], "--length", "64",
-            "--windows", "2", "--tasks", "piqa,lambada_openai", "--data", str(data),
-            "--work", str(out / name), "-o", str(out / f"{name}.json"),
-        ]  # fmt: skip
+            "compress",
+            "eval",
+            pico,
+            str(out / "small"),
+            "--text",
+            texts["test"],
+            "--length",
+            "64",
+            "--windows",
+            "2",
+            "--tasks",
+            "piqa,lambada_openai",
+            "--data",
+            str(data),
+            "--work",
+            str(out / name),
+            "-o",
+            str(out / f"{name}.json"),
+        ]
 
     return out, arguments
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 import compress
-from compress.api.journal import Journal
 from compress.errors import OutputError
+from compress.passes.contract.journal import Journal
 from compress.pipeline.lock import LOCK, locked
 from compress.pipeline.output import WORK
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from compress.api.journal import Journal
+from compress.passes.contract.journal import Journal
 from compress.pipeline.lock import locked
 with locked(Path(sys.argv[1]), Journal()):
     print("locked", flush=True)

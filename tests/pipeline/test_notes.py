@@ -6,7 +6,7 @@ from schemes import coded
 
 import compress
 from compress import GPTQ, RTN, SparseGPT, Wanda, plan
-from compress.formats import FORMATS
+from compress.checkpoint.formats import FORMATS
 from compress.pipeline.notes import nominal_bits
 
 

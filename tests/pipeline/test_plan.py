@@ -12,14 +12,14 @@ from schemes import coded, encoded, rounding
 
 import compress
 from compress import GPTQ, RTN, SmoothQuant, Wanda
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.formats.compressed_tensors import CompressedTensors
+from compress.checkpoint.sources.opening import Mapped
 from compress.errors import RecipeError, TargetError
-from compress.formats import FORMATS
-from compress.formats.compressed_tensors import CompressedTensors
-from compress.model.open.opening import Mapped
+from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS, IntGrid
 from compress.pipeline.plan import plan
-from compress.weights.codes import CodesPart
 
 
 def written_bytes(folder) -> int:

@@ -28,7 +28,8 @@ WRONG = {
     "a group size": ([RTN(group_size=20)], {}),
     "a grid without a layout": ([RTN(weights="nf4", group_size=16)], {}),
     "two quantizing passes of some layers": (
-        [RTN(group_size=16, targets="*.mlp.*"), GPTQ(group_size=16, targets="*.up_proj")], {}
+        [RTN(group_size=16, targets="*.mlp.*"), GPTQ(group_size=16, targets="*.up_proj")],
+        {},
     ),
     "a device": ([RTN(group_size=16)], {"device": "cuda:9"}),
     "all blocks dropped": ([DropBlocks(count=9)], {}),
@@ -38,7 +39,7 @@ WRONG = {
     "a layer map": ([Distill(hidden=1.0, layer_map=((0, 9),), **STATES)], {}),
     "hidden states of another width": ([Narrow(hidden=0.25), Distill(cosine=1.0, **STATES)], {}),
     "mask_probability": ([Distill(mask_probability=0.2, steps=1)], {}),
-}  # fmt: skip
+}
 
 
 def agree(recipe, out: Path) -> str:

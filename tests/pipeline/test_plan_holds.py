@@ -19,9 +19,9 @@ from compress import (
     LoRC,
     Magnitude,
     SqueezeLLM,
-)  # fmt: skip
+)
+from compress.checkpoint.formats import FORMATS
 from compress.errors import CompressError
-from compress.formats import FORMATS
 
 FEW = {"steps": 2, "batch": 2, "hold_out": 0}
 CHAINS = {
@@ -80,18 +80,34 @@ def test_what_is_planned_runs_and_what_is_refused_is_refused_at_once(format_, ch
 @pytest.mark.parametrize(
     ("format_", "chain", "message"),
     [
-        ("dense", "scales", r"passes\[1\] distill: .*save.format dense stores no scales; use .*compressed-tensors.*, "
-         r"or train: \[norms, weights\]"),
+        (
+            "dense",
+            "scales",
+            r"passes\[1\] distill: .*save.format dense stores no scales; use .*compressed-tensors.*, "
+            r"or train: \[norms, weights\]",
+        ),
         ("dense", "scales of blocks", r"passes\[1\] lkd: .*save.format dense stores no scales"),
-        ("native", "scales that are no floats", r"train: scales matches no parameter: no layer is packed with float scales"),
-        ("native", "weights", r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales"),
+        (
+            "native",
+            "scales that are no floats",
+            r"train: scales matches no parameter: no layer is packed with float scales",
+        ),
+        (
+            "native",
+            "weights",
+            r"train: weights matches no parameter: all layers are quantized; write train: \[norms, scales",
+        ),
         ("native", "scales of dense layers", r"train: scales matches no parameter"),
         ("native", "learned, no floats", r"train: scales needs scales that are floats, which mxfp4 has not"),
-        ("compressed-tensors", "float zeros", r"passes\[0\] hqq: .*zero points of format compressed-tensors are integers"),
+        (
+            "compressed-tensors",
+            "float zeros",
+            r"passes\[0\] hqq: .*zero points of format compressed-tensors are integers",
+        ),
         ("compressed-tensors", "low rank", r"passes\[1\] lorc: .*holds only codes"),
         ("dense", "inputs", r"passes\[0\] rtn: .*format dense cannot state that activations are rounded"),
     ],
-)  # fmt: skip
+)
 def test_it_says_what_to_write_instead(format_, chain, message, one_block, recipe):
     with pytest.raises(CompressError, match=message):
         compress.plan(recipe(*CHAINS[chain], model=one_block("llama"), save={"format": format_, "verify": "own"}))

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 import compress
-from compress.api.journal import Journal
+from compress.passes.contract.journal import Journal
 from compress.pipeline.progress import shown_progress
 
 

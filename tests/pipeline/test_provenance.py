@@ -8,9 +8,9 @@ from pydantic import field_serializer
 
 import compress
 from compress import RTN, Recipe, Wanda
-from compress.api.layers import Solution
-from compress.api.passes import LayerPass
 from compress.errors import OutputError, RecipeError
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.passes import LayerPass
 from compress.pipeline.provenance import (
     UNKNOWN,
     changed_code,
@@ -25,7 +25,7 @@ SCORE = '''"""Prune by a score of one's own."""
 
 from typing import ClassVar
 
-from compress.families.pruning import PruningPass
+from compress.passes.families.pruning import PruningPass
 
 
 class Own(PruningPass):

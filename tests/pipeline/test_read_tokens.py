@@ -4,7 +4,7 @@ import pytest
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import compress
-from compress.api.passes import ERROR_TOKENS
+from compress.passes.contract.passes import ERROR_TOKENS
 
 
 @pytest.mark.parametrize(

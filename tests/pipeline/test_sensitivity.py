@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import compress
 from compress import cli
+from compress.checkpoint.sources.load import load
 from compress.data.ids import model_sample
 from compress.errors import RecipeError, TargetError
-from compress.model.open.load import load
 from compress.pipeline.sensitivity import allocate, read_choice, sensitivity
 
 SHAPE = {"windows": 3, "length": 32}

@@ -6,14 +6,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import compress
 from compress import Recipe
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.sources.opening import open_model
 from compress.errors import RecipeError, TargetError
-from compress.formats import FORMATS
-from compress.model.open.opening import open_model
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme
 from compress.numerics.quant.grids import GRIDS
 from compress.pipeline.plan import plan
 from compress.pipeline.servers import fused_sets, settled_check
-from compress.weights.codes import CodesScheme
-from compress.weights.layer import LayerScheme
 
 
 def recipe(save, model=PICO, **options):
@@ -24,9 +24,14 @@ def recipe(save, model=PICO, **options):
 def wide(tmp_path):
     """A model whose layers can be split over up to 8 devices."""
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wide")
     AutoTokenizer.from_pretrained(PICO).save_pretrained(tmp_path / "wide")
     return tmp_path / "wide"
@@ -132,9 +137,12 @@ def mixed(by):
     w8a8 = compress.RTN(weights="int8", group_size="channel", activations="int8")
     spared = compress.MixedPrecision(targets="*.self_attn.[qkv]_proj", fraction=0.3, by=by)
     return Recipe(
-        model=str(PICO), calibration=compress.Calibration(source="embedded", sequences=2, length=32),
-        passes=[w8a8, spared], save={"tensor_parallel": 1, "verify": "own"}, eval=None,
-    )  # fmt: skip
+        model=str(PICO),
+        calibration=compress.Calibration(source="embedded", sequences=2, length=32),
+        passes=[w8a8, spared],
+        save={"tensor_parallel": 1, "verify": "own"},
+        eval=None,
+    )
 
 
 def test_a_mixture_that_calibration_decides_is_checked_before_a_shard_is_written(tmp_path):

@@ -59,11 +59,17 @@ def test_a_run_on_a_gpu_writes_what_one_on_the_cpu_writes(recipe, name, form, tm
     assert again.report["perplexity"] == device.report["perplexity"]
     wanted, found = tensors(tmp_path / "cpu"), tensors(tmp_path / "gpu")
     assert wanted.keys() == found.keys()
-    same = [(tensor.view(torch.uint8) == found[key].view(torch.uint8)).flatten()
-            for key, tensor in wanted.items() if not tensor.is_floating_point()]  # fmt: skip
+    same = [
+        (tensor.view(torch.uint8) == found[key].view(torch.uint8)).flatten()
+        for key, tensor in wanted.items()
+        if not tensor.is_floating_point()
+    ]
     assert not same or torch.cat(same).double().mean() >= ALIKE.get(name, 0.98)
-    apart = [(t.double() - found[key].double()).norm() / t.double().norm()
-             for key, t in wanted.items() if t.is_floating_point()]  # fmt: skip
+    apart = [
+        (t.double() - found[key].double()).norm() / t.double().norm()
+        for key, t in wanted.items()
+        if t.is_floating_point()
+    ]
     assert max(apart) <= APART.get(name, 0.1)
     assert device.report["size"] == host.report["size"]
     losses = [run.report["perplexity"][0]["compressed"]["loss"] for run in (host, device)]

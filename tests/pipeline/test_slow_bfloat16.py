@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import RTN
-from compress.model.open.opening import open_model
+from compress.checkpoint.sources.opening import open_model
 from compress.numerics import dtypes
 
 SAID = "the computation is in float32, block by block"
@@ -38,8 +38,12 @@ def stored_dtypes(folder):
 
 
 def test_a_run_computes_in_float32_and_stores_bfloat16(narrow, slow, recipe, texts, tmp_path):
-    asked = recipe(RTN(group_size=32), model=narrow, calibration=compress.Calibration(
-        source=texts["calibration"], sequences=None, length=None), save={"verify": "own"})  # fmt: skip
+    asked = recipe(
+        RTN(group_size=32),
+        model=narrow,
+        calibration=compress.Calibration(source=texts["calibration"], sequences=None, length=None),
+        save={"verify": "own"},
+    )
     planned = compress.plan(asked)
     assert any(SAID in note for note in planned.notes)
     out = tmp_path / "out"

@@ -62,8 +62,12 @@ def test_the_command_writes_a_recipe_and_says_what_comes_next(pico, tmp_path):
     assert (again.exit_code, again.stdout) == (2, "") and "is there already" in again.stderr
     found = json.loads(call(pico, "-o", path, "--overwrite", "--no-check", "--json").stdout)
     assert found == {
-        "recipe": str(path), "start": "int4", "summary": starts()["int4"].summary, "changed": [], "planned": None,
-    }  # fmt: skip
+        "recipe": str(path),
+        "start": "int4",
+        "summary": starts()["int4"].summary,
+        "changed": [],
+        "planned": None,
+    }
 
 
 def test_mistakes_are_one_line_and_write_nothing(pico, tmp_path):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import compress
+from compress.checkpoint.formats import FORMATS
+from compress.checkpoint.sources.opening import open_model
 from compress.errors import TargetError
-from compress.formats import FORMATS
-from compress.model.open.opening import open_model
 from compress.pipeline.resolve import resolve
 
 NATIVE = FORMATS["native"]

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 import compress
 from compress import Calibration, Evaluate
-from compress.api.journal import Journal
+from compress.checkpoint.sources.opening import open_model
 from compress.data.ids import corpus_sha256, token_ids
 from compress.data.sources import text_sha256
 from compress.errors import CalibrationError
-from compress.model.open.opening import open_model
+from compress.passes.contract.journal import Journal
 from compress.pipeline.texts import calibration_ids
 
 RTN = compress.RTN(group_size=32)
@@ -121,8 +121,11 @@ def test_the_report_says_what_was_read(pico, rows, tmp_path):
     assert report["verified"]["own"] <= LOGITS
     embedded, chats, *evaluated = report["reproduce"]["texts"]
     assert (embedded["text"], embedded["part"], embedded["forms"], embedded["template"]) == (
-        "embedded", "calibration", [], None,
-    )  # fmt: skip
+        "embedded",
+        "calibration",
+        [],
+        None,
+    )
     assert chats["forms"] == ["completion", "conversations"] and chats["documents"] == 8
     assert (chats["template"], chats["packing"], chats["max_tokens_per_document"]) == (str(template), False, 64)
     talk = f"user> {'word ' * 30}\nassistant> {'another ' * 30}\n"

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 
 import compress
 from compress import Evaluate
+from compress.checkpoint.sources.packed import open_input
 from compress.cli import main
 from compress.cli.show import in_words
 from compress.errors import NumericError
-from compress.model.open.packed import open_input
 from compress.pipeline import timing as timings
 from compress.pipeline.plan import plan
 from compress.pipeline.resolve import resolve
@@ -38,17 +38,25 @@ def test_rates_by_hand(recipe, texts):
         compress.SignRound(group_size=32, iterations=12, targets="*.mlp.*"),
         calibration={"source": texts["calibration"], "sequences": 6, "length": 32, "batch": 2},
         eval=Evaluate(perplexity=(texts["test"],), windows=5, length=32),
-    )  # fmt: skip
+    )
     opened, steps = resolved(asked)
     gptq, signround = (label for label, _, _ in steps)
     rates = {
-        gptq: Rate(1.0, 0.5), signround: Rate(2.0, 0.25, 0.1), "capture": Rate(0.1, 0.1), "propagate": Rate(1.0),
-    }  # fmt: skip
+        gptq: Rate(1.0, 0.5),
+        signround: Rate(2.0, 0.25, 0.1),
+        "capture": Rate(0.1, 0.1),
+        "propagate": Rate(1.0),
+    }
     found = predicted(asked, opened, steps, Trial(rates, Forward(2.0, 3.0), Forward(1.0, 3.0)))
     assert found.phases == pytest.approx(
-        {gptq: 3 * (1 + 2 * 0.5), signround: 3 * (2 + 2 * 0.25 + 10 * 0.1), "capture": 0.3, "propagate": 3.0,
-         "evaluate": 5 * (3 * 2 + 3 + 3 * 1 + 3)}
-    )  # fmt: skip
+        {
+            gptq: 3 * (1 + 2 * 0.5),
+            signround: 3 * (2 + 2 * 0.25 + 10 * 0.1),
+            "capture": 0.3,
+            "propagate": 3.0,
+            "evaluate": 5 * (3 * 2 + 3 + 3 * 1 + 3),
+        }
+    )
     assert found.seconds == pytest.approx(sum(found.phases.values())) and found.unknown == ()
 
 
@@ -69,9 +77,10 @@ def test_a_pass_over_the_whole_model_is_scaled_by_a_forward_pass(recipe):
 
 def test_trials_are_kept_for_later_plans(recipe, cache, monkeypatch, texts):
     asked = recipe(
-        compress.GPTQ(group_size=32), compress.Distill(train="norms", steps=30),
+        compress.GPTQ(group_size=32),
+        compress.Distill(train="norms", steps=30),
         eval=Evaluate(perplexity=(texts["test"],), windows=2, length=32),
-    )  # fmt: skip
+    )
     assert plan(asked).timing is None and not cache.exists()
     first = plan(asked, time=True).timing
     assert {"passes[0] gptq", "passes[1] distill", "capture", "evaluate"} <= first.phases.keys()
@@ -123,9 +132,7 @@ def test_a_trial_that_fails_is_no_failure_of_the_plan(recipe, monkeypatch, cache
 
 
 def test_texts_of_unknown_length_and_tasks_are_not_predicted(recipe):
-    asked = recipe(
-        compress.RTN(group_size=32), eval=Evaluate(perplexity=("embedded",), windows=None, tasks=("piqa",))
-    )  # fmt: skip
+    asked = recipe(compress.RTN(group_size=32), eval=Evaluate(perplexity=("embedded",), windows=None, tasks=("piqa",)))
     opened, steps = resolved(asked)
     found = predicted(asked, opened, steps, Trial({}, Forward(1, 1), Forward(1, 1)))
     assert found.unknown == ("the evaluation on all windows of embedded", "the tasks of lm-eval")

@@ -10,10 +10,10 @@ from tolerances import LOGITS
 from transformers import LlamaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 import compress
-from compress.api.context import Run
-from compress.api.journal import Journal
+from compress.checkpoint.containers.files import file_sha256
 from compress.errors import CompressError, TargetError, VerificationError
-from compress.formats.containers.files import file_sha256
+from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
 from compress.pipeline.checkpoint import WORK, open_folder
 from compress.pipeline.readers import unreadable
 from compress.pipeline.verify import verify
@@ -231,13 +231,15 @@ def test_zero_points_with_scales_in_16_bits_load_into_a_float32_model(recipe, tm
 
 
 def test_without_the_package_that_reads_it_there_is_no_plan(recipe, monkeypatch):
-    monkeypatch.setattr("compress.formats.compressed_tensors.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("compress.checkpoint.formats.compressed_tensors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(TargetError, match=r"the package compressed-tensors is not installed .*verify: own"):
         compress.plan(recipe(compress.RTN(group_size=32)))
 
 
 def test_what_only_the_finished_checkpoint_shows_fails_the_run(check, finished, monkeypatch):
-    monkeypatch.setattr("compress.formats.compressed_tensors.CompressedTensors.unreadable", lambda *_: "a reason")
+    monkeypatch.setattr(
+        "compress.checkpoint.formats.compressed_tensors.CompressedTensors.unreadable", lambda *_: "a reason"
+    )
     with pytest.raises(
         VerificationError, match=r"transformers cannot verify the checkpoint: a reason; .*verify: own.*nothing again"
     ) as caught:

@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 
 import compress
 from compress import RTN, Wanda
-from compress.api.memory import available_bytes
 from compress.errors import VerificationError
+from compress.passes.contract.memory import available_bytes
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_it_is_asked_where_the_dense_model_and_its_checkpoint_just_fit(recipe, s
 def test_codes_that_read_back_otherwise_are_an_error(recipe, tmp_path, monkeypatch):
     asked = recipe(RTN(), save={"verify": "own"})
     compress.run(asked, tmp_path)
-    monkeypatch.setattr("compress.model.linear.CompressedLinear.sha256", lambda self: "other")
+    monkeypatch.setattr("compress.layers.linear.CompressedLinear.sha256", lambda self: "other")
     with pytest.raises(
         VerificationError, match=r"the codes of model\.layers\.0\..* differ from the computed ones"
     ) as caught:

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 import compress
 from compress import Recipe
-from compress.api.discovery import classes_by_file
-from compress.api.passes import Pass
 from compress.cli import main
 from compress.errors import RecipeError
+from compress.passes.contract.discovery import classes_by_file
+from compress.passes.contract.passes import Pass
 from compress.recipe import plugins
 
 SOURCE = '''
@@ -22,8 +22,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from compress.api.layers import Solution
-from compress.api.passes import LayerPass
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.passes import LayerPass
 
 
 class {title}(LayerPass):
@@ -167,7 +167,7 @@ def test_keys_that_are_no_classes_of_passes(key, message, module):
 
 
 def test_a_class_of_this_package_keeps_its_name():
-    recipe = Recipe(model="m", passes=[{"compress.passes.wanda:Wanda": {}}])
+    recipe = Recipe(model="m", passes=[{"compress.passes.prune.wanda:Wanda": {}}])
     assert "- wanda:" in recipe.to_yaml()
 
 
@@ -201,11 +201,23 @@ def test_a_pass_of_an_installed_package(declared, module):
 @pytest.mark.parametrize(
     ("points", "asked", "message"),
     [
-        ([("wanda", "a_module_of_mine:Thing")], "wanda", r"wanda is a pass of compress already; write a_module_of_mine:"),
-        ([("a", "a_module_of_mine:Thing")], "a", r"the key of a_module_of_mine:Thing is thing; give the entry point this"),
-        ([("thing", "a_module_of_mine:Thing"), ("thing", "b:Thing")], "thing", r"it is a_module_of_mine:Thing and b:Thing"),
+        (
+            [("wanda", "a_module_of_mine:Thing")],
+            "wanda",
+            r"wanda is a pass of compress already; write a_module_of_mine:",
+        ),
+        (
+            [("a", "a_module_of_mine:Thing")],
+            "a",
+            r"the key of a_module_of_mine:Thing is thing; give the entry point this",
+        ),
+        (
+            [("thing", "a_module_of_mine:Thing"), ("thing", "b:Thing")],
+            "thing",
+            r"it is a_module_of_mine:Thing and b:Thing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_entry_points_in_each_others_way(points, asked, message, declared):
     declared(*points)
     with pytest.raises(RecipeError, match=message):

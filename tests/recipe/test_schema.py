@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 import compress
 from compress import GPTQ, RTN, Calibration, Evaluate, Recipe, Save, SmoothQuant, Wanda
-from compress.api.passes import Pass
+from compress.checkpoint.formats import FORMATS
 from compress.errors import ModelError, RecipeError, UserError
-from compress.formats import FORMATS
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.sparse.masks import Pattern
+from compress.passes.contract.passes import Pass
 
 # ---- round trips ----
 

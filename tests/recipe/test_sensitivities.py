@@ -13,14 +13,32 @@ COSTS = {"int2": (2.25, (0.4, 0.9, 0.1, 0.2)), "int4": (4.25, (0.04, 0.05, 0.01,
 
 def stored(costs=COSTS, level="layer", choices=None) -> Sensitivities:
     found = [
-        {"name": name, "choice": choice, "weights": 100, "bits": bits, "kl": kl[i], "kl_stderr": 0.01, "loss": kl[i],
-         "loss_stderr": None}
-        for i, name in enumerate(NAMES) for choice, (bits, kl) in costs.items()
-    ]  # fmt: skip
-    return Sensitivities.model_validate({
-        "compress": "1", "model": "m", "fingerprint": "f", "text": "embedded", "windows": 2, "length": 16,
-        "level": level, "choices": choices or {c: {"rtn": {"weights": c}} for c in costs}, "found": found,
-    })  # fmt: skip
+        {
+            "name": name,
+            "choice": choice,
+            "weights": 100,
+            "bits": bits,
+            "kl": kl[i],
+            "kl_stderr": 0.01,
+            "loss": kl[i],
+            "loss_stderr": None,
+        }
+        for i, name in enumerate(NAMES)
+        for choice, (bits, kl) in costs.items()
+    ]
+    return Sensitivities.model_validate(
+        {
+            "compress": "1",
+            "model": "m",
+            "fingerprint": "f",
+            "text": "embedded",
+            "windows": 2,
+            "length": 16,
+            "level": level,
+            "choices": choices or {c: {"rtn": {"weights": c}} for c in costs},
+            "found": found,
+        }
+    )
 
 
 @pytest.fixture

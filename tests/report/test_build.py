@@ -6,8 +6,8 @@ import pytest
 from safetensors import safe_open
 
 import compress
-from compress.api.journal import Journal
 from compress.errors import VerificationError
+from compress.passes.contract.journal import Journal
 from compress.pipeline.run import compress as work
 from compress.pipeline.run import finish, prepare
 

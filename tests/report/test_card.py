@@ -7,7 +7,7 @@ import yaml
 from model_families import tiny_model
 
 import compress
-from compress.model.kinds import CAUSAL, MASKED, RECORDED
+from compress.models.kinds.kinds import CAUSAL, MASKED, RECORDED
 from compress.report.card import CardFacts, base_metadata, card
 from compress.report.schema import Report
 

@@ -82,9 +82,16 @@ def tab(tmp_path_factory):
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     variants = [
-        Variant(source=f"out/{i}", size_bytes=10**8 * (i + 1), base_bytes=10**9, text="t", loss=0.4 / (i + 1), loss_stderr=0.02)
+        Variant(
+            source=f"out/{i}",
+            size_bytes=10**8 * (i + 1),
+            base_bytes=10**9,
+            text="t",
+            loss=0.4 / (i + 1),
+            loss_stderr=0.02,
+        )
         for i in range(3)
-    ]  # fmt: skip
+    ]
     texts = {
         "report": html(Report.from_json(sample("organization/a-model-with-a-rather-long-name-135M-Instruct-2026"))),
         "hostile": html(Report.from_json(sample(HOSTILE))),

@@ -17,8 +17,13 @@ REPORT = {
     "compress": "9.8.7",
     "model": {"source": "some/model", "class": "Model", "fingerprint": "f1"},
     "size": {
-        "dense_bytes": 10 * MB, "tensor_bytes": 4 * MB, "checkpoint_bytes": 5 * MB, "compressed_layers": 3,
-        "compressed_weights": 4 * MB, "compressed_bytes": 2 * MB, "bits_per_weight": 4.0,
+        "dense_bytes": 10 * MB,
+        "tensor_bytes": 4 * MB,
+        "checkpoint_bytes": 5 * MB,
+        "compressed_layers": 3,
+        "compressed_weights": 4 * MB,
+        "compressed_bytes": 2 * MB,
+        "bits_per_weight": 4.0,
     },
     "layers": [
         {"layer": "x", "by": "one", "error": 0.1, "sparsity": 0.5, "asked": 0.5, "due": 0.5},
@@ -29,15 +34,35 @@ REPORT = {
     "training": {},
     "predicted": {"tensor_bytes": 4 * MB, "memory_bytes": 30 * MB},
     "verified": {"layers": 3, "own": 0.0, "transformers": 1e-5, "skipped": None},
-    "journal": {"counts": {"note": 3}, "entries": [{"kind": "note", "where": w, "message": "hm", "figures": {}} for w in ("x", "y", "z")]},
+    "journal": {
+        "counts": {"note": 3},
+        "entries": [{"kind": "note", "where": w, "message": "hm", "figures": {}} for w in ("x", "y", "z")],
+    },
     "reproduce": {
-        "recipe": {"model": "some/model"}, "fingerprint": "r1", "code": {"rtn": "s2"}, "calibration_sha256": "c1",
-        "compute_dtype": "float32", "storage_dtype": "bfloat16", "device": "cpu", "threads": 2, "python": "3.11", "platform": "p",
+        "recipe": {"model": "some/model"},
+        "fingerprint": "r1",
+        "code": {"rtn": "s2"},
+        "calibration_sha256": "c1",
+        "compute_dtype": "float32",
+        "storage_dtype": "bfloat16",
+        "device": "cpu",
+        "threads": 2,
+        "python": "3.11",
+        "platform": "p",
         "packages": {"torch": "2.0", "gguf": None},
         "texts": [
             {
-                "text": "chats", "part": "calibration", "sequences": 4, "length": 8, "sha256": "t0", "documents": 9,
-                "skipped": 2, "tokens": 99, "forms": ["messages"], "template": "tokenizer", "packing": True,
+                "text": "chats",
+                "part": "calibration",
+                "sequences": 4,
+                "length": 8,
+                "sha256": "t0",
+                "documents": 9,
+                "skipped": 2,
+                "tokens": 99,
+                "forms": ["messages"],
+                "template": "tokenizer",
+                "packing": True,
                 "max_tokens_per_document": None,
             },
         ],
@@ -48,12 +73,15 @@ REPORT = {
     "sparsity": None,
     "perplexity": [
         {
-            "text": "a", "windows": 2, "length": 8, "sha256": "t1",
+            "text": "a",
+            "windows": 2,
+            "length": 8,
+            "sha256": "t1",
             "base": {"loss": 2.0, "tokens": 14, "seconds": 1.0, "of": "next tokens", "perplexity": 10.0},
             "compressed": {"loss": 3.0, "tokens": 14, "seconds": 1.0, "of": "next tokens", "perplexity": 12.5},
         }
     ],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -93,16 +121,19 @@ def test_errors_of_reconstructed_blocks_are_in_the_order_of_the_model(report):
         entry = {"kind": "note", "where": f"passes[1] p layers.{block}", "message": "error"}
         report["journal"]["entries"].append({**entry, "figures": {"start": start, "learned": learned}})
     assert rendered("block_reconstruction", report).splitlines()[-4:-1] == [
-        "passes[1] p: 3 blocks", "  before           0.5 ▃▁█ 1", "  after           0.25 ▁▁█ 0.75"
-    ]  # fmt: skip
+        "passes[1] p: 3 blocks",
+        "  before           0.5 ▃▁█ 1",
+        "  after           0.25 ▁▁█ 0.75",
+    ]
 
 
 def test_time_errors_and_journal_by_hand(report):
     found = Report.from_json(report)
     assert time_and_memory.rows(found) == [("save", "1.3", "7")]
     assert layer_errors.by_pass(found) == [
-        ("one", "2", "0.2000", "0.3000", "0.250"), ("two", "1", "nan", "nan", "0.250")
-    ]  # fmt: skip
+        ("one", "2", "0.2000", "0.3000", "0.250"),
+        ("two", "1", "nan", "nan", "0.250"),
+    ]
     assert layer_errors.largest(found) == [("y", "one", "0.3000"), ("x", "one", "0.1000")]
     assert journal.lines(found) == ["note: hm (x and 2 more)"]
 
@@ -125,9 +156,16 @@ def test_training_by_hand(report):
     curve = [{"step": i + 1, "loss": float(20 - i), "rate": 1.0} for i in range(20)]
     curve.insert(3, {"step": 3, "held_out": 7.5})
     record = {
-        "first_loss": 19.5, "last_loss": 1.5, "steps": 20, "of": 20, "trained": {"weights": 4}, "seconds": 1.26,
-        "held_out": [], "best": None, "curve": curve,
-    }  # fmt: skip
+        "first_loss": 19.5,
+        "last_loss": 1.5,
+        "steps": 20,
+        "of": 20,
+        "trained": {"weights": 4},
+        "seconds": 1.26,
+        "held_out": [],
+        "best": None,
+        "curve": curve,
+    }
     report["training"] = {"one": record, "two": {**record, "best": {"step": 3, "held_out": 7.5}}}
     assert rendered("training", report).splitlines()[2:4] == [
         "| one | 20 | 19.5 | 1.5 | none | 1.3 |",

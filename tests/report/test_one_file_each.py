@@ -8,9 +8,9 @@ import pytest
 
 import compress
 from compress import evaluate
-from compress.api.discovery import classes_by_file
 from compress.evaluate import EVALUATORS
 from compress.evaluate.base import Evaluator
+from compress.passes.contract.discovery import classes_by_file
 from compress.report import sections
 from compress.report.sections import SECTIONS
 from compress.report.sections.base import Section

@@ -12,7 +12,7 @@ from compress.report.page.blocks import Tiles
 from compress.report.schema import Report, json_schema
 from compress.report.sections.verdict import Verdict
 from compress.report.verdict import headline, of_report
-from compress.stream.install import WORST
+from compress.sweep.install import WORST
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import compress
 from compress import cli
 from compress.errors import ModelError, RecipeError, TargetError
-from compress.model.linear import CompressedLinear, linears
-from compress.model.open.experts import open_experts
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.experts import open_experts
 from compress.pipeline.rooflines import roofline
 from compress.roofline.devices import devices, read_device
 from compress.roofline.estimate import Stored, estimate

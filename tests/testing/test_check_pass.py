@@ -7,10 +7,10 @@ import torch
 from pydantic import Field
 
 import compress
-from compress.api.layers import Solution
-from compress.api.passes import LayerPass, ModelPass
 from compress.errors import RecipeError
-from compress.model.linear import linears, replace_linear
+from compress.layers.linear import linears, replace_linear
+from compress.passes.contract.layers import Solution
+from compress.passes.contract.passes import LayerPass, ModelPass
 from compress.testing import check_pass
 
 
@@ -46,7 +46,7 @@ def test_the_passes_of_the_package_pass(step, around):
 
 def test_a_file_of_a_plugin(tmp_path):
     (tmp_path / "half.py").write_text(
-        "from typing import ClassVar\n\nfrom compress.api.layers import Solution\nfrom compress.api.passes import LayerPass\n\n\n"
+        "from typing import ClassVar\n\nfrom compress.passes.contract.layers import Solution\nfrom compress.passes.contract.passes import LayerPass\n\n\n"
         "class Half(LayerPass):\n    '''Half of every weight.'''\n\n"
         "    paper: ClassVar[str] = 'https://example.org/half'\n\n"
         "    def solve(self, weight, seen, layer):\n        return Solution(weight / 2)\n"

@@ -5,9 +5,9 @@ import torch
 from killing import Killed, dying
 from torch import nn
 
-from compress.api.journal import Journal
-from compress.families.learned_rotations import RotationLearning
 from compress.numerics.hadamard import random_orthogonal
+from compress.passes.contract.journal import Journal
+from compress.passes.families.learned_rotations import RotationLearning
 from compress.train.cayley import CayleySGD
 from compress.train.loop import TrainingContext, train
 from compress.train.student import Student

@@ -7,8 +7,8 @@ from torch import nn
 
 import compress
 from compress.errors import NumericError, TargetError
-from compress.model.linear import linears
-from compress.model.objective import run_on
+from compress.layers.linear import linears
+from compress.models.kinds.objective import run_on
 from compress.train.curvature import draws, hessian_traces, surprise, weight_curvature
 
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized, LearnedSteps
-from compress.weights.codes import CodesPart
 
 
 def weight_of(rows=4, width=40, seed=0):
@@ -27,9 +27,16 @@ def moved(made):
 
 
 CASES = [
-    ("int3", 16, True), ("int2", 16, False), ("int4", "channel", False), ("int8", "tensor", True), ("nf4", 16, True),
-    ("ternary", 16, True), ("binary", "tensor", True), ("fp8_e4m3", "channel", True), ("mxfp4", 32, True),
-]  # fmt: skip
+    ("int3", 16, True),
+    ("int2", 16, False),
+    ("int4", "channel", False),
+    ("int8", "tensor", True),
+    ("nf4", 16, True),
+    ("ternary", 16, True),
+    ("binary", "tensor", True),
+    ("fp8_e4m3", "channel", True),
+    ("mxfp4", 32, True),
+]
 
 
 @pytest.mark.parametrize(("name", "group_size", "symmetric"), CASES)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
+from compress.layers.parts.codes import CodesPart
+from compress.layers.parts.dense import DensePart
+from compress.layers.transforms.rounding import InputRounding
+from compress.layers.transforms.scale import Scale
 from compress.numerics.quant.codes import Codes, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.train.linear import SMALLEST_FACTOR, TrainedLinear, scaled_product
-from compress.weights.codes import CodesPart
-from compress.weights.dense import DensePart
-from compress.weights.transforms.rounding import InputRounding
-from compress.weights.transforms.scale import Scale
 
 INT4 = GRIDS["int4"]
 

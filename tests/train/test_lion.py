@@ -5,7 +5,7 @@ import torch
 from killing import Killed, dying
 from torch import nn
 
-from compress.api.journal import Journal
+from compress.passes.contract.journal import Journal
 from compress.train.lion import Lion
 from compress.train.loop import TrainingContext, train
 from compress.train.options import TrainingOptions

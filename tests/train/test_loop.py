@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from simulated_gpu import simulated
 from torch import nn
 
-from compress.api.journal import Journal
 from compress.errors import NumericError, SaveError, ShortageError
+from compress.passes.contract.journal import Journal
 from compress.train.loop import STATE, TrainingContext, train
 from compress.train.options import TrainingOptions
 from compress.train.student import KINDS, Student

@@ -9,7 +9,7 @@ import torch
 from encoders import MASK, VOCAB
 from torch import nn
 
-from compress.model.objective import IGNORED, MaskedTokens
+from compress.models.kinds.objective import IGNORED, MaskedTokens
 from compress.train.objective import LanguageLoss
 from compress.train.teacher import OnlineTeacher, TeacherOptions, cached_teacher
 

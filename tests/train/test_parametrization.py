@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from compress.api.journal import Journal
-from compress.model.linear import CompressedLinear
+from compress.layers.linear import CompressedLinear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.journal import Journal
 from compress.train.linear import TrainedLinear
 from compress.train.loop import TrainingContext, train
 from compress.train.options import TrainingOptions

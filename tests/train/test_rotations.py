@@ -10,13 +10,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from compress.errors import RecipeError
+from compress.layers.transforms.hadamard import Hadamard
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
 from compress.numerics.hadamard import random_orthogonal
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.rounding import GridOptions
 from compress.train.fake_quantized import FakeQuantized
 from compress.train.rotations import OfAll, OfHeads, RotatedLinear, WhenRun, rotated
-from compress.weights.transforms.hadamard import Hadamard
-from compress.weights.transforms.rounding import InputRounding, RoundingScheme
 
 TURN = [[0.6, -0.8], [0.8, 0.6]]
 STEP = 2.6 / 7.5  # of int4: the largest magnitude of x R = [2.6, -1.8] over half the range of codes, 7.5

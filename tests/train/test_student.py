@@ -6,7 +6,7 @@ from tolerances import near
 
 import compress
 from compress.errors import TargetError
-from compress.model.linear import CompressedLinear, replace_linear
+from compress.layers.linear import CompressedLinear, replace_linear
 from compress.numerics.quant.codes import quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.train.linear import TrainedLinear

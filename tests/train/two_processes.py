@@ -15,13 +15,17 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig,
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from encoders import tokenizer  # noqa: E402
+from encoders import tokenizer
 
-import compress  # noqa: E402
+import compress
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def main() -> None:

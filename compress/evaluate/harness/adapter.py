@@ -63,9 +63,12 @@ class Backend:
 
 
 def harness_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, results: Results, progress: Progress,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    results: Results,
+    progress: Progress,
     note: Callable[[str], None],
-) -> Any:  # fmt: skip
+) -> Any:
     """An `lm_eval.api.model.LM` of a model. Raises ModelError when the package lm-eval is not installed."""
     base, instance = _lm_eval()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from compress.errors import NumericError
-from compress.model.objective import without_cache
+from compress.models.kinds.objective import without_cache
 
 Tokens = tuple[int, ...]
 Logs = Float[Tensor, "positions vocabulary"]
@@ -202,9 +202,7 @@ def answer(request: Request, logits: Logs) -> Answer:
     """The answer to a request from the logits that end with those of its continuation."""
     targets = torch.tensor(request.continuation, device=logits.device)
     logs = logits[-len(targets) :].float().log_softmax(-1)
-    return Answer(
-        float(logs.gather(-1, targets[:, None]).sum()), bool((logs.argmax(-1) == targets).all())
-    )  # fmt: skip
+    return Answer(float(logs.gather(-1, targets[:, None]).sum()), bool((logs.argmax(-1) == targets).all()))
 
 
 def common(group: Sequence[Input]) -> int:

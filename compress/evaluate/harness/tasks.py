@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import yaml
 
+from compress.checkpoint.containers.files import write_text
 from compress.errors import CompressError, RecipeError, did_you_mean
 from compress.evaluate.harness.adapter import quiet
-from compress.formats.containers.files import write_text
 from compress.numerics.statistics import Estimate, jackknife, mean
 from compress.recipe.evaluation import Evaluate
 
@@ -108,9 +108,7 @@ def local_files(name: str, data: str | None) -> dict[str, str]:
     if folder is None or not folder.is_dir():
         return {}
     known = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in KINDS}
-    found = {
-        option: next((known[stem] for stem in stems if stem in known), None) for option, stems in SPLITS.items()
-    }  # fmt: skip
+    found = {option: next((known[stem] for stem in stems if stem in known), None) for option, stems in SPLITS.items()}
     return {option: str(path) for option, path in found.items() if path is not None}
 
 

@@ -50,12 +50,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, s
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         strides = mask.stride()[:3]
     call = Attention(
-        q=pointer(q), k=pointer(k), v=pointer(v), mask=pointer(mask), out=pointer(out),
-        sizes=(batch, heads, queries, k.shape[2], width, v.shape[3]), groups=k.shape[1], scale=scale,
-        q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3], out_strides=out.stride()[:3],
-        mask_strides=strides, mask_type=0 if mask is None else MASKS[mask.dtype], causal=causal,
+        q=pointer(q),
+        k=pointer(k),
+        v=pointer(v),
+        mask=pointer(mask),
+        out=pointer(out),
+        sizes=(batch, heads, queries, k.shape[2], width, v.shape[3]),
+        groups=k.shape[1],
+        scale=scale,
+        q_strides=q.stride()[:3],
+        k_strides=k.stride()[:3],
+        v_strides=v.stride()[:3],
+        out_strides=out.stride()[:3],
+        mask_strides=strides,
+        mask_type=0 if mask is None else MASKS[mask.dtype],
+        causal=causal,
         threads=torch.get_num_threads(),
-    )  # fmt: skip
+    )
     failed = native.compress_attend(call)
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")

@@ -230,9 +230,14 @@ def _tiled(values: Tensor, rows: int, groups: int) -> Tensor:
 
 
 def product(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: Mode = UNROUNDED, scale: Tensor | None = None,
-    threshold: float | None = None, columns: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: PackedCodes,
+    bias: Tensor | None,
+    mode: Mode = UNROUNDED,
+    scale: Tensor | None = None,
+    threshold: float | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """x W^T + bias. mode: what x is rounded to first.
 
     scale: static scale of x, or None. threshold, columns: columns of x with such a magnitude, and these columns (bool
@@ -253,9 +258,19 @@ def product(
     static = None if scale is None else scale.float()
     rounded, bits, clip = rounding_of(packed, mode)
     failed = native.compress_product(
-        packed.address, inside.data_ptr(), y.data_ptr(), pointer(bias), pointer(static), x.numel() // packed.width,
-        packed.width if inside is x else inside.stride(0), TYPES[x.dtype], rounded, bits, clip, torch.get_num_threads(),
-    )  # fmt: skip
+        packed.address,
+        inside.data_ptr(),
+        y.data_ptr(),
+        pointer(bias),
+        pointer(static),
+        x.numel() // packed.width,
+        packed.width if inside is x else inside.stride(0),
+        TYPES[x.dtype],
+        rounded,
+        bits,
+        clip,
+        torch.get_num_threads(),
+    )
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
     assert not failed, "sizes of a packed weight do not fit together"
@@ -278,10 +293,20 @@ def products(x: Tensor, weights: Sequence[PackedCodes], biases: Sequence[Tensor 
     many = ctypes.c_void_p * len(weights)
     rounded, bits, clip = rounding_of(weights[0], mode)
     failed = native.compress_products(
-        len(weights), many(*[w.address for w in weights]), x.data_ptr(), many(*[y.data_ptr() for y in found]),
-        many(*map(pointer, biases)), None, x.numel() // weights[0].width, weights[0].width, TYPES[x.dtype],
-        rounded, bits, clip, torch.get_num_threads(),
-    )  # fmt: skip
+        len(weights),
+        many(*[w.address for w in weights]),
+        x.data_ptr(),
+        many(*[y.data_ptr() for y in found]),
+        many(*map(pointer, biases)),
+        None,
+        x.numel() // weights[0].width,
+        weights[0].width,
+        TYPES[x.dtype],
+        rounded,
+        bits,
+        clip,
+        torch.get_num_threads(),
+    )
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
     assert not failed, "sizes of packed weights do not fit together"
@@ -308,9 +333,16 @@ _LIBRARY.define(
 
 
 def _codes_linear(
-    x: Tensor, bias: Tensor | None, rounded: int, bits: int, clip: float, input_scale: Tensor | None,
-    threshold: float | None, columns: Tensor | None, *weight: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    bias: Tensor | None,
+    rounded: int,
+    bits: int,
+    clip: float,
+    input_scale: Tensor | None,
+    threshold: float | None,
+    columns: Tensor | None,
+    *weight: Any,
+) -> Tensor:
     return product(x, PackedCodes(*weight), bias, (rounded, bits, clip), input_scale, threshold, columns)
 
 
@@ -357,9 +389,14 @@ torch.library.register_fake("compress::packed_linear", _shape_of_packed_linear, 
 
 
 def linear(
-    x: Tensor, packed: PackedCodes, bias: Tensor | None, mode: Mode = UNROUNDED, scale: Tensor | None = None,
-    threshold: float | None = None, columns: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    packed: PackedCodes,
+    bias: Tensor | None,
+    mode: Mode = UNROUNDED,
+    scale: Tensor | None = None,
+    threshold: float | None = None,
+    columns: Tensor | None = None,
+) -> Tensor:
     """`product`, as the operator where torch traces."""
     inputs = scale, threshold, columns
     if as_operators():

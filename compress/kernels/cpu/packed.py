@@ -56,12 +56,24 @@ class PackedCodes:
         if sizes:
             sizes["stride"] = self.words.stride(0)
         return Weight(
-            words=self.words.data_ptr(), scale=self.scale.data_ptr(), zero=pointer(self.zero),
-            table=pointer(self.table), order=pointer(self.order), masks=pointer(self.masks),
-            offsets=pointer(self.offsets), zero_point=self.zero_point, codec=self.codec, rows=self.rows,
-            width=self.width, units=self.units, group=self.group, groups=self.scale.shape[1],
-            scale_type=SCALES[self.scale.dtype], zero_type=0 if self.zero is None else SCALES[self.zero.dtype], **sizes,
-        )  # fmt: skip
+            words=self.words.data_ptr(),
+            scale=self.scale.data_ptr(),
+            zero=pointer(self.zero),
+            table=pointer(self.table),
+            order=pointer(self.order),
+            masks=pointer(self.masks),
+            offsets=pointer(self.offsets),
+            zero_point=self.zero_point,
+            codec=self.codec,
+            rows=self.rows,
+            width=self.width,
+            units=self.units,
+            group=self.group,
+            groups=self.scale.shape[1],
+            scale_type=SCALES[self.scale.dtype],
+            zero_type=0 if self.zero is None else SCALES[self.zero.dtype],
+            **sizes,
+        )
 
     @cached_property
     def address(self) -> int:
@@ -117,9 +129,15 @@ def narrowed(values: Tensor) -> Tensor:
 
 
 def of_bytes(
-    codec: int, words: Tensor, table: Tensor | None, scale: Tensor | None, shape: tuple[int, int], narrow: bool,
-    group: int | None = None, tiles: Sequence[int] = (),
-) -> PackedCodes:  # fmt: skip
+    codec: int,
+    words: Tensor,
+    table: Tensor | None,
+    scale: Tensor | None,
+    shape: tuple[int, int],
+    narrow: bool,
+    group: int | None = None,
+    tiles: Sequence[int] = (),
+) -> PackedCodes:
     """Describe weights that are read from the bytes of each row, or each row of tiles.
 
     table: [tables, books, entries, length], or None. scale: [out or 1, groups]; None: 1. group: columns that share a

@@ -31,9 +31,14 @@ class Steps:
     def matrix(self) -> HadamardMatrix:
         """The C structure; valid as long as the tensors are."""
         return HadamardMatrix(
-            matrices=pointer(self.matrices), lengths=pointer(self.lengths), numbers=self.matrices.numel(),
-            count=self.lengths.numel(), inner=self.inner, levels=self.levels, order=self.order,
-        )  # fmt: skip
+            matrices=pointer(self.matrices),
+            lengths=pointer(self.lengths),
+            numbers=self.matrices.numel(),
+            count=self.lengths.numel(),
+            inner=self.inner,
+            levels=self.levels,
+            order=self.order,
+        )
 
     @cached_property
     def address(self) -> int:
@@ -69,9 +74,13 @@ def steps(order: int, inverse: bool) -> Steps | None:
 
 
 def rotate(
-    x: Tensor, signs: Tensor, order: int, outputs: bool = False, bias: Tensor | None = None,
+    x: Tensor,
+    signs: Tensor,
+    order: int,
+    outputs: bool = False,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """(x * signs) H / sqrt(order), or, if `outputs`, x H^T / sqrt(order) * signs + bias, for runs of `order` channels.
 
     x: float32 or bfloat16; it is computed in float32. dtype: of the result; None: that of x.
@@ -87,9 +96,19 @@ def rotate(
     signs, bias = signs.contiguous(), None if bias is None else bias.float().contiguous()
     count, step = x.numel() // max(1, width), width if rows is x else rows.stride(0)
     failed = native.compress_rotate(
-        found.address, rows.data_ptr(), y.data_ptr(), signs.data_ptr(), pointer(bias), count, width, step,
-        TYPES[x.dtype], TYPES[y.dtype], outputs, torch.get_num_threads(),
-    )  # fmt: skip
+        found.address,
+        rows.data_ptr(),
+        y.data_ptr(),
+        signs.data_ptr(),
+        pointer(bias),
+        count,
+        width,
+        step,
+        TYPES[x.dtype],
+        TYPES[y.dtype],
+        outputs,
+        torch.get_num_threads(),
+    )
     if failed == OUT_OF_MEMORY:
         raise MemoryError("the buffers of a kernel do not fit into memory")
     assert not failed, "sizes of a Hadamard matrix and its inputs do not fit together"
@@ -113,9 +132,13 @@ torch.library.register_fake("compress::rotate", _shape_of_rotated, lib=_LIBRARY)
 
 
 def rotated(
-    x: Tensor, signs: Tensor, order: int, outputs: bool = False, bias: Tensor | None = None,
+    x: Tensor,
+    signs: Tensor,
+    order: int,
+    outputs: bool = False,
+    bias: Tensor | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`rotate`, as the operator where torch traces."""
     if as_operators():
         return torch.ops.compress.rotate(x, signs, order, outputs, bias, dtype)

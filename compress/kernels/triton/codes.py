@@ -96,8 +96,9 @@ def wrapped(part: Any) -> PackedCodes:
     point = -getattr(grid, "lowest", 0)
     words = part.words.detach().contiguous()
     words = words.view(torch.uint8) if grid.bits == 8 else words
-    others = (None if tensor is None else tensor.detach().contiguous()
-              for tensor in (scale, zero, shared, table, index))  # fmt: skip
+    others = (
+        None if tensor is None else tensor.detach().contiguous() for tensor in (scale, zero, shared, table, index)
+    )
     return PackedCodes(words, *others, grid.bits, rows, width, group, point, kind, scale_kind, zero_kind)  # type: ignore[arg-type]
 
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ruff: noqa: N803
-
 
 @triton.jit
 def numbers(codes, table, kind: tl.constexpr, point: tl.constexpr, direct: tl.constexpr):
@@ -48,8 +46,9 @@ def word_at(words, rows, units, stride, at: tl.constexpr, per_unit_words: tl.con
 
 
 @triton.jit
-def code_at(words, word, rows, units, stride, j: tl.constexpr, bits: tl.constexpr, per_unit: tl.constexpr,
-            whole: tl.constexpr):  # fmt: skip
+def code_at(
+    words, word, rows, units, stride, j: tl.constexpr, bits: tl.constexpr, per_unit: tl.constexpr, whole: tl.constexpr
+):
     """Code number j of the units of rows, [rows, units] int32. word: the first word of the units."""
     if per_unit == 1:  # a byte
         return word.to(tl.int32)
@@ -87,10 +86,14 @@ def together(a, b, c, d, e, f, g, h, count: tl.constexpr, like: tl.constexpr):
         low = tl.join(tl.join(low_of(a), low_of(c)), tl.join(low_of(b), low_of(d)))
         high = tl.join(tl.join(high_of(a), high_of(c)), tl.join(high_of(b), high_of(d)))
     else:
-        low = tl.join(tl.join(tl.join(low_of(a), low_of(e)), tl.join(low_of(c), low_of(g))),
-                      tl.join(tl.join(low_of(b), low_of(f)), tl.join(low_of(d), low_of(h))))  # fmt: skip
-        high = tl.join(tl.join(tl.join(high_of(a), high_of(e)), tl.join(high_of(c), high_of(g))),
-                       tl.join(tl.join(high_of(b), high_of(f)), tl.join(high_of(d), high_of(h))))  # fmt: skip
+        low = tl.join(
+            tl.join(tl.join(low_of(a), low_of(e)), tl.join(low_of(c), low_of(g))),
+            tl.join(tl.join(low_of(b), low_of(f)), tl.join(low_of(d), low_of(h))),
+        )
+        high = tl.join(
+            tl.join(tl.join(high_of(a), high_of(e)), tl.join(high_of(c), high_of(g))),
+            tl.join(tl.join(high_of(b), high_of(f)), tl.join(high_of(d), high_of(h))),
+        )
     return tl.reshape(tl.join(low, high), [a.shape[0], a.shape[1] * 2 * count]).to(like, bitcast=True)
 
 
@@ -107,8 +110,9 @@ def high_of(register):
 
 
 @triton.jit
-def paired(word, magic, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr, like: tl.constexpr,
-           operand: tl.constexpr):  # fmt: skip
+def paired(
+    word, magic, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr, like: tl.constexpr, operand: tl.constexpr
+):
     """The numbers of the codes of words [rows, units], [rows, units * 32 / bits], in the order of `turned` columns.
 
     like: float16 or bfloat16. That order leaves the halves of a register next to each other.
@@ -156,8 +160,20 @@ def spread(per_unit_values, per_unit: tl.constexpr):
 
 
 @triton.jit
-def scale_at(scale, zero, shared, index, rows, columns, width, group, stride, scale_kind: tl.constexpr,
-             zero_kind: tl.constexpr, group_kind: tl.constexpr):  # fmt: skip
+def scale_at(
+    scale,
+    zero,
+    shared,
+    index,
+    rows,
+    columns,
+    width,
+    group,
+    stride,
+    scale_kind: tl.constexpr,
+    zero_kind: tl.constexpr,
+    group_kind: tl.constexpr,
+):
     """Scale and zero point (or minimum, or 0) of the weights of rows in columns, [rows, columns] float32."""
     columns = tl.minimum(columns, width - 1)
     if group_kind == "index":
@@ -194,10 +210,28 @@ def times_scale(value, each, low, zero_kind: tl.constexpr, exact: tl.constexpr):
 
 
 @triton.jit
-def values_at(words, word, table, magic, n, u, inside, stride, j: tl.constexpr, like: tl.constexpr, bits: tl.constexpr,
-              per_unit: tl.constexpr, kind: tl.constexpr, point: tl.constexpr, turn: tl.constexpr,
-              direct: tl.constexpr, native: tl.constexpr, whole: tl.constexpr, operand: tl.constexpr,
-              codes: tl.constexpr):  # fmt: skip
+def values_at(
+    words,
+    word,
+    table,
+    magic,
+    n,
+    u,
+    inside,
+    stride,
+    j: tl.constexpr,
+    like: tl.constexpr,
+    bits: tl.constexpr,
+    per_unit: tl.constexpr,
+    kind: tl.constexpr,
+    point: tl.constexpr,
+    turn: tl.constexpr,
+    direct: tl.constexpr,
+    native: tl.constexpr,
+    whole: tl.constexpr,
+    operand: tl.constexpr,
+    codes: tl.constexpr,
+):
     """Numbers [rows of W, columns] of all codes of units, or of those at place j. codes: the dtype of `native` ones."""
     if turn:
         value = paired(word, magic, bits, kind, point, like, operand)
@@ -215,12 +249,28 @@ def values_at(words, word, table, magic, n, u, inside, stride, j: tl.constexpr, 
 
 
 @triton.jit
-def unit_scales(scale, zero, shared, index, n, u, width, group, stride, per_unit: tl.constexpr, wide: tl.constexpr,
-                operand: tl.constexpr, single: tl.constexpr, scale_kind: tl.constexpr, zero_kind: tl.constexpr,
-                group_kind: tl.constexpr):  # fmt: skip
+def unit_scales(
+    scale,
+    zero,
+    shared,
+    index,
+    n,
+    u,
+    width,
+    group,
+    stride,
+    per_unit: tl.constexpr,
+    wide: tl.constexpr,
+    operand: tl.constexpr,
+    single: tl.constexpr,
+    scale_kind: tl.constexpr,
+    zero_kind: tl.constexpr,
+    group_kind: tl.constexpr,
+):
     """`scale_at` for units whose columns have one scale; wide: for each column. single: scales in `operand`."""
-    each, low = scale_at(scale, zero, shared, index, n, u * per_unit, width, group, stride, scale_kind, zero_kind,
-                         group_kind)  # fmt: skip
+    each, low = scale_at(
+        scale, zero, shared, index, n, u * per_unit, width, group, stride, scale_kind, zero_kind, group_kind
+    )
     if single:
         each = each.to(operand)
     if wide:
@@ -229,8 +279,17 @@ def unit_scales(scale, zero, shared, index, n, u, width, group, stride, per_unit
 
 
 @triton.jit
-def lifted(word, table, low_one, high_one, j: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr,
-           by_pairs: tl.constexpr, direct: tl.constexpr):  # fmt: skip
+def lifted(
+    word,
+    table,
+    low_one,
+    high_one,
+    j: tl.constexpr,
+    bits: tl.constexpr,
+    kind: tl.constexpr,
+    by_pairs: tl.constexpr,
+    direct: tl.constexpr,
+):
     """The number of code j of words in float32; for integers, the code plus `lift`, which a mask and a shift make.
 
     by_pairs: one shift serves two codes, and the one of even j stands lower in the mantissa. low_one, high_one: the

@@ -118,10 +118,14 @@ class PackedCodes:
     def options(self) -> dict[str, Any]:
         """What all programs are compiled for."""
         return {
-            "bits": self.bits, "per_unit": self.per_unit, "point": self.point, "kind": self.kind,
-            "scale_kind": self.scale_kind, "zero_kind": self.zero_kind,
+            "bits": self.bits,
+            "per_unit": self.per_unit,
+            "point": self.point,
+            "kind": self.kind,
+            "scale_kind": self.scale_kind,
+            "zero_kind": self.zero_kind,
             "group_kind": "one" if self.one_scale else "run" if self.index is None else "index",
-        }  # fmt: skip
+        }
 
     @property
     def scale_stride(self) -> int:
@@ -231,9 +235,20 @@ class Inputs:
         facts, static = torch.finfo(like), rounding.static
         limits = rounding.span, rounding.lowest, rounding.highest, *rounding.digits, facts.eps, facts.max
         programs().round_rows[(batch,)](
-            x, x if static is None else static, codes, scale, width, units, x.stride(0), places, *limits,
-            given=static is not None, like=language(like), integer=rounding.integer, block=AT_ONCE,
-        )  # fmt: skip
+            x,
+            x if static is None else static,
+            codes,
+            scale,
+            width,
+            units,
+            x.stride(0),
+            places,
+            *limits,
+            given=static is not None,
+            like=language(like),
+            integer=rounding.integer,
+            block=AT_ONCE,
+        )
         return cls(codes, units * places, units, places > 1, scale)
 
 
@@ -291,13 +306,21 @@ class Plan:
         # weights are rounded once, by the product of a number and a scale that the dtype holds
         exact = weight.scale.dtype == dtype or (weight.scale_kind == "e8m0" and dtype == torch.bfloat16)
         options = weight.options | {
-            "uniform": weight.uniform, "scaled": weight.scaled(columns), "at_once": at_once,
-            "whole": weight.width % columns == 0, "direct": not interpreted, "native": native,
+            "uniform": weight.uniform,
+            "scaled": weight.scaled(columns),
+            "at_once": at_once,
+            "whole": weight.width % columns == 0,
+            "direct": not interpreted,
+            "native": native,
             "single": exact and weight.uniform and weight.zero_kind == "none" and weight.kind != "table",
-            "like": language(dtype), "operand": language(torch.float32 if interpreted else dtype),
-            "block_m": tile.m, "block_n": tile.n, "block_u": tile.units, "num_warps": tile.warps,
+            "like": language(dtype),
+            "operand": language(torch.float32 if interpreted else dtype),
+            "block_m": tile.m,
+            "block_n": tile.n,
+            "block_u": tile.units,
+            "num_warps": tile.warps,
             "num_stages": tile.stages,
-        }  # fmt: skip
+        }
         grid = tile.tiles(batch, weight.rows), math.ceil(weight.units / length)
         return cls(1 if at_once else weight.per_unit, grid, length, options)
 
@@ -332,12 +355,31 @@ def multiply(x: Tensor, weight: PackedCodes, bias: Tensor | None, rounding: Roun
     else:
         inputs = Inputs.rounded(x, rounding, plan.places)
     programs().product[plan.grid](
-        inputs.x, y if inputs.scale is None else inputs.scale, *weight.pointers, y if bias is None else bias, y, parts,
-        arrived, batch, weight.rows, weight.width, weight.units, plan.length, weight.words.shape[1], weight.group,
-        weight.scale_stride, inputs.row, inputs.place, MAGIC.get(x.dtype, 0), **plan.options, biased=bias is not None,
-        rounded=inputs.scale is not None, laid=inputs.laid, split=count > 1,
+        inputs.x,
+        y if inputs.scale is None else inputs.scale,
+        *weight.pointers,
+        y if bias is None else bias,
+        y,
+        parts,
+        arrived,
+        batch,
+        weight.rows,
+        weight.width,
+        weight.units,
+        plan.length,
+        weight.words.shape[1],
+        weight.group,
+        weight.scale_stride,
+        inputs.row,
+        inputs.place,
+        MAGIC.get(x.dtype, 0),
+        **plan.options,
+        biased=bias is not None,
+        rounded=inputs.scale is not None,
+        laid=inputs.laid,
+        split=count > 1,
         precision="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-    )  # fmt: skip
+    )
     return y
 
 
@@ -350,11 +392,29 @@ def multiply_vectors(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Ten
     options = {name: value for name, value in weight.options.items() if name != "per_unit"}
     low_one, high_one = (one_at(23 - count * weight.bits) for count in (2, 1))
     programs().vector[(x.shape[0] * math.ceil(weight.rows / n),)](
-        x, words, *weight.pointers[1:], y if bias is None else bias, y, x.shape[0], weight.rows, weight.width, stride,
-        weight.scale_stride, x.stride(0), low_one, high_one, **options, group=weight.group, biased=bias is not None,
-        direct=x.device.type != "cpu", whole=stride * weight.per_word == weight.width and stride % block == 0,
-        block_n=n, block_u=block, num_warps=1, num_stages=1,
-    )  # fmt: skip
+        x,
+        words,
+        *weight.pointers[1:],
+        y if bias is None else bias,
+        y,
+        x.shape[0],
+        weight.rows,
+        weight.width,
+        stride,
+        weight.scale_stride,
+        x.stride(0),
+        low_one,
+        high_one,
+        **options,
+        group=weight.group,
+        biased=bias is not None,
+        direct=x.device.type != "cpu",
+        whole=stride * weight.per_word == weight.width and stride % block == 0,
+        block_n=n,
+        block_u=block,
+        num_warps=1,
+        num_stages=1,
+    )
     return y
 
 
@@ -381,8 +441,21 @@ def dequantized(weight: PackedCodes, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.rows, weight.width, dtype=dtype, device=weight.words.device)
     rows, units, interpreted = 32, 128 // weight.per_unit, out.device.type == "cpu"
     programs().weights[(math.ceil(weight.rows / rows), math.ceil(weight.units / units))](
-        *weight.pointers, out, weight.rows, weight.width, weight.units, weight.words.shape[1], weight.group,
-        weight.scale_stride, MAGIC[dtype], **weight.options, direct=not interpreted, like=language(dtype),
-        operand=language(torch.float32 if interpreted else dtype), block_n=rows, block_u=units, num_warps=4,
-    )  # fmt: skip
+        *weight.pointers,
+        out,
+        weight.rows,
+        weight.width,
+        weight.units,
+        weight.words.shape[1],
+        weight.group,
+        weight.scale_stride,
+        MAGIC[dtype],
+        **weight.options,
+        direct=not interpreted,
+        like=language(dtype),
+        operand=language(torch.float32 if interpreted else dtype),
+        block_n=rows,
+        block_u=units,
+        num_warps=4,
+    )
     return out

@@ -21,8 +21,6 @@ from compress.kernels.triton.decoding import (
     word_at,
 )
 
-# ruff: noqa: N803
-
 
 @triton.jit
 def inputs_at(x, m, at, there, x_row, whole: tl.constexpr, turn: tl.constexpr, per_unit: tl.constexpr):
@@ -55,8 +53,22 @@ def added(found, parts, arrived, place, here, size):
 
 
 @triton.jit
-def finish(found, x_scale, bias, y, parts, arrived, m, n, place, here, size, rounded: tl.constexpr,
-           split: tl.constexpr, biased: tl.constexpr):  # fmt: skip
+def finish(
+    found,
+    x_scale,
+    bias,
+    y,
+    parts,
+    arrived,
+    m,
+    n,
+    place,
+    here,
+    size,
+    rounded: tl.constexpr,
+    split: tl.constexpr,
+    biased: tl.constexpr,
+):
     """Multiply by the scales of inputs, add what other programs have of the tile, add the bias, and store."""
     if rounded:
         found *= tl.load(x_scale + m)[None, :]
@@ -70,14 +82,55 @@ def finish(found, x_scale, bias, y, parts, arrived, m, n, place, here, size, rou
 
 
 @triton.jit
-def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts, arrived, batch, rows, width, units,
-            per_split, stride, group, scale_stride, x_row, x_place, magic, bits: tl.constexpr, per_unit: tl.constexpr,
-            kind: tl.constexpr, point: tl.constexpr, scale_kind: tl.constexpr, zero_kind: tl.constexpr,
-            group_kind: tl.constexpr, uniform: tl.constexpr, scaled: tl.constexpr, at_once: tl.constexpr,
-            single: tl.constexpr, direct: tl.constexpr, biased: tl.constexpr, rounded: tl.constexpr,
-            native: tl.constexpr, laid: tl.constexpr, whole: tl.constexpr, split: tl.constexpr, like: tl.constexpr,
-            operand: tl.constexpr, precision: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-            block_u: tl.constexpr):  # fmt: skip
+def product(
+    x,
+    x_scale,
+    words,
+    scale,
+    zero,
+    shared,
+    table,
+    index,
+    bias,
+    y,
+    parts,
+    arrived,
+    batch,
+    rows,
+    width,
+    units,
+    per_split,
+    stride,
+    group,
+    scale_stride,
+    x_row,
+    x_place,
+    magic,
+    bits: tl.constexpr,
+    per_unit: tl.constexpr,
+    kind: tl.constexpr,
+    point: tl.constexpr,
+    scale_kind: tl.constexpr,
+    zero_kind: tl.constexpr,
+    group_kind: tl.constexpr,
+    uniform: tl.constexpr,
+    scaled: tl.constexpr,
+    at_once: tl.constexpr,
+    single: tl.constexpr,
+    direct: tl.constexpr,
+    biased: tl.constexpr,
+    rounded: tl.constexpr,
+    native: tl.constexpr,
+    laid: tl.constexpr,
+    whole: tl.constexpr,
+    split: tl.constexpr,
+    like: tl.constexpr,
+    operand: tl.constexpr,
+    precision: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_u: tl.constexpr,
+):
     """x W^T for a tile of rows of x and of W and one of the parts of its units.
 
     Tiles are [rows of W, rows of x], since tensor cores multiply few rows of x as their second operand. x: [batch,
@@ -108,20 +161,68 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
         if scaled == "step":
             step, step_sums = tl.zeros_like(total), tl.zeros_like(sums)
         if scaled == "weight" and uniform:
-            each, low = unit_scales(scale, zero, shared, index, n, u, width, group, scale_stride, per_unit, at_once,
-                                    operand, single, scale_kind, zero_kind, group_kind)  # fmt: skip
+            each, low = unit_scales(
+                scale,
+                zero,
+                shared,
+                index,
+                n,
+                u,
+                width,
+                group,
+                scale_stride,
+                per_unit,
+                at_once,
+                operand,
+                single,
+                scale_kind,
+                zero_kind,
+                group_kind,
+            )
         for j in tl.static_range(1 if at_once else per_unit):
             columns = start * per_unit + k if at_once else u * per_unit + j
             at, there = columns, columns < (units * per_unit if laid else width)
             if laid and not at_once:
                 at, there = j * x_place + u, u < units
             some = inputs_at(x, m, at, there, x_row, whole, turn and not laid, per_unit)
-            value = values_at(words, word, table, magic, n, u, columns < width, stride, j, like, bits, per_unit, kind,
-                              point, turn, direct, native, whole, operand, some.dtype)  # fmt: skip
+            value = values_at(
+                words,
+                word,
+                table,
+                magic,
+                n,
+                u,
+                columns < width,
+                stride,
+                j,
+                like,
+                bits,
+                per_unit,
+                kind,
+                point,
+                turn,
+                direct,
+                native,
+                whole,
+                operand,
+                some.dtype,
+            )
             if scaled == "weight":
                 if not uniform:
-                    each, low = scale_at(scale, zero, shared, index, n, columns, width, group, scale_stride, scale_kind,
-                                         zero_kind, group_kind)  # fmt: skip
+                    each, low = scale_at(
+                        scale,
+                        zero,
+                        shared,
+                        index,
+                        n,
+                        columns,
+                        width,
+                        group,
+                        scale_stride,
+                        scale_kind,
+                        zero_kind,
+                        group_kind,
+                    )
                 value = times_scale(value.to(operand) if single else value, each, low, zero_kind, single)
             elif zero_kind == "point":
                 step_sums += tl.sum(some.to(tl.float32), axis=1)
@@ -133,24 +234,64 @@ def product(x, x_scale, words, scale, zero, shared, table, index, bias, y, parts
                 step = tl.dot(value.to(like).to(operand), tl.trans(some.to(operand)), step, input_precision=precision)
         if scaled == "step":
             first = start * per_unit + tl.zeros([1], tl.int32)
-            each, low = scale_at(scale, zero, shared, index, n, first, width, group, scale_stride, scale_kind,
-                                 zero_kind, group_kind)  # fmt: skip
+            each, low = scale_at(
+                scale, zero, shared, index, n, first, width, group, scale_stride, scale_kind, zero_kind, group_kind
+            )
             total += (step - low * step_sums[None, :] if zero_kind == "point" else step) * each
         else:
             total, sums = step, step_sums
     if scaled == "tile":
-        each, low = scale_at(scale, zero, shared, index, n, tl.zeros([1], tl.int32), width, group, scale_stride,
-                             scale_kind, zero_kind, "one")  # fmt: skip
+        each, low = scale_at(
+            scale,
+            zero,
+            shared,
+            index,
+            n,
+            tl.zeros([1], tl.int32),
+            width,
+            group,
+            scale_stride,
+            scale_kind,
+            zero_kind,
+            "one",
+        )
         total = total.to(tl.float32)
         total = (total - low * sums[None, :] if zero_kind == "point" else total) * each
     finish(total, x_scale, bias, y, parts, arrived, m, n, place, here, batch * rows, rounded, split, biased)
 
 
 @triton.jit
-def vector(x, words, scale, zero, shared, table, index, bias, y, batch, rows, width, stride, scale_stride, x_row,
-           low_one, high_one, group: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, point: tl.constexpr,
-           scale_kind: tl.constexpr, zero_kind: tl.constexpr, group_kind: tl.constexpr, biased: tl.constexpr,
-           direct: tl.constexpr, whole: tl.constexpr, block_n: tl.constexpr, block_u: tl.constexpr):  # fmt: skip
+def vector(
+    x,
+    words,
+    scale,
+    zero,
+    shared,
+    table,
+    index,
+    bias,
+    y,
+    batch,
+    rows,
+    width,
+    stride,
+    scale_stride,
+    x_row,
+    low_one,
+    high_one,
+    group: tl.constexpr,
+    bits: tl.constexpr,
+    kind: tl.constexpr,
+    point: tl.constexpr,
+    scale_kind: tl.constexpr,
+    zero_kind: tl.constexpr,
+    group_kind: tl.constexpr,
+    biased: tl.constexpr,
+    direct: tl.constexpr,
+    whole: tl.constexpr,
+    block_n: tl.constexpr,
+    block_u: tl.constexpr,
+):
     """W x for some rows of W and one row of x, by one warp.
 
     No tensor cores and no shared memory, so that all words of a step are on their way at once: reading them is what a
@@ -175,8 +316,9 @@ def vector(x, words, scale, zero, shared, table, index, bias, y, batch, rows, wi
         else:
             some = tl.load(x + m * x_row + columns, mask=columns < width, other=0.0)
         at = tl.zeros([1], tl.int32) if group_kind == "one" else u * per_word
-        each, low = scale_at(scale, zero, shared, index, n, at, width, group, scale_stride, scale_kind, zero_kind,
-                             group_kind)  # fmt: skip
+        each, low = scale_at(
+            scale, zero, shared, index, n, at, width, group, scale_stride, scale_kind, zero_kind, group_kind
+        )
         sums, lifts = tl.zeros([block_u], tl.float32), tl.zeros([block_u], tl.float32)
         for j in tl.static_range(per_word):
             one = column(some, j).to(tl.float32)
@@ -201,10 +343,34 @@ def vector(x, words, scale, zero, shared, table, index, bias, y, batch, rows, wi
 
 
 @triton.jit
-def weights(words, scale, zero, shared, table, index, out, rows, width, units, stride, group, scale_stride, magic,
-            bits: tl.constexpr, per_unit: tl.constexpr, kind: tl.constexpr, point: tl.constexpr,
-            scale_kind: tl.constexpr, zero_kind: tl.constexpr, group_kind: tl.constexpr, direct: tl.constexpr,
-            like: tl.constexpr, operand: tl.constexpr, block_n: tl.constexpr, block_u: tl.constexpr):  # fmt: skip
+def weights(
+    words,
+    scale,
+    zero,
+    shared,
+    table,
+    index,
+    out,
+    rows,
+    width,
+    units,
+    stride,
+    group,
+    scale_stride,
+    magic,
+    bits: tl.constexpr,
+    per_unit: tl.constexpr,
+    kind: tl.constexpr,
+    point: tl.constexpr,
+    scale_kind: tl.constexpr,
+    zero_kind: tl.constexpr,
+    group_kind: tl.constexpr,
+    direct: tl.constexpr,
+    like: tl.constexpr,
+    operand: tl.constexpr,
+    block_n: tl.constexpr,
+    block_u: tl.constexpr,
+):
     """Dequantize a tile of weights whose codes are decoded at once, as in `product`. out: [rows, width]."""
     n = tl.program_id(0).to(tl.int64) * block_n + tl.arange(0, block_n)
     u = tl.program_id(1) * block_u + tl.arange(0, block_u)
@@ -216,17 +382,39 @@ def weights(words, scale, zero, shared, table, index, out, rows, width, units, s
     else:
         value = numbers(word.to(tl.int32), table, kind, point, direct)
     columns = tl.program_id(1) * block_u * per_unit + tl.arange(0, block_u * per_unit)
-    each, low = scale_at(scale, zero, shared, index, n, u * per_unit, width, group, scale_stride, scale_kind, zero_kind,
-                         group_kind)  # fmt: skip
+    each, low = scale_at(
+        scale, zero, shared, index, n, u * per_unit, width, group, scale_stride, scale_kind, zero_kind, group_kind
+    )
     value = times_scale(value, spread(each, per_unit), spread(low, per_unit), zero_kind, False)
-    tl.store(out + n[:, None] * width + columns[None, :], value.to(out.dtype.element_ty),
-             mask=inside[:, None] & (columns < width)[None, :])  # fmt: skip
+    tl.store(
+        out + n[:, None] * width + columns[None, :],
+        value.to(out.dtype.element_ty),
+        mask=inside[:, None] & (columns < width)[None, :],
+    )
 
 
 @triton.jit
-def round_rows(x, static, codes, x_scale, width, units, x_row, places, largest, lowest, highest, smallest, digit, least,
-               top, given: tl.constexpr, like: tl.constexpr, integer: tl.constexpr,
-               block: tl.constexpr):  # fmt: skip
+def round_rows(
+    x,
+    static,
+    codes,
+    x_scale,
+    width,
+    units,
+    x_row,
+    places,
+    largest,
+    lowest,
+    highest,
+    smallest,
+    digit,
+    least,
+    top,
+    given: tl.constexpr,
+    like: tl.constexpr,
+    integer: tl.constexpr,
+    block: tl.constexpr,
+):
     """Round a row of x [width] to codes, with one scale: `static`, or its largest magnitude / largest.
 
     codes: [batch, places, units], zeros after the last column; the inputs of `product`. x_scale: [batch]; NaN if the

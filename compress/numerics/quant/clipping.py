@@ -51,9 +51,17 @@ class LearnedClipping:
         """The logits of the range that the scale search finds, relative to that of the weights, for both ends."""
         how = self.options
         scale, zero = fit(
-            weight, how.grid, how.group_size, how.symmetric, how.search, how.dtype, None, self.mask, how.importance,
+            weight,
+            how.grid,
+            how.group_size,
+            how.symmetric,
+            how.search,
+            how.dtype,
+            None,
+            self.mask,
+            how.importance,
             how.signed,
-        )  # fmt: skip
+        )
         self.sign = scale.sign()
         least, most = levels(how.grid)
         low, high = low.clamp(max=0), high.clamp(min=0)

@@ -243,9 +243,11 @@ def _sizes(weight: Float[Tensor, "out in"], group_size: GroupSize) -> Float[Tens
 
 
 def _least_error(
-    parts: Float[Tensor, "rows groups size"], grid: Grid, scales: Callable[[float], tuple[Tensor, Tensor | None]],
+    parts: Float[Tensor, "rows groups size"],
+    grid: Grid,
+    scales: Callable[[float], tuple[Tensor, Tensor | None]],
     signed: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """For each group the best scale of `scales(fraction of the range)`; signed: of either sign, without zero points."""
     scale, zero = scales(1.0)
     best = torch.full_like(scale, math.inf)
@@ -262,9 +264,12 @@ def _least_error(
 
 
 def _least_error_of_ends(
-    parts: Float[Tensor, "rows groups size"], grid: Grid, low: Tensor, high: Tensor,
+    parts: Float[Tensor, "rows groups size"],
+    grid: Grid,
+    low: Tensor,
+    high: Tensor,
     scales: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """For each group the scale and minimum of the best range: both ends are moved together, then each of them alone.
 
     The distance that an end moves is a fraction of the range, at most MSE_SHRINK / 2.

@@ -116,13 +116,21 @@ class Rounding:
 
     def _fit(
         self, weight: Tensor, group_size: GroupSize, shared: Tensor | None, mask: Tensor | None, columns: slice
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         """The scales and zeros of some columns."""
         options, importance = self.options, None if self.importance is None else self.importance[0, columns]
         return fit(
-            weight, self.grid, group_size, options.symmetric, options.search, options.dtype, shared, mask, importance,
+            weight,
+            self.grid,
+            group_size,
+            options.symmetric,
+            options.search,
+            options.dtype,
+            shared,
+            mask,
+            importance,
             options.signed,
-        )  # fmt: skip
+        )
 
     def _columns(self, per_group: Float[Tensor, "out groups"], width: int) -> Float[Tensor, "in out"]:
         """Expand values per group to every column, in the order of the sweep."""
@@ -143,9 +151,12 @@ class Rounding:
                 part = part * mask
             rows, groups = rest.shape[1], groups_in(column + rest.shape[0], size)
             scale, zero = self._fit(
-                part, "channel", self.grid.scaling.part(self.shared, rows, groups, column // size), mask,
+                part,
+                "channel",
+                self.grid.scaling.part(self.shared, rows, groups, column // size),
+                mask,
                 slice(column, column + size),
-            )  # fmt: skip
+            )
             self._scales.append(scale)
             self._now = scale[:, 0].contiguous(), None if zero is None else zero[:, 0].contiguous()
             if zero is not None:
@@ -163,7 +174,7 @@ class Rounding:
 
     def compress_part(
         self, column: int, values: Float[Tensor, "part out"], ratios: Float[Tensor, "part part"]
-    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    ) -> tuple[Tensor, Tensor] | None:
         limits, at = self.grid.integers, slice(column, column + len(values))
         if limits is None or len(values) > native.MOST or not native.usable(values):
             return None

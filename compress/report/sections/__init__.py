@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.api.discovery import classes_by_file
+from compress.passes.contract.discovery import classes_by_file
 from compress.report.sections.base import Section
 
 SECTIONS: dict[str, type[Section]] = classes_by_file(__name__, __path__, Section)

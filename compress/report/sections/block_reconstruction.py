@@ -35,11 +35,16 @@ class BlockReconstruction(Section):
         found = errors(report)
         styles: tuple[tuple[str, LineStyle], ...] = (("before", "base"), ("after", "main"))
         charts = [
-            LineChart(label, [
-                Line(name, [(i, each[name]) for i, each in enumerate(blocks.values())], style) for name, style in styles
-            ], "block")
+            LineChart(
+                label,
+                [
+                    Line(name, [(i, each[name]) for i, each in enumerate(blocks.values())], style)
+                    for name, style in styles
+                ],
+                "block",
+            )
             for label, blocks in found.items()
-        ]  # fmt: skip
+        ]
         return [Prose(TEXT), Grid(charts)] if charts else []
 
 

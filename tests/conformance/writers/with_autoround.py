@@ -21,11 +21,23 @@ def write(source, folder, ids, kind):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokens = load_file(ids)["ids"][0]
-    texts = [{"input_ids": tokens.roll(i)[None], "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64)}
-             for i in range(8)]  # fmt: skip
+    texts = [
+        {"input_ids": tokens.roll(i)[None], "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64)}
+        for i in range(8)
+    ]
     scheme = {"bits": int(bits.removeprefix("int")), "group_size": int(group), "sym": zeros == "sym"}
-    rounding = AutoRound(model, tokenizer, **scheme, dataset=texts, nsamples=len(texts), seqlen=len(tokens), iters=4,
-                         batch_size=4, device_map="cpu", enable_torch_compile=False)  # fmt: skip
+    rounding = AutoRound(
+        model,
+        tokenizer,
+        **scheme,
+        dataset=texts,
+        nsamples=len(texts),
+        seqlen=len(tokens),
+        iters=4,
+        batch_size=4,
+        device_map="cpu",
+        enable_torch_compile=False,
+    )
     rounding.quantize_and_save(f"{folder}.made", format=LAYOUTS[layout])
     next(Path(f"{folder}.made").rglob("config.json")).parent.rename(folder)  # it names a folder inside
     tokenizer.save_pretrained(folder)

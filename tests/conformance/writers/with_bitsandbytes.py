@@ -20,9 +20,11 @@ def write(source, folder, kind):
         dense = AutoModelForCausalLM.from_pretrained(source)
         cut = {name for name, one in dense.named_modules() if getattr(one, "in_features", BLOCK) % BLOCK}
         config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type=kind[:3], bnb_4bit_use_double_quant=kind.endswith("dq"),
+            load_in_4bit=True,
+            bnb_4bit_quant_type=kind[:3],
+            bnb_4bit_use_double_quant=kind.endswith("dq"),
             llm_int8_skip_modules=["lm_head", *cut],
-        )  # fmt: skip
+        )
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
     )

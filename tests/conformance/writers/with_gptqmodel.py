@@ -19,9 +19,14 @@ def config_of(kind):
     bits, group, zeros, more = kind.split("-")
     dynamic = {r"+:.*\.down_proj": {"bits": 8}, r"-:.*\.o_proj": {}} if more == "dynamic" else None
     return QuantizeConfig(
-        bits=int(bits.removeprefix("int")), group_size=int(group), sym=zeros == "sym", desc_act=more == "desc",
-        act_group_aware=False, dynamic=dynamic, format=FORMAT.GPTQ if zeros == "sym" or more == "v1" else FORMAT.GPTQ_V2,
-    )  # fmt: skip
+        bits=int(bits.removeprefix("int")),
+        group_size=int(group),
+        sym=zeros == "sym",
+        desc_act=more == "desc",
+        act_group_aware=False,
+        dynamic=dynamic,
+        format=FORMAT.GPTQ if zeros == "sym" or more == "v1" else FORMAT.GPTQ_V2,
+    )
 
 
 def write(source, folder, ids, kind):

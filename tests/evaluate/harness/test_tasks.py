@@ -9,8 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import compress
 from compress import Evaluate
-from compress.api.context import Run
-from compress.api.journal import Journal
 from compress.cli import main
 from compress.errors import RecipeError
 from compress.evaluate.base import EvaluationContext
@@ -18,6 +16,8 @@ from compress.evaluate.harness.adapter import harness_model, quiet
 from compress.evaluate.harness.tasks import check_tasks, load_tasks, local_files, run_task, task_manager
 from compress.evaluate.store import Results, Store
 from compress.evaluate.tasks import Tasks, TaskScore, TasksResult, compare, pairing
+from compress.passes.contract.context import Run
+from compress.passes.contract.journal import Journal
 
 pytest.importorskip("lm_eval", reason="the package lm-eval is not installed")
 
@@ -56,9 +56,7 @@ def measure(pico, data):
     def run(model, store=None, **settings):
         asked = Evaluate(**{"tasks": tuple(ROWS), "data": str(data), **settings})
         tokenizer, journal = AutoTokenizer.from_pretrained(pico), Journal()
-        context = EvaluationContext(
-            Run(journal=journal), tokenizer=tokenizer, settings=asked, store=store or Store()
-        )  # fmt: skip
+        context = EvaluationContext(Run(journal=journal), tokenizer=tokenizer, settings=asked, store=store or Store())
         return Tasks().measure(model, context), journal
 
     return run
@@ -274,7 +272,7 @@ def test_a_recipe_measures_tasks_and_answers(recipe, data, tmp_path, monkeypatch
     monkeypatch.setattr("compress.evaluate.generation.PROMPTS", ("What?",))
     measured = Evaluate(
         perplexity=(texts["test"],), windows=2, length=None, tasks=("piqa",), data=str(data), generation=True
-    )  # fmt: skip
+    )
     result = compress.run(recipe(compress.RTN(weights="int2", group_size=32), eval=measured), tmp_path / "out")
     [row, _] = result.report["tasks"]["scores"]
     assert row["task"] == "piqa" and row["items"] == 6 and row["paired"]["p"] is not None

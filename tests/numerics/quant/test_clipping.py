@@ -85,9 +85,15 @@ def test_descent_finds_the_clip_of_the_least_error(symmetric):
 
 
 @pytest.mark.parametrize(
-    ("grid", "symmetric", "signed"), [("int3", True, False), ("int3", True, True), ("int3", False, False),
-                                      ("nf4", True, False), ("ternary", True, False)],
-)  # fmt: skip
+    ("grid", "symmetric", "signed"),
+    [
+        ("int3", True, False),
+        ("int3", True, True),
+        ("int3", False, False),
+        ("nf4", True, False),
+        ("ternary", True, False),
+    ],
+)
 def test_a_search_is_where_it_starts(grid, symmetric, signed):
     weight = random(6, 32, seed=1) ** 3  # long tails, which the search cuts
     search = "absmean" if grid == "ternary" else "mse"

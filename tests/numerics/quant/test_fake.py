@@ -47,9 +47,16 @@ def test_where_it_is_smooth_the_gradient_of_the_step_is_that_of_differences(name
 
 
 @pytest.mark.parametrize(
-    ("name", "ends"), [("int2", (-2, 1)), ("int8", (-128, 127)), ("ternary", (-1, 1)), ("binary", (-1, 1)),
-                       ("fp4_e2m1", (-6, 6)), ("fp8_e4m3", (-448, 448))]
-)  # fmt: skip
+    ("name", "ends"),
+    [
+        ("int2", (-2, 1)),
+        ("int8", (-128, 127)),
+        ("ternary", (-1, 1)),
+        ("binary", (-1, 1)),
+        ("fp4_e2m1", (-6, 6)),
+        ("fp8_e4m3", (-448, 448)),
+    ],
+)
 def test_the_ends_of_grids(name, ends):
     assert levels(GRIDS[name]) == ends
 

@@ -70,8 +70,12 @@ def test_every_point_comes_back_and_more_bits_are_nearer(bits):
 def test_the_scale_is_the_best_one(bits):
     runs = random(3000, 8, seed=1)
     errors = {
-        factor: float((decode(nearest(runs / (GAUSSIAN[bits] * factor), bits), bits) * GAUSSIAN[bits] * factor - runs).square().mean())
+        factor: float(
+            (decode(nearest(runs / (GAUSSIAN[bits] * factor), bits), bits) * GAUSSIAN[bits] * factor - runs)
+            .square()
+            .mean()
+        )
         for factor in (0.9, 1.0, 1.1)
-    }  # fmt: skip
+    }
     assert min(errors, key=errors.__getitem__) == 1.0
     assert len(list(itertools.chain(*STAGES.values()))) == 5

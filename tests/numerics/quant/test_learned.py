@@ -19,9 +19,17 @@ def begun(grid="int4", size=16, symmetric=True, mask=None, seed=0):
 
 @pytest.mark.parametrize(
     ("grid", "size", "symmetric"),
-    [("int4", 16, True), ("int3", 16, False), ("int4", "channel", True), ("int4", "tensor", True), ("nf4", 16, True),
-     ("fp4_e2m1", 16, True), ("mxfp4", 32, True), ("nvfp4", 16, True)],
-)  # fmt: skip
+    [
+        ("int4", 16, True),
+        ("int3", 16, False),
+        ("int4", "channel", True),
+        ("int4", "tensor", True),
+        ("nf4", 16, True),
+        ("fp4_e2m1", 16, True),
+        ("mxfp4", 32, True),
+        ("nvfp4", 16, True),
+    ],
+)
 def test_it_begins_as_the_codes_it_was_given(grid, size, symmetric):
     _, learned = begun(grid, size, symmetric)
     assert torch.equal(learned.weight().detach(), learned.start.dense())

@@ -8,10 +8,10 @@ from draws import random
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from compress.layers.parts.codes import CodesPart
 from compress.numerics.quant.codes import fit_shared, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.scales import E8M0, DoubleScale, Float8Scale, FloatScale, PowerOfTwo
-from compress.weights.codes import CodesPart
 
 F32 = torch.float32
 SPAN = 6.0
@@ -59,8 +59,17 @@ def test_one_group_of_a_matrix_is_rounded_as_in_the_whole(kind, extents):
 
 @pytest.mark.parametrize(
     ("amax", "scale"),
-    [(3.4, 0.5), (3.5, 1.0), (6.0, 1.0), (6.9, 1.0), (7.0, 2.0), (3.4999998, 0.5), (2.0**-126, 2.0**-127), (0, 2.0**-127)],
-)  # fmt: skip
+    [
+        (3.4, 0.5),
+        (3.5, 1.0),
+        (6.0, 1.0),
+        (6.9, 1.0),
+        (7.0, 2.0),
+        (3.4999998, 0.5),
+        (2.0**-126, 2.0**-127),
+        (0, 2.0**-127),
+    ],
+)
 def test_the_exponent_of_mxfp4_by_hand(amax, scale):
     found = scales(E8M0(), [float(amax)])
     assert found.tolist() == [scale]
@@ -111,8 +120,13 @@ def test_nvfp4_is_that_of_compressed_tensors(seed, power):
 
     weight = random(4, 48, seed=seed) ** 3 * 2.0**power
     arguments = quantization.QuantizationArgs(
-        num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, scale_dtype=torch.float8_e4m3fn
-    )  # fmt: skip
+        num_bits=4,
+        type="float",
+        strategy="tensor_group",
+        group_size=16,
+        symmetric=True,
+        scale_dtype=torch.float8_e4m3fn,
+    )
     shared = generate_gparam(*weight.aminmax())
     low, high = weight.view(4, 3, 16).aminmax(dim=-1)
     scale, _ = calculate_qparams(low, high, arguments, shared)

@@ -6,10 +6,10 @@ from draws import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.layers.parts.codes import CodesPart, CodesScheme
 from compress.numerics.quant.codes import fit_shared, quantize
 from compress.numerics.quant.grids import GRIDS
 from compress.numerics.quant.tiles import TileScale
-from compress.weights.codes import CodesPart, CodesScheme
 
 TILES = [name for name, grid in GRIDS.items() if isinstance(grid.scaling, TileScale)]
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masks import random_mask, regular_mask
 
+from compress.layers.parts.dense import DensePart, DenseScheme
+from compress.layers.parts.sparse import SparsePart, SparseScheme
 from compress.numerics.quant.bits import unpack
 from compress.numerics.sparse import positions as sparse
 from compress.numerics.sparse.positions import Kept, Sparsity, choose, index_bits, is_regular, sparsities
-from compress.weights.dense import DensePart, DenseScheme
-from compress.weights.sparse import SparsePart, SparseScheme
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -7,9 +7,17 @@ from compress.report.page.numbers import data_size, duration, number, span, tick
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(470, "470"), (0, "0.000"), (1234.5, "1,234"), (12.345, "12.3"), (0.04321, "0.0432"), (-1.5, "−1.50"),
-     (1.2e-7, "1.20e−07"), (float("nan"), "nan")],
-)  # fmt: skip
+    [
+        (470, "470"),
+        (0, "0.000"),
+        (1234.5, "1,234"),
+        (12.345, "12.3"),
+        (0.04321, "0.0432"),
+        (-1.5, "−1.50"),
+        (1.2e-7, "1.20e−07"),
+        (float("nan"), "nan"),
+    ],
+)
 def test_three_digits(value, text):
     assert number(value) == text
 

@@ -1,0 +1,275 @@
+"""Format: the contract of the disk formats."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from compress.layers.base import InputTransform, TensorSpec, WeightPart
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.scheme import CacheScheme
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern in a config matches the start of a name. Raises ValueError for an invalid pattern."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:100]!r} is no regular expression ({error})") from error
+
+
+def refuses_embeddings(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format that transformers reads cannot store a layer of an embedding in codes; None if it can."""
+    if scheme.role == "linear" or scheme.plain:
+        return None
+    what = "an embedding" if scheme.role == "embedding" else "an embedding that is tied to the output head"
+    return f"transformers loads no {here} with {what} in codes; use format: native"
+
+
+def refuses_inputs(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format without embeddings in codes, outlier columns and transforms of inputs cannot store a layer, or None.
+
+    here: the name of the format, for the message.
+    """
+    return refuses_embeddings(scheme, here) or refuses_transforms(scheme, here)
+
+
+def refuses_transforms(scheme: LayerScheme, here: str) -> str | None:
+    """Why a format without outlier columns and transforms of inputs cannot store a layer; None if it can."""
+    if scheme.rounding is not None and scheme.rounding.outliers:
+        return f"{here} cannot state that outlier columns are computed in floats (LLM.int8); use format: native"
+    if scheme.rounding is not None and scheme.rounding.clip != 1:
+        return f"{here} cannot state that scales of inputs are clipped; use activation_clip: 1, or format: native"
+    if scheme.rounding is not None and scheme.rounding.groups is not None:
+        return f"{here} cannot state scales of inputs for groups of channels; use format: native"
+    mapped = scheme.maps_inputs
+    if mapped is not None:
+        return f"{mapped.effect}, and {here} cannot state this; use format: native{mapped.instead}"
+    return None
+
+
+def mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key of a config. Raises ValueError if there is none."""
+    found = values.get(key)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"it has no object {key!r}")
+    return found
+
+
+def layers_config(method: str | None, schemes: Mapping[str, LayerScheme], version: str) -> dict[str, Any] | None:
+    """A `quantization_config` that describes every layer by its scheme; None without layers."""
+    layers = {name: scheme.to_json() for name, scheme in schemes.items()}
+    return {"quant_method": method, "version": version, "layers": layers} if layers else None
+
+
+def layers_of(config: Mapping[str, Any]) -> dict[str, LayerScheme]:
+    """The inverse of `layers_config`. Raises ValueError, with the name of the layer."""
+    found = {}
+    for name, layer in mapping(config, "layers").items():
+        try:
+            found[name] = LayerScheme.from_json(layer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A linear of a checkpoint. transposed: stored as [in, out] when dense. expert: whether it belongs to an expert.
+
+    needs_weight: whether transformers fails to load the model if this linear has no tensor `weight`.
+    """
+
+    scheme: LayerScheme
+    transposed: bool
+    expert: bool
+    needs_weight: bool = False
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The parts of a model that are outside of its layers: configuration, tokenizer, and names of weights.
+
+    name: of the model, for readers. embedding, head: names of these weights. tied: one tensor serves both; it has the
+    embedding's name if it is dense, and the head's if it is compressed.
+    """
+
+    config: PretrainedConfig
+    tokenizer: Any
+    name: str
+    embedding: str | None
+    head: str | None
+    tied: bool = False
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of the dense weights, that of tied ends once."""
+        found = (self.embedding, None if self.tied else self.head)
+        return [name for name in found if name is not None]
+
+
+class Format(ABC):
+    """A way to store compressed layers.
+
+    name: its key in a recipe. quant_method: the value in the `quantization_config` of its checkpoints; None if they
+    have no such config. sparse: whether kept weights can be stored alone. readers: other programs that read the format;
+    empty if only `compress.load` does. fused: whether servers compute layers with the same input (q, k, v; gate, up) as
+    one layer, which must be stored alike. scale_dtype: of the stored scales; None: the storage dtype of the
+    run. negative_scales: whether all readers take negative scales of integers. file: the one file that holds all
+    tensors of a complete checkpoint; None: the shards stay.
+    """
+
+    name: str
+    quant_method: str | None = None
+    sparse: bool = False
+    readers: tuple[str, ...] = ()
+    fused: bool = False
+    scale_dtype: torch.dtype | None = None
+    negative_scales: bool = False
+    file: str | None = None
+
+    def scales_in(self, storage: torch.dtype) -> torch.dtype:
+        """The dtype of stored scales. storage: the storage dtype of the run."""
+        return self.scale_dtype or storage
+
+    def stored_in(self, storage: torch.dtype) -> Format:
+        """The format of a run with this storage dtype, for formats whose files state it."""
+        return self
+
+    def of_config(self, config: Mapping[str, Any]) -> Format:
+        """The format of a checkpoint with this `quantization_config`, for formats with several versions.
+
+        Raises ValueError for a version that cannot be read.
+        """
+        return self
+
+    @property
+    def unverified(self) -> str | None:
+        """Why a run does not reload its checkpoint with transformers; None if it does."""
+        return None if self.readers else f"format {self.name} is read by compress.load only"
+
+    def configured(self, embedding: str, head: str) -> Format:
+        """The format with the options of `save` of these names. Raises ValueError for options that it does not have."""
+        for option, value in (("embedding", embedding), ("head", head)):
+            if value != "auto":
+                raise ValueError(f"{option}: {value} is for format gguf; format {self.name} stores it in save.dtype")
+        return self
+
+    def refuses_model(self, ends: Ends) -> str | None:
+        """Why a model cannot be stored; None if it can."""
+        return None
+
+    def stored_dtype(self, shape: Sequence[int], storage: torch.dtype) -> torch.dtype:
+        """The dtype of a dense floating tensor."""
+        return storage
+
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
+        """The scheme to which a tensor outside of the blocks is rounded; None: it is stored dense. name: in full."""
+        return None
+
+    def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
+        """Write `file` from the finished shards; returns its sha256.
+
+        schemes: of the compressed linears by name. shards: the file of each tensor by its name.
+        """
+        raise AssertionError(f"format {self.name} consists of shards")
+
+    @abstractmethod
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        """Why a layer of this scheme cannot be stored, and how to change the recipe; None if it can."""
+
+    def clash(self, schemes: Mapping[str, LayerScheme]) -> str | None:
+        """Why layers, each of which can be stored, cannot be stored together, and how to change the recipe; or None.
+
+        schemes: the stored schemes of all compressed layers by full name.
+        """
+        return None
+
+    def adapt(self, scheme: LayerScheme) -> LayerScheme | None:
+        """The scheme of the layer in its stored form; None for a layer that is stored dequantized."""
+        return scheme
+
+    def adapt_part(self, part: WeightPart) -> WeightPart:
+        """The part in the stored form of `adapt`."""
+        return part
+
+    @abstractmethod
+    def encode(
+        self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
+    ) -> dict[str, Tensor]:
+        """The tensors of a layer by their names inside the module."""
+
+    @abstractmethod
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        """The tensors of an adapted layer by their names inside the module."""
+
+    def size_bytes(self, scheme: LayerScheme, storage: torch.dtype) -> int:
+        """Bytes of all tensors of a layer without its bias; of its dense weight if it is stored dequantized."""
+        adapted = self.adapt(scheme)
+        if adapted is None or adapted.plain:
+            return LayerScheme(scheme.shape).size_bytes(storage)
+        return sum(spec.size_bytes(storage) for spec in self.tensors(adapted).values())
+
+    @abstractmethod
+    def decode(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        """The exact inverse of `encode`.
+
+        Raises KeyError for a missing tensor, ValueError for an invalid one, with its name inside the module.
+        """
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        """(rows, columns) of groups and packed words: a server that splits an adapted layer cannot cut them."""
+        return 1, 1
+
+    def unsplit(self) -> str | None:
+        """Why servers cannot split layers of this format over devices; None if they can."""
+        return None if "vLLM" in self.readers else f"no server reads format {self.name}"
+
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        """The dtype in which transformers dequantizes a layer of a model that it loads in `dtype`.
+
+        stored: the dtype of the layer's scales on disk.
+        """
+        return dtype
+
+    def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
+        """Why transformers cannot load these linears, of which at least one is compressed; None if it can."""
+        return None
+
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        """Whether `config` can state this scheme for all keys and values of the model, and readers accept it."""
+        return False
+
+    @abstractmethod
+    def config(
+        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
+        """The `quantization_config` for layers by full name; ignore: names of dense linears.
+
+        cached: the scheme of all keys and values of the model, if this format states it (`states`).
+        """
+
+    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
+        """The scheme of all keys and values that a `quantization_config` states, or None. Raises ValueError."""
+        return None
+
+    @abstractmethod
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
+        """The inverse of `config`.
+
+        shapes: (out, in) of every linear of the model by name. stored: the shape of every stored tensor by name, for
+        formats whose config does not list the quantized layers.
+        """

@@ -1,0 +1,15 @@
+"""The block types of GGUF files: codes with their scales, for 32 weights or, in the k-quants, for 256."""
+
+from __future__ import annotations
+
+from compress.checkpoint.formats.blocks.block import BlockType
+from compress.checkpoint.formats.blocks.k_quants import K_QUANTS
+from compress.checkpoint.formats.blocks.of_32 import OF_32
+
+BLOCK_TYPES: dict[str, BlockType] = {block.name: block for block in (*OF_32, *K_QUANTS)}
+"""Every block type by its name in llama.cpp."""
+
+
+def block_type_of(grid: str) -> BlockType | None:
+    """The block type that stores codes of a grid, or None."""
+    return next((block for block in BLOCK_TYPES.values() if grid in block.grids), None)

@@ -1,0 +1,298 @@
+"""The format `compressed-tensors`: one config with groups of layers; each layout is a file in `layouts/`.
+
+    config.json: quantization_config = {
+        quant_method: compressed-tensors, version, format, quantization_status: compressed, ignore: [dense linears],
+        config_groups: {group_0: {targets: [Linear] or module names, weights: {...}, input_activations, format}}}
+
+The reader requires `quantization_status` and the `format` of each group. If all layers share one scheme, the target is
+the class name `Linear`; otherwise each group lists its modules.
+
+    kv_cache_scheme: {num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}
+    <attention>.k_scale, <attention>.v_scale   float [1]
+
+state that all keys and all values are rounded to 8-bit floats (e4m3) as they enter the cache. Servers support this
+scheme only. compressed-tensors also reads integers with such a scale, but a server would interpret the scale as one of
+8-bit floats; therefore integers are read here, but not written. The scheme is not written for models whose
+configuration has no num_key_value_heads, because compressed-tensors cannot read it there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from compress.checkpoint.formats.base import Format, StoredLayer, matches, refuses_inputs
+from compress.checkpoint.formats.layouts.float_quantized import FloatQuantized
+from compress.checkpoint.formats.layouts.int_quantized import IntQuantized
+from compress.checkpoint.formats.layouts.layout import Layout, codes_of
+from compress.checkpoint.formats.layouts.mxfp4_pack_quantized import MXFP4PackQuantized
+from compress.checkpoint.formats.layouts.nvfp4_pack_quantized import NVFP4PackQuantized
+from compress.checkpoint.formats.layouts.pack_quantized import PackQuantized, input_arguments
+from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme, codes_alone, rounding_among
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.caches.scheme import CacheScheme
+from compress.numerics.quant.grids import GRIDS, IntGrid
+
+WRITES_AS = "0.20.0"  # the version of compressed-tensors whose layout is written (dense streams for 3, 5, 6, 7 bits)
+IN_BFLOAT16 = {MXFP4PackQuantized.name, NVFP4PackQuantized.name}
+"""Layouts that transformers dequantizes in bfloat16."""
+GROUPED = ("group", "tensor_group")
+INPUTS = {"int": GRIDS["int8"], "float": GRIDS["fp8_e4m3"]}
+"""The grid of 8-bit inputs by the type that a config names."""
+CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+SERVED = CacheScheme(INPUTS["float"], INPUTS["float"], "static")
+"""The scheme that `CACHE`, a `kv_cache_scheme`, states."""
+INPUT_SCALE = "input_scale"
+"""The stored name of a static scale of the inputs."""
+
+IN_WORDS, IN_BYTES, IN_FLOAT8 = PackQuantized(), IntQuantized(), FloatQuantized()
+LAYOUTS: tuple[Layout, ...] = (IN_BYTES, IN_WORDS, IN_FLOAT8, MXFP4PackQuantized(), NVFP4PackQuantized())
+"""The first layout that suits a scheme stores it."""
+STATIC_INPUTS = (IN_BYTES, IN_FLOAT8)
+"""Layouts whose readers support one static scale of the inputs, the tensor `INPUT_SCALE`."""
+
+
+def layout_of(scheme: LayerScheme) -> Layout | None:
+    """The layout for layers of a scheme, or None."""
+    return next((layout for layout in LAYOUTS if layout.suits(scheme)), None)
+
+
+def _dequantized_early(scheme: LayerScheme) -> bool:
+    """Whether transformers has to dequantize a layer while it loads; it does so in the stored dtype."""
+    return not codes_of(scheme).symmetric and scheme.rounding is None
+
+
+class CompressedTensors(Format):
+    """The `compressed-tensors` format."""
+
+    name = "compressed-tensors"
+    negative_scales = True
+    quant_method = "compressed-tensors"
+    readers = ("transformers", "vLLM")
+    fused = True
+
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        reason = refuses_inputs(scheme, f"format {self.name}")
+        if reason is not None or scheme.plain:
+            return reason
+        if scheme.codes is None:
+            return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
+        if scheme.codes.float_zeros:
+            return f"zero points of format {self.name} are integers; use zero_point: integer, or format: native"
+        layout = layout_of(scheme)
+        if layout is None:
+            name = scheme.codes.grid.name
+            return f"weights {name} have no layout; use int2 to int8, fp8_e4m3, mxfp4 or nvfp4, or format: native"
+        if scheme.rounding is not None and scheme.rounding.scale == "static" and layout not in STATIC_INPUTS:
+            return (
+                "a static scale of the inputs is stored only with int8 weights per channel or tensor, and with "
+                "fp8_e4m3 weights; use activation_scale: token, or format: native"
+            )
+        blocks = scheme.codes.rows > 1
+        if blocks and layout is not IN_FLOAT8:
+            return "blocks of weights are stored only with fp8_e4m3; use block_rows: 1, or format: native"
+        if blocks and not isinstance(scheme.codes.group_size, int):
+            return "whole rows that share a scale have no layout; use a group_size in columns, or format: native"
+        if scheme.rounding is not None and scheme.rounding.scale == "group" and not blocks:
+            return (
+                "a scale of the inputs per group is stored only with blocks of fp8_e4m3 weights; add block_rows: "
+                "128, or use activation_scale: token, or format: native"
+            )
+        return layout.refuses(scheme)
+
+    def adapt(self, scheme: LayerScheme) -> LayerScheme:
+        layout = layout_of(scheme)
+        if layout is None:
+            return scheme
+        return scheme.with_parts(layout.adapt(codes_of(scheme), scheme.shape[1]))
+
+    def adapt_part(self, part: WeightPart) -> WeightPart:
+        layout = layout_of(LayerScheme(part.shape, (part.scheme,)))
+        codes = codes_alone([part])
+        return part if layout is None or codes is None else layout.adapt_part(codes)
+
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        found = self._layout(scheme).tensors(scheme)
+        static = scheme.rounding is not None and scheme.rounding.scale == "static"
+        return found | ({INPUT_SCALE: TensorSpec((1,))} if static else {})
+
+    def units(self, scheme: LayerScheme) -> tuple[int, int]:
+        return self._layout(scheme).units(codes_of(scheme))
+
+    def encode(
+        self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
+    ) -> dict[str, Tensor]:
+        codes, rounding = codes_alone(parts), rounding_among(transforms)
+        assert codes is not None, "refuses was not asked"
+        scale = None if rounding is None else rounding.scale
+        return self._layout(scheme).encode(codes) | ({} if scale is None else {INPUT_SCALE: scale})
+
+    def decode(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        layout = self._layout(scheme)
+        if layout is IN_BYTES and "weight_packed" in tensors:  # other writers may pack int8 into 32-bit words
+            layout = IN_WORDS
+        specs = layout.tensors(scheme)
+        static = scheme.rounding is not None and scheme.rounding.scale == "static"
+        specs |= {INPUT_SCALE: TensorSpec((1,))} if static else {}
+        known = checked(specs, tensors, "")
+        transforms = []
+        if scheme.rounding is not None:
+            scale = known.get(INPUT_SCALE)
+            transforms.append(InputRounding(scheme.rounding, scheme.shape, {"scale": scale}))
+        return [layout.decode(known, scheme)], transforms
+
+    def _layout(self, scheme: LayerScheme) -> Layout:
+        layout = layout_of(scheme)
+        assert layout is not None, "refuses was not asked"
+        return layout
+
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        layout = layout_of(scheme)
+        if layout is not None and layout.name in IN_BFLOAT16:
+            return torch.bfloat16
+        return stored if _dequantized_early(scheme) else dtype
+
+    def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
+        coded = [layer for layer in layers if not layer.scheme.plain]
+        if any(layer.transposed for layer in coded):
+            return "this model's own layers are transposed (Conv1D), which compressed-tensors does not quantize"
+        if any(layer.needs_weight and "weight" not in self.tensors(layer.scheme) for layer in coded):
+            return "transformers initializes this model's linears by their weight, which packed layers do not have"
+        if any(layer.expert and layer.scheme.plain for layer in layers):
+            return "transformers does not read dense experts if other layers are quantized"
+        codes = [codes_of(layer.scheme) for layer in coded]
+        kinds = {(one.grid, one.group_size) for one in codes}
+        inside = [layer.scheme for layer in coded if layer.expert]
+        if inside and not _readable_experts(inside, len(kinds)):
+            return "transformers reads experts only if packed with one scheme, without zero points or rounded inputs"
+        if len(kinds) > 1 and any(not one.symmetric for one in codes):
+            sizes = ", ".join(sorted({f"{grid.name} in groups of {size}" for grid, size in kinds}))
+            return (
+                f"transformers cannot load zero points if layers differ in bits or group size ({sizes}); use a "
+                "group_size that divides the inputs of all layers, or symmetric: true"
+            )
+        if len(kinds) > 1 and any(self.reads_in(layer.scheme, dtype, dtype) != dtype for layer in coded):
+            return "transformers runs 4-bit floats together with other schemes in bfloat16 only"
+        if importlib.util.find_spec("compressed_tensors") is None:
+            return "the package compressed-tensors is not installed (extra: compress-llm[compressed-tensors])"
+        return None
+
+    def states(self, scheme: CacheScheme, model: PretrainedConfig) -> bool:
+        heads = getattr(model.get_text_config(decoder=True), "num_key_value_heads", None)
+        return scheme == SERVED and heads is not None
+
+    def config(
+        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
+        groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
+        for name, scheme in schemes.items():
+            group = self._group(scheme)
+            groups.setdefault(repr(group), (group, []))[1].append(name)
+        if not groups and cached is None:
+            return None
+        single = len(groups) == 1
+        config_groups = {
+            f"group_{i}": {"targets": ["Linear"] if single else names, **group}
+            for i, (group, names) in enumerate(groups.values())
+        }
+        formats = {group["format"] for group, _ in groups.values()}
+        summary = formats.copy().pop() if len(formats) == 1 else "mixed-precision" if formats else "dense"
+        found = {
+            "quant_method": self.quant_method,
+            "version": WRITES_AS,
+            "format": summary,
+            "quantization_status": "compressed",
+            "ignore": ignore,
+            "global_compression_ratio": None,
+            "kv_cache_scheme": None if cached is None else dict(CACHE),
+            "sparsity_config": {},
+            "transform_config": {},
+            "config_groups": config_groups,
+        }
+        zeros = any(_dequantized_early(scheme) for scheme in schemes.values())
+        if zeros or (single and formats <= IN_BFLOAT16):
+            # transformers 5.23 gives packed zero points a wrong shape, and leaves 4-bit floats in bfloat16 in every
+            # model dtype, unless it dequantizes weights while it loads (which it does only for a single scheme).
+            found["run_compressed"] = False
+        return found
+
+    def _group(self, scheme: LayerScheme) -> dict[str, Any]:
+        layout = self._layout(scheme)
+        inputs = None if scheme.rounding is None else input_arguments(scheme)
+        weights = layout.weight_arguments(scheme)
+        return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": layout.name}
+
+    def cached(self, config: Mapping[str, Any]) -> CacheScheme | None:
+        record = config.get("kv_cache_scheme")
+        if record is None:
+            return None
+        expected = {**CACHE, "type": record.get("type")}
+        differing = {name: record.get(name) for name, value in expected.items() if record.get(name, value) != value}
+        if differing or record.get("type") not in INPUTS:
+            raise ValueError(f"kv_cache_scheme {record} cannot be read, only 8 bits with one static scale per tensor")
+        grid = INPUTS[record["type"]]
+        return CacheScheme(grid, grid, "static")
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
+        ignored = config.get("ignore") or []
+        names = [name for name in shapes if not any(_matches(pattern, name) for pattern in ignored)]
+        found: dict[str, tuple[int, LayerScheme]] = {}
+        for group in config["config_groups"].values():
+            codes, transforms = _schemes_of_group(group, config)
+            for name in names:
+                rank = max((_matches(target, name) for target in group["targets"]), default=0)
+                if rank > found.get(name, (0, None))[0]:
+                    found[name] = rank, LayerScheme(shapes[name], (codes,), transforms)
+        return {name: scheme for name, (_, scheme) in found.items()}
+
+
+def _matches(target: str, name: str) -> int:
+    """How specifically a target, or an ignored name, means a linear: name 3, pattern 2, class 1; 0: not at all.
+
+    Raises ValueError for an invalid pattern.
+    """
+    if not isinstance(target, str):
+        raise ValueError(f"targets and ignored names must be texts, not {target!r}")
+    if target.startswith("re:"):
+        return 2 * matches(target.removeprefix("re:"), name)
+    return 3 * (target == name) or int(target == "Linear")
+
+
+def _schemes_of_group(
+    group: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[CodesScheme, tuple[RoundingScheme, ...]]:
+    """Read the scheme of the codes and those of the transforms from a config group. Raises ValueError."""
+    weights, inputs = group["weights"], group.get("input_activations")
+    layouts = {layout.name: layout for layout in LAYOUTS}
+    name = group.get("format") or config["format"]
+    if name not in layouts:
+        known = ", ".join(layouts)
+        raise ValueError(f"the layout {name!r} of compressed-tensors cannot be read; known: {known}")
+    size, rows = weights["group_size"] if weights["strategy"] in GROUPED else weights["strategy"], 1
+    if size == "block":
+        rows, size = weights["block_structure"]
+    codes = CodesScheme(layouts[name].grid_of(weights), size, weights["symmetric"], rows=rows)
+    if inputs is None:
+        return codes, ()
+    grid = INPUTS[inputs["type"]]
+    if inputs.get("strategy") == "group":
+        return codes, (RoundingScheme(grid, "group", group=inputs["group_size"]),)
+    return codes, (RoundingScheme(grid, "token" if inputs["dynamic"] else "static"),)
+
+
+def _readable_experts(schemes: Sequence[LayerScheme], kinds: int) -> bool:
+    """Whether transformers unpacks these linears of experts: all in one integer scheme, without zero points."""
+    codes = [codes_of(scheme) for scheme in schemes]
+    plain = all(one.symmetric and not one.indexed for one in codes) and all(s.rounding is None for s in schemes)
+    return kinds == 1 and plain and all(isinstance(one.grid, IntGrid) for one in codes)

@@ -1,0 +1,279 @@
+"""The format `gguf`: one file that llama.cpp runs, with weights in its block types, vocabulary and hyperparameters.
+
+    model.gguf    all tensors of the model under the names of llama.cpp, written when the run is complete
+    <m>.weight_blocks   uint8 [O, bytes of a row]: the name of codes in the shards of an unfinished run, and when
+                        `compress.load` reads the file
+
+Codes are stored as they are if a block type holds their grid, with groups of its size (`formats.blocks`):
+
+    int4, int4_signed in groups of 32    Q4_0        uint2_k   Q2_K
+    uint4 in groups of 32                Q4_1        int3_k    Q3_K
+    int5, int5_signed in groups of 32    Q5_0        uint4_k   Q4_K
+    uint5 in groups of 32                Q5_1        uint5_k   Q5_K
+    int8 in groups of 32                 Q8_0        int6_k    Q6_K
+
+Embedding and head are rounded to a block type of their own; dense linears are float16, bfloat16 or float32 by
+`save.dtype`, and vectors, such as norms and biases, float32.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from compress.checkpoint.containers.gguf import BLOCKS, DENSE, FILE, Entry, Stored, arranged, write_gguf
+from compress.checkpoint.formats.base import Ends, Format, StoredLayer, layers_config, layers_of, refuses_transforms
+from compress.checkpoint.formats.blocks import BLOCK_TYPES, block_type_of
+from compress.checkpoint.formats.blocks.block import BlockType
+from compress.checkpoint.formats.gguf_files.architecture import (
+    Architecture,
+    architecture_of,
+    architectures,
+    rope_factors,
+)
+from compress.checkpoint.formats.gguf_files.vocabulary import Vocabulary, vocabulary_of
+from compress.errors import did_you_mean
+from compress.layers.base import InputTransform, TensorSpec, WeightPart, checked
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme, codes_alone
+from compress.models.caches.scheme import CacheScheme
+
+STORED = f"weight{BLOCKS}"
+END_TYPE = "Q6_K"  # that of llama.cpp for the head
+FALLBACK = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""The block type for widths that are no multiple of 256, as in llama.cpp (llama.cpp, tensor_type_fallback)."""
+QUANTIZATION_VERSION = 2  # ggml.h, GGML_QNT_VERSION
+
+
+def block_of(scheme: LayerScheme) -> BlockType | None:
+    """The block type for layers of a scheme, or None."""
+    codes = scheme.codes
+    block = None if codes is None else block_type_of(codes.grid.name)
+    if codes is None or block is None:
+        return None
+    plain = codes.rows == 1 and not codes.float_zeros and not codes.indexed
+    return block if plain and codes.group_size == block.group and codes.symmetric != codes.grid.offset else None
+
+
+@dataclass(frozen=True)
+class GGUF(Format):
+    """The `gguf` format. embedding, head: block types of these weights, or dense."""
+
+    name = "gguf"
+    negative_scales = True
+    quant_method = "gguf"
+    readers = ("llama.cpp", "transformers")
+    scale_dtype = torch.float16
+    file = FILE
+
+    embedding: str = END_TYPE
+    head: str = END_TYPE
+
+    def configured(self, embedding: str, head: str) -> Format:
+        for option, value in (("embedding", embedding), ("head", head)):
+            known = ["auto", *BLOCK_TYPES, "dense"]
+            if value not in known:
+                raise ValueError(f"{option}: type {value!r} is not known{did_you_mean(value, known)}")
+        types = [END_TYPE if value == "auto" else value for value in (embedding, head)]
+        return GGUF(types[0], types[1])
+
+    # Layers
+
+    def refuses(self, scheme: LayerScheme) -> str | None:
+        reason = refuses_transforms(scheme, f"format {self.name}")
+        if reason is not None or scheme.plain:
+            return reason
+        if scheme.rounding is not None:
+            return f"format {self.name} cannot state that activations are rounded; leave activations out"
+        if scheme.codes is None:
+            return f"format {self.name} holds only codes, not {scheme.text}; use format: native"
+        block, codes = block_of(scheme), scheme.codes
+        if block is None:
+            return f"no block type of GGUF holds {_spelled(codes)}; {_instead(codes)}"
+        if scheme.shape[1] % block.size:
+            width = f"its {scheme.shape[1]} inputs are not a multiple of {block.size}"
+            return f"{width}, the size of a block of {block.name}; use {_fallback(block)}"
+        return None
+
+    def tensors(self, scheme: LayerScheme) -> dict[str, TensorSpec]:
+        block = block_of(scheme)
+        assert block is not None, "refuses was not asked"
+        return {STORED: TensorSpec((scheme.shape[0], block.row_bytes(scheme.shape[1])), torch.uint8)}
+
+    def encode(
+        self, scheme: LayerScheme, parts: Sequence[WeightPart], transforms: Sequence[InputTransform]
+    ) -> dict[str, Tensor]:
+        codes, block = codes_alone(parts), block_of(scheme)
+        assert codes is not None and block is not None, "refuses was not asked"
+        return {STORED: block.encode(codes)}
+
+    def decode(
+        self, tensors: Mapping[str, Tensor], scheme: LayerScheme
+    ) -> tuple[Sequence[WeightPart], Sequence[InputTransform]]:
+        block = block_of(scheme)
+        if block is None or scheme.codes is None:
+            raise ValueError(f"weight is {scheme.text}, which no block type holds")
+        known = checked(self.tensors(scheme), tensors, "")
+        return [block.decode(known[STORED], scheme.shape[1], scheme.codes.grid)], []
+
+    def reads_in(self, scheme: LayerScheme, dtype: torch.dtype, stored: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def unreadable(self, layers: Sequence[StoredLayer], dtype: torch.dtype) -> str | None:
+        return None
+
+    def config(
+        self, schemes: Mapping[str, LayerScheme], ignore: list[str], version: str, cached: CacheScheme | None = None
+    ) -> dict[str, Any] | None:
+        return layers_config(self.quant_method, schemes, version)
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], stored: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, LayerScheme]:
+        return layers_of(config)
+
+    # The whole model
+
+    def refuses_model(self, ends: Ends) -> str | None:
+        if importlib.util.find_spec("gguf") is None:
+            return "the package gguf is not installed (extra: compress-llm[gguf])"
+        architecture = architecture_of(ends.config)
+        if architecture is None:
+            known = ", ".join(architectures())
+            return f"models of the type {ends.config.model_type} cannot be written as GGUF, only {known}"
+        if reason := architecture.refuses(ends.config):
+            return reason
+        try:
+            vocabulary_of(ends.tokenizer, ends.config.vocab_size)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def stored_dtype(self, shape: Sequence[int], storage: torch.dtype) -> torch.dtype:
+        return torch.float32 if len(shape) < 2 else storage
+
+    def end_layout(self, ends: Ends, name: str, shape: Sequence[int]) -> CodesScheme | None:
+        if name not in ends.weights:
+            return None
+        block = BLOCK_TYPES.get(self.head if ends.tied or name == ends.head else self.embedding)
+        if block is not None and shape[1] % block.size:
+            block = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
+        return None if block is None or shape[1] % block.size else block.scheme()
+
+    def assemble(self, folder: Path, ends: Ends, schemes: Mapping[str, LayerScheme], shards: Mapping[str, Path]) -> str:
+        architecture = architecture_of(ends.config)
+        assert architecture is not None, "refuses_model was not asked"
+        blocks = {f"{name}.{STORED}": block_of(scheme) for name, scheme in schemes.items()}
+        for name in ends.weights:
+            part = self.end_layout(ends, name, (0, ends.config.hidden_size))
+            if part is not None:
+                blocks.setdefault(f"{name}{BLOCKS}", block_type_of(part.grid.name))
+        tensors = list(_tensors(architecture, ends, shards, blocks, {f"{name}.weight" for name in schemes}))
+        metadata = _metadata(architecture, ends, vocabulary_of(ends.tokenizer, ends.config.vocab_size), tensors)
+        return write_gguf(folder / FILE, architecture.name, metadata, tensors)
+
+
+def _spelled(codes: CodesScheme) -> str:
+    zeros = "" if codes.symmetric or codes.grid.offset else ", with zero points"
+    return f"{codes.text}{zeros}{', in any order of columns' if codes.indexed else ''}"
+
+
+def _instead(codes: CodesScheme) -> str:
+    """What to write in place of codes that no block type holds."""
+    if codes.indexed:
+        return "use act_order: static"
+    if not codes.symmetric and not codes.grid.offset:
+        return "use weights: uint4 or uint5, whose groups have a minimum instead of a zero point"
+    block = block_type_of(codes.grid.name)
+    if block is not None:
+        return f"use group_size: {block.group}, which {block.name} has"
+    names = ", ".join(name for block in BLOCK_TYPES.values() for name in block.grids)
+    return f"use weights: {names}, or format: native"
+
+
+def _fallback(block: BlockType) -> str:
+    other = BLOCK_TYPES.get(FALLBACK.get(block.name, ""))
+    return "weights: none for this layer in overrides" if other is None else f"fallback: {other.grids[-1]}"
+
+
+def _tensors(
+    architecture: Architecture,
+    ends: Ends,
+    shards: Mapping[str, Path],
+    blocks: Mapping[str, BlockType | None],
+    layers: Set[str],
+) -> Iterator[Stored]:
+    """The tensors of the file in the order of the shards.
+
+    blocks: the block types by name in the shards. layers: the weights that are read back as codes; others of `blocks`
+    are read back dense.
+    """
+    name_in_file = architecture.tensor_names(ends.config.num_hidden_layers)
+    for full, path in sorted(shards.items(), key=lambda item: (item[1], item[0])):
+        plain = full.removesuffix(BLOCKS)
+        known = ends.embedding if ends.tied and plain == ends.head else plain
+        found = None if known is None else name_in_file(known)
+        assert found is not None, f"the gguf package has no name for {plain}"
+        heads = architecture.rotated_heads(plain, ends.config)
+        with safe_open(path, framework="pt") as file:
+            tensor = file.get_tensor(full)
+        shift = architecture.shift(plain, tensor.ndim)
+        read = partial(_read, path, full, heads, shift)
+        if full == plain:
+            kind = DENSE[tensor.dtype]
+            yield Stored(found, Entry(full, heads, shift), kind, tuple(tensor.shape), read)
+            continue
+        block = blocks[full]
+        assert block is not None, "refuses was not asked"
+        entry = Entry(full if plain in layers else plain, heads)
+        width = tensor.shape[1] // block.size_bytes * block.size
+        yield Stored(found, entry, block.name, (tensor.shape[0], width), read)
+    if (factors := rope_factors(ends.config)) is not None:
+        yield Stored("rope_freqs.weight", None, "F32", tuple(factors.shape), lambda: factors)
+
+
+def _read(path: Path, name: str, heads: int | None, shift: float) -> Tensor:
+    """A tensor of a shard as the file holds it."""
+    with safe_open(path, framework="pt") as file:
+        found = arranged(file.get_tensor(name), heads)
+    return found + shift if shift else found
+
+
+def _metadata(
+    architecture: Architecture, ends: Ends, vocabulary: Vocabulary, tensors: Sequence[Stored]
+) -> Iterator[tuple[str, Any]]:
+    """All values of the file's header by key."""
+    sizes: dict[str, int] = {}
+    for each in tensors:
+        if len(each.shape) > 1 and each.entry is not None and each.entry.name.endswith(BLOCKS):
+            sizes[each.type] = sizes.get(each.type, 0) + each.shape[0] * each.shape[1]
+    most = max(sizes, key=lambda kind: sizes[kind]) if sizes else None
+    dense = {"F32": 0, "F16": 1, "BF16": 32}  # llama.cpp, include/*.h: the types of files
+    kind = next((dense[each.type] for each in tensors if len(each.shape) > 1 and each.type in dense), 0)
+    yield "general.type", "model"
+    yield "general.name", ends.name
+    yield "general.file_type", kind if most is None else BLOCK_TYPES[most].file_type
+    yield "general.quantization_version", QUANTIZATION_VERSION
+    for key, value in architecture.metadata(ends.config):
+        yield f"{architecture.name}.{key}", value
+    held = (
+        ("model", vocabulary.model),
+        ("pre", vocabulary.pre),
+        ("tokens", vocabulary.tokens),
+        ("token_type", vocabulary.types),
+        ("scores", vocabulary.scores),
+        ("merges", vocabulary.merges),
+    )
+    for key, value in (*held, *vocabulary.flags.items()):
+        if value != []:
+            yield f"tokenizer.ggml.{key}", value
+    if vocabulary.template is not None:
+        yield "tokenizer.chat_template", vocabulary.template

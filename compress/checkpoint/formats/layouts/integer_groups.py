@@ -1,0 +1,105 @@
+"""What formats of plain integer groups (GPTQ, AutoAWQ) share: which codes they hold, and their stored form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from compress.checkpoint.formats.base import refuses_inputs
+from compress.layers.parts.codes import CodesPart, CodesScheme
+from compress.layers.scheme import LayerScheme
+from compress.numerics.quant.codes import GroupSize, groups_in
+from compress.numerics.quant.grids import GRIDS, IntGrid
+
+
+def refuses_codes(scheme: LayerScheme, name: str, bits: Collection[int], sizes: Collection[int]) -> str | None:
+    """Why a format of integers cannot store a layer, and how to change the recipe; None if it can.
+
+    name: of the format. bits, sizes: the bits of its codes and its group sizes.
+    """
+    here = f"format {name}"
+    reason = refuses_inputs(scheme, here)
+    if reason is not None or scheme.plain:
+        return reason
+    if scheme.codes is None:
+        return f"{here} holds only codes, not {scheme.text}; use format: native"
+    codes, width = scheme.codes, scheme.shape[1]
+    if not isinstance(codes.grid, IntGrid) or not codes.grid.plain or codes.grid.bits not in bits:
+        known = ", ".join(f"int{number}" for number in bits)
+        return f"{here} holds weights {known}, not {codes.grid.name}; use one of them, or format: native"
+    if scheme.rounding is not None:
+        return f"{here} cannot state that activations are rounded; use activations: none, or format: compressed-tensors"
+    if codes.float_zeros:
+        return f"zero points of {here} are integers; use zero_point: integer, or format: native"
+    size = codes.group_size
+    if isinstance(size, int) and (size not in sizes or width % size):
+        known = ", ".join([*(str(s) for s in sizes if width % s == 0), "channel"])
+        return f"{here} has no groups of {size} columns for {width} inputs; use {known}, or format: native"
+    return None
+
+
+def adapted_codes(codes: CodesScheme) -> CodesScheme:
+    """The stored form of codes: one scale per row and group, also where rows share it."""
+    size: GroupSize = "channel" if codes.group_size == "tensor" else codes.group_size
+    return replace(codes, group_size=size, rows=1)
+
+
+def adapted_part(part: CodesPart) -> CodesPart:
+    """The same weight in the stored form of `adapted_codes`."""
+    scheme, rows = adapted_codes(part.scheme), part.shape[0]
+    if scheme == part.scheme:
+        return part
+    zero = None if part.zero is None else part.zero.expand(rows, -1).contiguous()
+    return part.changed(scheme, scale=part.scale.expand(rows, -1).contiguous(), zero=zero)
+
+
+def unsigned_zeros(part: CodesPart) -> Int[Tensor, "out groups"]:
+    """The zero points as unsigned codes; the middle of the grid where the part has none."""
+    if part.zero is None:
+        return torch.full(part.scale.shape, -part.grid.lowest_stored, dtype=torch.int16, device=part.scale.device)
+    return part.zero.to(torch.int16) - part.grid.lowest_stored
+
+
+def signed_zeros(unsigned: Int[Tensor, "out groups"], codes: CodesScheme) -> Int[Tensor, "out groups"]:
+    """The inverse of `unsigned_zeros`."""
+    return (unsigned.to(torch.int16) + codes.grid.lowest_stored).to(torch.int8).contiguous()
+
+
+def int_grid(bits: int) -> IntGrid:
+    """The grid of signed integers of so many bits. Raises ValueError."""
+    found = GRIDS.get(f"int{bits}")
+    if not isinstance(found, IntGrid):
+        raise ValueError(f"codes of {bits} bits")
+    return found
+
+
+def read_group_size(width: int, stated: int, groups: int, name: str) -> GroupSize:
+    """The group size of a stored layer. stated: by the config, -1: a whole row. groups: of its scales.
+
+    Raises ValueError for a number of groups that no group size explains.
+    """
+    if stated == -1 or stated > width:
+        size: GroupSize = "channel"
+    else:
+        size = stated
+    if groups_in(width, size) == groups:
+        return size
+    if groups == 0 or width % groups:
+        raise ValueError(f"{name} has {groups} groups of scales for {width} inputs")
+    return "channel" if groups == 1 else width // groups
+
+
+def in_block(name: str) -> str | None:
+    """The name of a linear inside of its block; None for one outside of numbered blocks."""
+    found = re.search(r"\.\d+\.(.*)", name)
+    return None if found is None else found[1]
+
+
+def skipped(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """The entries of `dynamic` by which GPTQModel leaves linears dense."""
+    return {f"-:^{re.escape(name)}$": {} for name in names}

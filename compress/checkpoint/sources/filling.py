@@ -1,0 +1,179 @@
+"""Fill a model that transformers builds and loads with the compressed linears of a checkpoint of format `native`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.checkpoint.formats.native import Native
+from compress.checkpoint.sources.load import cache_schemes, fill, fill_caches, schemes_of, weights_in_codes
+from compress.checkpoint.sources.matching import lacking, match
+from compress.checkpoint.sources.opening import Mapped
+from compress.checkpoint.sources.stored import by_owner, stored_in
+from compress.decode import prompts
+from compress.errors import ModelError, SaveError
+from compress.layers.embedding import CompressedEmbedding, layer_of
+from compress.layers.linear import CompressedLinear, linears, replace_linear
+from compress.layers.scheme import LayerScheme
+from compress.models.caches.quantized import CONFIG_KEY, SCALES, rounded_caches
+from compress.models.caches.scheme import CacheScheme
+from compress.models.experts import Experts, open_experts
+from compress.models.structure.ends import compressed_ends, find_ends, replace_end, tie_recorded
+
+NATIVE = Native()
+NUMBER = re.compile(r"\d+")
+
+
+def check_devices(device_map: Any) -> None:
+    """Raise ModelError for a device map with weights on the disk, or on the CPU next to another device."""
+    places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
+    if "disk" in places or ("cpu" in places and len(places) > 1):
+        raise ModelError(
+            f"model: the device_map {device_map} moves weights between devices while the model runs, which compressed "
+            "layers do not support; use one device, or only GPUs"
+        )
+
+
+class Unfilled(nn.Module):
+    """Stands in the place of a compressed linear while transformers loads the other tensors, and the bias."""
+
+    def __init__(self, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.bias = bias
+
+
+@dataclass
+class Filling:
+    """What is left to do when transformers has loaded the other tensors.
+
+    schemes: of the compressed linears. caches: of attentions with a rounded cache. stored: all tensors of the
+    checkpoint. modules: the compressed linears and embeddings without weights, which are put back.
+    """
+
+    schemes: dict[str, LayerScheme]
+    caches: dict[str, CacheScheme]
+    stored: dict[str, tuple[Path, str]]
+    modules: dict[str, nn.Module]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, config: Mapping[str, Any], files: Sequence[Path], dtype: torch.dtype | None
+    ) -> Filling:
+        """Prepare a model on the meta device. Raises ModelError for a config or files that do not fit the model."""
+        other = next((path for path in files if path.suffix != ".safetensors"), None)
+        if not files or other is not None:
+            source = model.config.name_or_path or "this model"
+            raise ModelError(
+                f"model: {source} is in format native, whose weights are safetensors files, but they are to be loaded "
+                f"from {other or 'none'}; name its folder or its hub id, and if the name is right, fetch it again"
+            )
+        with torch.device("cpu"):  # transformers builds the model inside of a context of the meta device
+            open_experts(model)
+        tie_recorded(model)  # transformers ties later, but tied ends are found by their shared weight
+        caches = cache_schemes(model, getattr(model.config, CONFIG_KEY, None), NATIVE, config)
+        stored = {name: place for path in files for name, place in stored_in(path).items()}
+        schemes = schemes_of(model, NATIVE, config, stored)
+        packed = weights_in_codes(model, schemes)
+        if match(model, stored, present=packed) is None:
+            raise lacking(model, files[0].parent, stored, packed)
+        modules = _taken(model, schemes)
+        for module in model.modules():  # no random weights in the place of those that come later
+            if not module._non_persistent_buffers_set:
+                vars(module)["_is_hf_initialized"] = True
+        kinds = {NUMBER.sub(r"\\d+", re.escape(name)) for name in schemes}  # transformers tries each on every name
+        ignored = [rf"^{kind}\.(?!bias$)" for kind in kinds] + [rf"\.{scale}$" for scale in SCALES]
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+        return cls(schemes, caches, stored, modules, dtype or torch.get_default_dtype())
+
+    def fill(self, model: PreTrainedModel) -> None:
+        """Fill the compressed linears, each on its device. Raises ModelError."""
+        places = getattr(model, "hf_device_map", None) or {"": model.device}
+        for name, module in self.modules.items():
+            _put_back(model, name, module)
+        ends = {end.name: end for end in find_ends(model)}
+        mapped = cache(partial(Mapped, self.stored, self.dtype))
+        for name, names in by_owner(self.stored, self.schemes).items():
+            inside = [key for key in names if not key.endswith(".bias")]
+            held = mapped(_device_of(name, places)).read_raw(inside)
+            fill(model, "", held, {name: self.schemes[name]}, NATIVE, self.dtype, self.stored, ends)
+        scales = [name for name in self.stored if name.endswith(SCALES)]
+        fill_caches(model, "", Mapped(self.stored, self.dtype, model.device).read(scales), self.caches)
+        model.requires_grad_(False)
+        prompts.install(model)
+
+
+def _taken(model: PreTrainedModel, schemes: Mapping[str, LayerScheme]) -> dict[str, nn.Module]:
+    """Take the modules of compressed layers out of the model; returns them by name, compressed and without weights.
+
+    The own module of an embedding stays, without rows, because transformers computes its buffers. Ties of compressed
+    weights are removed, so that transformers looks for no weight to tie.
+    """
+    ends = {end.name: end for end in find_ends(model) if end.name in schemes}
+    for name in schemes:
+        _ = replace_end(model, ends[name]) if name in ends else replace_linear(model, name)
+    taken = {name: model.get_submodule(name) for name in weights_in_codes(model, schemes)}
+    for name, module in taken.items():
+        if isinstance(module, CompressedEmbedding):
+            del module.own._parameters["weight"]
+            module.own.register_buffer("weight", torch.empty(0, module.embedding_dim), persistent=False)
+            model.set_submodule(name, module.own)
+        else:
+            model.set_submodule(name, Unfilled(layer_of(module).bias))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    gone = {f"{name}.weight" for name in taken}
+    for target in [target for target, source in tied.items() if target in gone or source in gone]:
+        del tied[target]
+    return taken
+
+
+def _put_back(model: PreTrainedModel, name: str, module: nn.Module) -> None:
+    """Put a compressed module in the place of that which transformers loaded."""
+    loaded = model.get_submodule(name)
+    if isinstance(module, CompressedEmbedding):
+        del module.own.weight
+        module.own.register_parameter("weight", None)
+    else:
+        assert isinstance(loaded, Unfilled)
+        layer_of(module).bias = loaded.bias
+    model.set_submodule(name, module)
+
+
+def _device_of(name: str, places: Mapping[str, Any]) -> torch.device:
+    """The device of a module. places: devices by the names of modules that contain it."""
+    outer = [place for place in places if not place or name == place or name.startswith(f"{place}.")]
+    return torch.device(places[max(outer, key=len)]) if outer else torch.device("cpu")
+
+
+def native_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors by name, schemes of the compressed linears) of a model in format `native`.
+
+    Raises SaveError for experts without names in transformers.
+    """
+    experts = [name for name, module in model.named_modules() if isinstance(module, Experts) and not module.named]
+    if experts:
+        raise SaveError(f"save_pretrained: {experts[0]} holds its experts one by one; use compress.save(model, folder)")
+    layers = {n: m for n, m in linears(model).items() if isinstance(m, CompressedLinear)} | compressed_ends(model)
+    dense_names = {end.name: end.embedding or end.name for end in find_ends(model)}  # of tied weights
+    inside = tuple(f"{name}." for name in layers)
+    found = {n: t.detach() for n, t in model.state_dict().items() if not inside or not n.startswith(inside)}
+    for name, layer in layers.items():
+        if layer.scheme.plain:
+            found[f"{dense_names.get(name, name)}.weight"] = layer.weight.T if layer.transposed else layer.weight
+        else:
+            found |= {f"{name}.{key}": tensor for key, tensor in layer.tensors().items()}
+        if layer.bias is not None:
+            found[f"{name}.bias"] = layer.bias.detach()
+    schemes = {name: scheme.to_json() for name, scheme in rounded_caches(model).items()}
+    if schemes:
+        setattr(model.config, CONFIG_KEY, schemes)
+    stated = {name: layer.scheme.to_json() for name, layer in layers.items() if not layer.scheme.plain}
+    return {name: tensor.contiguous() for name, tensor in found.items()}, stated

@@ -1,0 +1,115 @@
+"""Read GGUF files as models: convert a file once to a folder of safetensors in the user's cache, and open that folder.
+
+transformers and the `gguf` package of the format's owners read the file. Dequantizing needs the whole model in memory
+and takes half a minute. It therefore runs once, in a process of its own (`model.open.child_process`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from compress.checkpoint.containers.files import file_sha256
+from compress.checkpoint.sources.child_process import run_function
+from compress.checkpoint.sources.gguf_contents import (
+    check_keys,
+    check_none_missing,
+    check_tensors,
+    check_undivided,
+    header_of,
+)
+from compress.checkpoint.sources.narrow import record_narrow
+from compress.errors import ModelError
+
+CONVERTED = "compress/gguf-3"  # the number changes when the content of a folder does
+
+REFUSED = f"\n{ModelError.__module__}.{ModelError.__qualname__}: "
+"""What Python writes before the message of a ModelError that ends a process."""
+
+
+def as_safetensors(path: Path) -> Path:
+    """Return the folder with the float32 safetensors, config and tokenizer of a .gguf file; convert it if needed.
+
+    Raises ModelError: no such file, not a GGUF file, an architecture that transformers cannot read from GGUF, a file
+    that lacks tensors or holds some that are not read (`gguf_contents`), or the `gguf` package is missing.
+    """
+    return made_once(path, CONVERTED, lambda folder: _converted(path, folder))
+
+
+def _converted(path: Path, folder: Path) -> None:
+    done = run_function(convert, path, folder)
+    if done.returncode:
+        refused = done.stderr.rpartition(REFUSED)[2].strip() if REFUSED in done.stderr else None
+        if refused:
+            raise ModelError(refused)
+        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        raise ModelError(
+            f"model: {path} cannot be read ({reason}); "
+            "if the gguf package is missing, install the extra: compress-llm[gguf]"
+        )
+
+
+def made_once(path: Path, kind: str, make: Callable[[Path], None]) -> Path:
+    """The folder of a file in the user's cache of models, by the digest of the file; `make` fills it the first time.
+
+    Raises ModelError for a missing file, for one of another kind and for a part of a split one, and what `make` raises;
+    nothing is left then.
+    """
+    if not path.is_file():
+        raise ModelError(f"model: no file {path}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"model: {path} is not a GGUF file (it does not begin with 'GGUF')")
+    check_undivided(path)
+    from huggingface_hub.constants import HF_HOME  # when it is needed, as users set it
+
+    status = path.stat()
+    folder = Path(HF_HOME) / kind / _digest(path, status.st_size, status.st_mtime_ns)[:32]
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            make(part)
+            part.rename(folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+@lru_cache(maxsize=4)
+def _digest(path: Path, size: int, changed: int) -> str:
+    return file_sha256(path)
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write the model of a .gguf file as float32 safetensors, with its config and tokenizer, to a folder.
+
+    Raises ModelError for a file that is not read completely, and the errors of transformers and `gguf`.
+    """
+    import torch  # this function runs in a process of its own
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from_file: dict[str, Any] = {"gguf_file": path.name}
+    header = header_of(path)
+    config = AutoConfig.from_pretrained(path.parent, **from_file)
+    check_keys(header, config)
+    with torch.device("meta"):
+        check_tensors(header, AutoModelForCausalLM.from_config(config))
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path.parent, **from_file, dtype=torch.float32, output_loading_info=True
+    )
+    check_none_missing(header, info["missing_keys"])
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tensors = {name: t.contiguous() for name, t in model.state_dict().items() if name not in tied}
+    record_narrow(folder, path, tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.__dict__.pop("quantization_config", None)
+    model.config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, **from_file).save_pretrained(folder)

@@ -1,0 +1,110 @@
+"""Open a GGUF file of any program with its codes, as the checkpoint of the format `gguf` that it nearly is.
+
+The folder of the checkpoint is in the user's cache: the file itself (a hard link where the system allows it), its
+configuration and tokenizer as transformers reads them from its header, and the names of its tensors (`SIDECAR`). No
+weight is read. A file whose codes cannot stay codes is converted to dense weights instead (`model.open.gguf`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from os.path import expanduser
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from compress.checkpoint.containers.gguf import DENSE, FILE, SIDECAR, Entry, packed_index
+from compress.checkpoint.formats.blocks import BLOCK_TYPES
+from compress.checkpoint.formats.gguf import GGUF, STORED
+from compress.checkpoint.formats.gguf_files.architecture import Architecture, architecture_of
+from compress.checkpoint.sources.gguf import made_once
+from compress.checkpoint.sources.gguf_contents import check_keys, check_none_missing, check_none_unread, header_of
+from compress.checkpoint.sources.opening import UNREADABLE, empty_model, folder_of
+from compress.errors import ModelError
+from compress.layers.linear import linears, shape_of
+from compress.layers.scheme import LayerScheme
+from compress.models.structure.ends import find_ends
+
+KEPT = "compress/gguf-codes-2"  # the number changes when the content of a folder does
+
+
+def checkpoint_of(source: str) -> Path:
+    """`folder_of`, but the layers of a .gguf file stay codes if all its tensors can be read so. Raises ModelError."""
+    if not source.endswith(".gguf"):
+        return folder_of(source)
+    path = Path(expanduser(source))
+    try:
+        return made_once(path, KEPT, lambda folder: _keep(path, folder))
+    except (OSError, ImportError, RuntimeError, ModelError, *UNREADABLE):
+        return folder_of(source)  # the conversion tells what is wrong with the file, if anything is
+
+
+def _keep(path: Path, folder: Path) -> None:
+    """Write the folder. Raises ValueError for a file that has no codes, or some that cannot stay codes."""
+    try:
+        os.link(path, folder / FILE)
+    except OSError:  # on another file system
+        shutil.copyfile(path, folder / FILE)
+    _describe(folder / FILE)
+
+
+def _describe(path: Path) -> None:
+    """Write the files beside a file. Raises ValueError as `_keep` does, ModelError if some of it would not be read."""
+    header = header_of(path)
+    types = header.types
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    architecture = architecture_of(config)
+    if architecture is None or not set(types.values()) <= {*BLOCK_TYPES, *DENSE.values()}:
+        raise ValueError("its architecture, or a type of its tensors, is not known")
+    folder, config.dtype = path.parent, torch.float32
+    check_keys(header, config)
+    config.save_pretrained(folder)
+    model = empty_model(folder, config, torch.float32, False)
+    names = dict(_names(model, architecture))
+    check_none_missing(header, set(names.values()) - set(types))
+    check_none_unread(header, set(types) - set(names.values()))
+    schemes = dict(_schemes(model, names, types))
+    entries = {}
+    for full, name in names.items():
+        layer = full.removesuffix(".weight")
+        heads = architecture.rotated_heads(full, config)
+        shift = architecture.shift(full, model.state_dict()[full].ndim)
+        entries[name] = Entry(f"{layer}.{STORED}" if layer in schemes else full, heads, shift)
+    quantization = GGUF().config(schemes, [], "")
+    if quantization is None:
+        raise ValueError("it has no codes")
+    (folder / SIDECAR).write_text(packed_index(entries), encoding="utf-8")
+    config.quantization_config = quantization
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
+
+
+def _names(model: PreTrainedModel, architecture: Architecture) -> Iterator[tuple[str, str]]:
+    """The name in the file of each tensor of the model; of tied tensors, once."""
+    name_in_file = architecture.tensor_names(model.config.num_hidden_layers)
+    tied = {name: end.embedding for end in find_ends(model) if end.role == "tied" for name in (end.head, end.embedding)}
+    for full in model.state_dict():
+        module, _, leaf = full.rpartition(".")
+        known = name_in_file(f"{tied.get(module) or module}.{leaf}")
+        if known is None:
+            raise ValueError(f"the gguf package has no name for {full}")
+        yield full, known
+
+
+def _schemes(
+    model: PreTrainedModel, names: Mapping[str, str], types: Mapping[str, str]
+) -> Iterator[tuple[str, LayerScheme]]:
+    """The scheme of each linear and each end whose weight has blocks."""
+    ends = {end.name: end for end in find_ends(model)}
+    shapes: dict[str, Any] = {name: shape_of(module) for name, module in linears(model).items()}
+    shapes |= {name: tuple(model.get_submodule(name).get_parameter("weight").shape) for name in ends}
+    for name, shape in shapes.items():
+        block = BLOCK_TYPES.get(types[names[f"{name}.weight"]])
+        if block is not None:
+            yield name, LayerScheme(shape, (block.scheme(),), role=ends[name].role if name in ends else "linear")

@@ -1,0 +1,157 @@
+"""Check that a GGUF file is read completely: that no tensor is missing, and that none and no hyperparameter is ignored.
+
+transformers fills tensors that a file lacks with random numbers, and skips tensors and keys that it does not know. This
+changes what the model computes and is therefore an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import (
+    GGUF_TO_TRANSFORMERS_MAPPING,
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+)
+
+from compress.checkpoint.formats.gguf_files.architecture import head_dim, rope_of
+from compress.errors import ModelError
+
+PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+"""The end of the name of a part of a split file (llama.cpp, llama_split_path)."""
+WITHOUT_EFFECT = frozenset(
+    {
+        "context_length",
+        "vocab_size",
+        "tensor_data_layout",
+        "decoder_start_token_id",
+        "pooling_type",
+        # sizes, which the shapes of the tensors state too
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "expert_feed_forward_length",
+        "expert_shared_feed_forward_length",
+        # of scaled rotary embeddings, whose type and factor are compared
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.yarn_log_multiplier",
+        "rope.scaling.yarn_ext_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+    }
+)
+"""Keys that do not change what a model computes, without the architecture's name before them."""
+MOST = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Header:
+    """The metadata of a GGUF file by key, and the number type of each tensor by name."""
+
+    path: Path
+    values: Mapping[str, Any]
+    types: Mapping[str, str]
+
+
+def header_of(path: Path) -> Header:
+    """Read the header of a file. Raises ModelError for a part of a split file, and the errors of the `gguf` package."""
+    from gguf import GGUFReader  # an optional dependency
+
+    reader = GGUFReader(path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    check_undivided(path, int(values.get("split.count", 1)))
+    return Header(path, values, {str(tensor.name): tensor.tensor_type.name for tensor in reader.tensors})
+
+
+def check_undivided(path: Path, count: int = 1) -> None:
+    """Raise ModelError for a part of a split file, by its name or by the number of parts that its header states."""
+    named = PART.search(path.name)
+    count = max(count, int(named[1]) if named else 1)
+    if count > 1:
+        raise ModelError(
+            f"model: {path} is one of the {count} parts of a split file; merge them, and give the merged file: "
+            "llama-gguf-split --merge FIRST-PART MERGED.gguf"
+        )
+
+
+def check_keys(header: Header, config: PretrainedConfig) -> None:
+    """Raise ModelError for hyperparameters that the configuration, as transformers reads it, does not state.
+
+    A key is accepted if transformers reads it, if it has no effect, or if its value is that of the configuration.
+    """
+    name = str(header.values["general.architecture"])
+    known = GGUF_TO_TRANSFORMERS_MAPPING["config"]
+    taken = {key for key, target in (known.get(name) or known.get(config.model_type, {})).items() if target is not None}
+    stated, unread = dict(_stated(config)), []
+    for key, value in header.values.items():
+        short = key.removeprefix(f"{name}.")
+        if short != key and short not in taken | WITHOUT_EFFECT and not _same(value, stated.get(short)):
+            unread.append(f"{key} = {value if isinstance(value, str | float | int) else '[...]'}")
+    _refuse(header.path, "states hyperparameters that are not read", unread)
+
+
+def check_tensors(header: Header, model: PreTrainedModel) -> None:
+    """Raise ModelError for tensors of the file that transformers does not read into the model; its data is not used."""
+    kind = TENSOR_PROCESSORS.get(str(header.values["general.architecture"]), TensorProcessor)
+    taken = get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    # stacked experts are in the map without the suffix
+    unread = [name for name in header.types if name not in taken and name.removesuffix(".weight") not in taken]
+    check_none_unread(header, unread)
+
+
+def check_none_unread(header: Header, names: Iterable[str]) -> None:
+    """Raise ModelError if there are names of tensors that are not read."""
+    _refuse(header.path, "holds tensors that are not read", names)
+
+
+def check_none_missing(header: Header, names: Iterable[str]) -> None:
+    """Raise ModelError if there are names of tensors of the model that the file lacks."""
+    _refuse(header.path, "lacks tensors of the model", names)
+
+
+def _stated(config: PretrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The values of keys that transformers does not read for all architectures, as its configuration has them."""
+    rope = rope_of(config)
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    sliding = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention", rope)
+    if hasattr(config, "hidden_size") and getattr(config, "num_attention_heads", None):
+        yield "rope.dimension_count", int(head_dim(config) * (1 if part is None else part))
+    yield "rope.freq_base", rope.get("rope_theta")
+    yield "rope.freq_base_swa", sliding.get("rope_theta")
+    if rope.get("rope_type", "default") == "default":
+        yield from (("rope.scaling.type", "none"), ("rope.scaling.factor", 1), ("rope.scaling.attn_factor", 1))
+        yield "rope.scale_linear", 1
+    yield "attention.causal", True
+    yield "attention.sliding_window", getattr(config, "sliding_window", None)
+    yield "ssm.dt_b_c_rms", False
+    yield "expert_weights_norm", getattr(config, "norm_topk_prob", None)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_parallel_residual", "logit_scale"):
+        yield name, getattr(config, name, None)
+
+
+def _same(value: Any, stated: Any) -> bool:
+    """Whether values are equal; the file holds floats in 32 bits."""
+    if isinstance(value, int | float) and isinstance(stated, int | float):
+        return math.isclose(value, stated, rel_tol=1e-6)
+    return stated is not None and value == stated
+
+
+def _refuse(path: Path, reason: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+        raise ModelError(
+            f"model: {path} {reason}: {', '.join(found[:MOST])}{more}; it would be another model: "
+            "fetch a complete file, or use the model's safetensors"
+        )

@@ -1,0 +1,63 @@
+"""The 16-bit dtype that holds the weights of a model, for models that do not need float32.
+
+Weights that are stored in 16 bits have that dtype. A .gguf file is converted to float32 (`model.open.gguf`); if its
+matrices had fewer bits, the conversion measures what float16 and bfloat16 lose and records the better one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compress.checkpoint.containers.files import write_json
+from compress.checkpoint.sources.stored import headers_of
+from compress.checkpoint.sources.untrusted import read_json
+from compress.numerics.dtypes import DTYPES, dtype_name
+
+RECORD = "compress_narrow.json"
+"""The file of a converted model with the dtype that loses least, and the relative error of each."""
+SPELLED = {"F16": torch.float16, "BF16": torch.bfloat16}
+"""safetensors' names of the 16-bit dtypes."""
+OWN = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": None}
+"""GGUF's names of floats, with the 16-bit dtype that holds them exactly."""
+
+
+def narrow_dtype(folder: Path, stored: Mapping[str, tuple[Path, str]]) -> torch.dtype | None:
+    """The 16-bit dtype of a model's matrices; None if one is wider, or if there are several. No weights are read."""
+    record = folder / RECORD
+    if record.exists():
+        try:
+            return DTYPES.get(read_json(record)["dtype"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    kinds = {header.dtype for header in headers_of(stored).values() if len(header.shape) > 1}
+    found = {SPELLED.get(kind) for kind in kinds if kind in (*SPELLED, "F32", "F64")}
+    return found.pop() if len(found) == 1 else None
+
+
+def record_narrow(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `RECORD` for a .gguf file and its converted tensors, unless a matrix of the file is stored in float32."""
+    from gguf import GGUFReader  # an optional dependency, present where .gguf files are converted
+
+    kinds = {str(tensor.tensor_type.name) for tensor in GGUFReader(path).tensors if len(tensor.shape) > 1}
+    if "F32" in kinds or "F64" in kinds:
+        return
+    own = {OWN[kind] for kind in kinds} if kinds <= set(OWN) else set()
+    errors = {dtype: rounding_error(tensors.values(), dtype) for dtype in (torch.float16, torch.bfloat16)}
+    best = next(iter(own)) if len(own) == 1 else min(errors, key=lambda dtype: errors[dtype])
+    values: dict[str, Any] = {"dtype": dtype_name(best), "errors": {dtype_name(d): e for d, e in errors.items()}}
+    write_json(folder / RECORD, values)
+
+
+def rounding_error(tensors: Iterable[Tensor], dtype: torch.dtype) -> float:
+    """||round(w) - w|| / ||w|| over all float tensors; infinite if a weight exceeds the range of `dtype`."""
+    lost = total = 0.0
+    for tensor in (tensor for tensor in tensors if tensor.is_floating_point()):
+        wide = tensor.double()
+        lost += float((tensor.to(dtype).double() - wide).square().sum())
+        total += float(wide.square().sum())
+    return float("inf") if lost != lost or lost == float("inf") else (lost / total) ** 0.5 if total else 0.0

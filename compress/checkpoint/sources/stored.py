@@ -1,0 +1,125 @@
+"""The tensors that a folder holds: names, files and shapes, from the headers of safetensors files or of a GGUF file."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from compress.checkpoint.containers.files import is_inside
+from compress.checkpoint.containers.gguf import FILE, open_gguf
+from compress.checkpoint.containers.mapped import open_mapped
+from compress.checkpoint.containers.safetensors import Header
+from compress.checkpoint.sources.untrusted import read_json
+from compress.errors import ModelError, ShortageError
+
+INDEX = "model.safetensors.index.json"
+PICKLED = "pickled weights are not supported; convert them once: from_pretrained(dir).save_pretrained(out)"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model: its GGUF file, else those of its index, else model.safetensors, else all of the folder.
+
+    Raises ModelError for a folder without weights, and for an index that cannot be read or that names a file elsewhere.
+    """
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if (folder / FILE).exists():
+        return [folder / FILE]
+    if index.exists():
+        paths = _listed(index, folder)
+    else:
+        paths = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"model: {folder} holds no .safetensors file; {PICKLED}")
+    return paths
+
+
+def _listed(index: Path, folder: Path) -> list[Path]:
+    try:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError("its weight_map must be an object that gives each tensor the name of a file")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not file.endswith(".safetensors"):
+                raise ValueError(f"it says that {name[:200]} is in {str(file)[:200]!r}, which is no .safetensors file")
+        files = sorted(set(weight_map.values()))
+        if outside := [file for file in files if not is_inside(folder / file, folder)]:
+            raise ValueError(f"it names {outside[0][:200]!r}, which is outside of the folder")
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ModelError(f"model: {index} is not an index of weights ({error}); fetch it again") from error
+    return [folder / file for file in files]
+
+
+def stored_tensors(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> (file, name) for all files of weights of a folder; every file is opened once to check it."""
+    return {name: place for path in weight_files(folder) for name, place in stored_in(path).items()}
+
+
+def stored_in(path: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> (file, name) for one safetensors file."""
+    with opened_file(path) as file:
+        return {name: (path, name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+def headers_of(files: Mapping[str, tuple[Path, str]]) -> dict[str, Header]:
+    """The header of each of these tensors, by the name that is given for it."""
+    found: dict[str, Header] = {}
+    for path, keys in by_file(files, files).items():
+        with opened_file(path) as file:
+            for name, key in keys.items():
+                part = file.get_slice(key)
+                found[name] = Header(part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def stored_shapes(files: Mapping[str, tuple[Path, str]]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of these tensors, by the name that is given for it."""
+    return {name: header.shape for name, header in headers_of(files).items()}
+
+
+def by_owner(names: Iterable[str], owners: Iterable[str]) -> dict[str, list[str]]:
+    """The names that lie below each owner, such as the tensors of layers. No owner lies below another one."""
+    found: dict[str, list[str]] = {owner: [] for owner in owners}
+    for name in names:
+        above = name
+        while above := above.rpartition(".")[0]:
+            if above in found:
+                found[above].append(name)
+                break
+    return found
+
+
+def by_file(files: Mapping[str, tuple[Path, str]], names: Iterable[str]) -> dict[Path, dict[str, str]]:
+    """The names in each file of these tensors, by their names in the model."""
+    found: dict[Path, dict[str, str]] = {}
+    for name in names:
+        path, key = files[name]
+        found.setdefault(path, {})[name] = key
+    return dict(sorted(found.items()))
+
+
+@contextmanager
+def opened_file(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, memory-mapped, or a GGUF file; ModelError when it is missing, truncated or another."""
+    try:
+        if path.name == FILE:
+            yield open_gguf(path)
+            return
+        yield open_mapped(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"model: {path} is missing, but the index lists it; fetch the model again") from error
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise ShortageError(
+                f"memory: {path} cannot be mapped, since this process may not take more memory (ulimit -d, ulimit -v); "
+                "raise its limit"
+            ) from error
+        raise ModelError(f"model: {path} is truncated or not a safetensors file ({error}); fetch it again") from error
+    except (ValueError, LookupError, TypeError, ImportError) as error:
+        if path.name != FILE:
+            raise
+        raise ModelError(f"model: {path} cannot be read ({error})") from error

@@ -1,0 +1,75 @@
+"""Check that a teacher and its student have the same vocabulary and the same objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from compress.checkpoint.sources.opening import OpenModel, empty_model, folder_of, read_config
+from compress.checkpoint.sources.supported import check_supported
+from compress.checkpoint.sources.tokenizer import read_tokenizer
+from compress.errors import ModelError
+from compress.models.kinds.kinds import HEADLESS, UNKNOWN, kind_of
+from compress.models.kinds.objective import text_config
+from compress.models.structure.front import front_if_any
+
+EQUAL = {"classes": ("num_labels", "problem_type"), "embeddings": ("hidden_size",)}
+"""The entries of the configurations that a teacher and its student share, by what is compared of them."""
+
+
+def check_teacher(source: str, student: OpenModel, trust_remote_code: bool) -> PreTrainedModel:
+    """Raise ModelError unless the model at `source` has the student's vocabulary and objective.
+
+    The error names the first difference. Only the configuration and the tokenizer of the teacher are read; it is
+    returned without weights.
+    """
+    folder = folder_of(source)
+    config = read_config(folder, source, trust_remote_code)
+    teacher = empty_model(folder, config, student.dtype, trust_remote_code)
+    check_supported(teacher, f"teacher: {source}")
+    check_kind(source, teacher, student.model)
+    teacher_size, student_size = (getattr(text_config(known), "vocab_size", None) for known in (config, student.config))
+    if teacher_size != student_size:
+        raise ModelError(
+            f"teacher: {source} has a vocabulary of {teacher_size} tokens, the model of {student_size}; "
+            "use a teacher with the model's vocabulary"
+        )
+    difference = first_difference(read_tokenizer(folder, trust_remote_code), student.tokenizer)
+    if difference is not None:
+        raise ModelError(
+            f"teacher: {source} and the model have different tokenizers: {difference}; "
+            "use a teacher with the model's vocabulary"
+        )
+    return teacher
+
+
+def check_kind(source: str, teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    """Raise ModelError when a teacher's outputs cannot be learned: it is of another kind, or has other answers."""
+    kinds = kind_of(teacher), kind_of(student)
+    if kinds[0] != kinds[1]:
+        there, here = (UNKNOWN if kind is None else kind.name for kind in kinds)
+        raise ModelError(f"teacher: {source} {there}, the model {here}; use a teacher of the model's kind")
+    fronts = [front_if_any(model) for model in (teacher, student)]
+    if fronts[0] != fronts[1]:
+        raise ModelError(
+            f"teacher: {source} reads {fronts[0]}, the model {fronts[1]}; use a teacher that reads the same features"
+        )
+    for name in EQUAL.get(kinds[0].compared, ()) if kinds[0] in HEADLESS else ():
+        there, here = (getattr(text_config(model.config), name, None) for model in (teacher, student))
+        if there != here:
+            raise ModelError(
+                f"teacher: {source} has {name} {there}, the model {here}, so its outputs cannot be learned; use a "
+                f"teacher with the model's {name}"
+            )
+
+
+def first_difference(teacher: Any, student: Any) -> str | None:
+    """Describe the lowest token id whose text differs in two tokenizers; None when all agree or one is missing."""
+    if teacher is None or student is None:
+        return None
+    texts, own = ({i: text for text, i in tokenizer.get_vocab().items()} for tokenizer in (teacher, student))
+    for i in sorted(texts.keys() | own.keys()):
+        if texts.get(i) != own.get(i):
+            return f"token {i} is {texts.get(i)!r} in the teacher and {own.get(i)!r} in the model"
+    return None

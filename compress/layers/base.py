@@ -1,0 +1,399 @@
+"""The contract of the components of a layer: parts of its weight, and transforms of its input.
+
+A layer computes y = sum over its parts of part.product(t(x)) + bias. Each kind of component is one file with two
+classes: a scheme, which is a frozen description in plain JSON, and a component, which holds the tensors that the scheme
+describes. Plan, formats, loading and reports work with schemes and with this contract; none of them names a kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from pydantic import ValidationError
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from compress.errors import did_you_mean
+from compress.kernels import dispatch
+from compress.layers.fields import validators
+from compress.numerics.dtypes import bytes_of
+from compress.numerics.quant.grids import Grid
+from compress.numerics.sparse.positions import Kept, Value
+
+SCHEMES: dict[str, type[Scheme]] = {}
+"""Every kind of scheme by its name; a class is registered when it is defined."""
+
+COMPONENTS: dict[str, type[Component]] = {}
+"""Every kind of component by the name of its scheme."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a stored tensor. dtype: None means the storage dtype of the run."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    def size_bytes(self, storage: torch.dtype) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * (self.dtype or storage).itemsize
+
+
+def stored_name(prefix: str, name: str) -> str:
+    """Join prefix and name by '_': 'weight_scale' for ('weight', 'scale'), 'weight' for ('weight', '')."""
+    return "_".join(part for part in (prefix, name) if part)
+
+
+def plain(value: Any) -> Any:
+    """Convert a field of a scheme to plain JSON: grids become names, schemes become mappings."""
+    if isinstance(value, Scheme):
+        return value.to_json()
+    if isinstance(value, Grid):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Scheme(ABC):
+    """The description of a component; together with the tensors it determines the component.
+
+    kind: the name of the file that defines it. readers: functions that read fields from JSON, for fields that are not
+    plain values.
+    """
+
+    kind: ClassVar[str]
+    readers: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            SCHEMES[cls.kind] = cls
+
+    @abstractmethod
+    def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        """The tensors of a component of a layer of this shape (out, in), by name."""
+
+    @property
+    def text(self) -> str:
+        """A short text for tables, such as 'int4, group 64'."""
+        return self.kind
+
+    def size_bytes(self, shape: tuple[int, int], storage: torch.dtype) -> int:
+        """Bytes of all tensors. storage: the storage dtype of the run, for tensors without a dtype of their own."""
+        return sum(spec.size_bytes(storage) for spec in self.tensors(shape).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; fields that equal their default are omitted."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        defaults = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        kept = {name: plain(v) for name, v in values.items() if name not in defaults or v != defaults[name]}
+        return {"kind": self.kind, **kept}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of to_json. Raises ValueError for values of another kind of scheme."""
+        known, given = {f.name: f.default is MISSING for f in fields(cls)}, dict(values)
+        given.pop("kind", None)
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ValueError(f"{cls.kind} has no field {unknown[0]!r}{did_you_mean(unknown[0], known)}")
+        if missing := sorted(name for name, required in known.items() if required and name not in given):
+            raise ValueError(f"{cls.kind} lacks its field {missing[0]!r}")
+        found = cls(**{name: cls.readers.get(name, _identity)(value) for name, value in given.items()})
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise ValueError for fields of a wrong type, and for counts below 1; for schemes that come from files."""
+        for name, hint in validators(type(self)).items():
+            try:
+                hint.validate_python(value := getattr(self, name))
+            except ValidationError as error:
+                raise ValueError(f"{name} of {self.kind} is {value!r}: {error.errors()[0]['msg']}") from error
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"{name} of {self.kind} is {value}, but it must be at least 1")
+            if isinstance(value, Scheme):
+                value.check()
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def read_scheme(values: Any) -> Any:
+    """Read a scheme of any kind. Raises ValueError for values that describe none."""
+    kind = values.get("kind") if isinstance(values, Mapping) else None
+    if not isinstance(kind, str) or kind not in SCHEMES:
+        raise ValueError(f"{str(values)[:100]!r} describes no part or transform; kinds: {', '.join(sorted(SCHEMES))}")
+    return SCHEMES[kind].from_json(values)
+
+
+@dataclass(frozen=True)
+class PartScheme(Scheme):
+    """The description of a part of a weight."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the weights of the part are codes of a grid."""
+        return False
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids of its codes."""
+        return ()
+
+    def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        """As `Scheme.tensors`. lattice: the shape of the stored weights if only kept weights are stored."""
+        raise NotImplementedError
+
+    @property
+    def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
+        """Number of columns that share a scale, 'channel' or 'tensor'; None for a part without scales."""
+        return None
+
+    @property
+    def free_scales(self) -> bool:
+        """Whether its scales are floats that training may change."""
+        return False
+
+    def refuses(self, shape: tuple[int, int]) -> str | None:
+        """Why a layer of this shape cannot have the part, and how to change the recipe; None if it can."""
+        return None
+
+    def value(self, storage: torch.dtype) -> Value | None:
+        """The storage of one kept weight (dtype, or bits); None for a part that cannot store kept weights alone."""
+        return None
+
+
+@dataclass(frozen=True)
+class TransformScheme(Scheme):
+    """The description of a transform of the input.
+
+    For the errors of formats that cannot store the transform: effect, its effect on inputs; instead, how a user can
+    avoid it. undone: a note for the journal when the transform is folded into a dense weight; empty: no note.
+    """
+
+    effect: ClassVar[str] = "its inputs have a transform"
+    instead: ClassVar[str] = ""
+    undone: ClassVar[str] = ""
+
+
+class Component(nn.Module, ABC):
+    """Tensors and their description. A component is a value: a change creates a new component.
+
+    kind: as of its scheme. names: the stored name of every buffer, as in the scheme. shape: (out, in) of the layer.
+    """
+
+    kind: ClassVar[str]
+    names: ClassVar[Mapping[str, str]] = {}
+
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    @property
+    def casts(self) -> bool:
+        """Whether `module.to(dtype)` casts its floats. False: they keep their stored dtype, such as scales of codes."""
+        return False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "kind" in vars(cls):
+            COMPONENTS[cls.kind] = cls
+
+    def __init__(self, scheme: Scheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+        super().__init__()
+        self.scheme, self.shape = scheme, shape
+        for buffer in self.names:
+            self.register_buffer(buffer, tensors.get(buffer))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        def moved(tensor: Tensor) -> Tensor:
+            found = fn(tensor)
+            return found if self.casts or found.dtype == tensor.dtype else tensor.to(found.device)
+
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return super()._apply(moved, recurse=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in a checkpoint."""
+        found = {name: getattr(self, buffer) for buffer, name in self.names.items()}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def read(cls, scheme: Any, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
+        """Rebuild the component exactly from the tensors of its layer, named `stored_name(prefix, name)`.
+
+        Raises KeyError for a missing tensor, ValueError for an invalid one.
+        """
+        known = checked(scheme.tensors(shape), tensors, prefix)
+        found = cls(scheme, shape, {buffer: known.get(name) for buffer, name in cls.names.items()})
+        found.validate(prefix)
+        return found
+
+    def validate(self, prefix: str) -> None:
+        """Raise ValueError for values that contradict each other or the scheme; `read` checked shapes and dtypes."""
+
+    def sha256(self) -> str:
+        """A digest of scheme, shape and tensors; equal for bit-identical components."""
+        digest = hashlib.sha256(f"{self.scheme.to_json()} {self.shape}".encode())
+        for name, tensor in self.tensors().items():
+            digest.update(name.encode() + bytes_of(tensor.cpu()).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def checked(specs: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Select and check the tensors of a scheme among those of a layer; by their names in the scheme.
+
+    Raises KeyError for a missing tensor, ValueError for a shape or dtype other than the scheme's.
+    """
+    found: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        full = stored_name(prefix, name)
+        tensor = tensors[full]
+        if spec.dtype is None and not tensor.is_floating_point():
+            raise ValueError(f"{full} holds {tensor.dtype}, not floats")
+        wanted = spec.dtype or tensor.dtype
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != wanted:
+            here = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{full} is {here}, but it must be {wanted} {list(spec.shape)}")
+        found[name] = tensor
+    return found
+
+
+class WeightPart(Component):
+    """One summand of a layer's weight. lattice: the shape of the stored weights, (out, in) or that of kept weights."""
+
+    scheme: PartScheme
+
+    def __init__(self, scheme: PartScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None]) -> None:
+        super().__init__(scheme, shape, tensors)
+        self.lattice: tuple[int, ...] = shape
+        self.narrow_inputs = False  # kernels may round float32 inputs to bfloat16; set before the first product
+        self._prepared: dict[int, Any] = {}
+        self.register_load_state_dict_post_hook(WeightPart.forget_prepared)
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, or of the decoded scales of codes."""
+
+    @abstractmethod
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        """The weight of the part, computed in `dtype`."""
+
+    def rows_at(self, ids: Int[Tensor, " n"], dtype: torch.dtype) -> Float[Tensor, "n in"]:
+        """Some rows of the weight, computed in `dtype`; equal to those of `dense`."""
+        return self.dense(dtype)[ids]
+
+    def product(self, x: Float[Tensor, "*batch in"], bias: Tensor | None = None) -> Float[Tensor, "*batch out"]:
+        """x W^T + bias in plain torch. Kernels are tested against it."""
+        return nn.functional.linear(x, self.dense(x.dtype), bias)
+
+    def prepared(self, kernel: dispatch.Kernel) -> Any:
+        """The result of `kernel.prepare` on the part; cached until the tensors change."""
+        key = id(kernel)
+        if key not in self._prepared:
+            self._prepared[key] = kernel.prepare(self)
+        return self._prepared[key]
+
+    def is_prepared(self, kernel: dispatch.Kernel) -> bool:
+        """Whether the result of `kernel.prepare` is cached."""
+        return id(kernel) in self._prepared
+
+    def forget_prepared(self, keys: Any = None) -> None:
+        """Drop the results of kernels, because the tensors have changed; also a hook after `load_state_dict`."""
+        self._prepared = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # moved or cast
+        self.forget_prepared()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Exclude the results of kernels; a copy prepares its own."""
+        return {**self.__dict__, "_prepared": {}}
+
+    def in_storage(self, dtype: torch.dtype) -> WeightPart:
+        """The part with its floats (such as scales and float zero points) in the storage dtype.
+
+        The values do not change if the pass computed them for that dtype.
+        """
+        return self
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Round weights that are floats to the values of `dtype`, in place; their own dtype does not change."""
+
+    def vanished(self, weight: Float[Tensor, "out in"]) -> int:
+        """The number of groups of the original `weight` that became zero because no scale is small enough."""
+        return 0
+
+    # Kept weights
+
+    @property
+    def kept(self) -> Kept | None:
+        """The positions of the kept weights if the part stores them alone, else None."""
+        return None
+
+    def gathered(self, kept: Kept) -> WeightPart:
+        """A part of the same kind that holds the kept weights alone; only for schemes whose `value` is not None."""
+        raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
+
+    def kept_rows(
+        self, rows: slice, mask: Bool[Tensor, "rows in"], where: slice, dtype: torch.dtype
+    ) -> Float[Tensor, "rows in"]:
+        """Some rows of the weight of a `gathered` part. mask: of these rows. where: range of their kept weights."""
+        raise AssertionError(f"a part of kind {self.kind} cannot leave weights out")
+
+    # Training
+
+    @property
+    def free_scale(self) -> Float[Tensor, "out groups"] | None:
+        """The scales that training may change; None for a part without such scales."""
+        return None
+
+    def with_scale(self, scale: Float[Tensor, "out groups"]) -> WeightPart:
+        """The part with other scales; only if `free_scale` is not None."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+    def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
+        """Expand a value per scale to a value per weight, or to a shape that broadcasts to it."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
+        """Sum over the weights of each scale; the adjoint of `spread`."""
+        raise AssertionError(f"a part of kind {self.kind} has no scales")
+
+
+class InputTransform(Component):
+    """A map of the layer's input, applied before the product with the weight.
+
+    rank: transforms are applied in ascending order. linear: `absorbed` can fold it into the weight. keeps_zeros:
+    `absorbed` leaves zeros of the weight where they are. mixes: a column of the weight is for several input channels,
+    and cannot be scaled or pruned for one of them. in_kernel: kernels apply it, together with the product.
+    """
+
+    rank: ClassVar[int]
+    linear: ClassVar[bool] = True
+    keeps_zeros: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
+    in_kernel: ClassVar[bool] = False
+
+    scheme: TransformScheme
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        """The transformed input, in the dtype of x."""
+
+    def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """Fold the transform t into W: the weight W' with W' x = W t(x). Only for linear transforms."""
+        raise AssertionError(f"a transform of kind {self.kind} is not linear")
+
+    def permuted(self, order: Int[Tensor, " in"]) -> InputTransform:
+        """The same transform for permuted inputs, whose channel j is channel order[j] of the original."""
+        return self

@@ -1,0 +1,190 @@
+"""Kept weights alone, with their positions: N of every M columns, or a bitmask.
+
+Every row has K = floor(I/M) whole groups; the I - K*M columns after them are all kept.
+
+              N:M                        bitmask
+    kept      int32 [O, ceil(K*N*i/32)]  int32 [O, ceil(I/32)]    N:M: the column in its group of every kept weight of
+                                                                  the groups, ascending, in i = ceil(log2 M) bits (M up
+                                                                  to 256). bitmask: a bit per column, 1 for kept. Bit
+                                                                  streams row by row, least significant bit first
+    values    float [O, K*N + I - K*M]   float [kept]             weights in floats
+    packed    int32 [O, ceil(v*b/32)]    int32 [ceil(kept*b/32)]  or codes, v = K*N + I - K*M; scales, zero points and
+                                                                  group indexes are those of the whole matrix
+                                                                  (`weights.codes`)
+
+The mask is independent of zeros: a kept weight that is zero is stored like any other. Weights outside of the mask are
+exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.layers.base import COMPONENTS, PartScheme, TensorSpec, WeightPart, checked, read_scheme, stored_name
+from compress.numerics.quant.grids import Grid
+from compress.numerics.sparse.positions import LARGEST_M, Kept, Sparsity
+
+VALUES = "values"
+"""The stored name of kept weights that are floats."""
+
+
+@dataclass(frozen=True)
+class SparseScheme(PartScheme):
+    """Kept weights alone. values: the scheme of their values, such as floats or codes."""
+
+    kind: ClassVar[str] = "sparse"
+
+    sparsity: Sparsity
+    values: PartScheme
+
+    @property
+    def quantized(self) -> bool:
+        return self.values.quantized
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return self.values.grids
+
+    @property
+    def free_scales(self) -> bool:
+        return self.values.free_scales
+
+    @property
+    def scale_groups(self) -> int | Literal["channel", "tensor"] | None:
+        return self.values.scale_groups
+
+    @property
+    def text(self) -> str:
+        return f"{self.values.text}, {self.sparsity.text}" if self.quantized else self.sparsity.text
+
+    def tensors(self, shape: tuple[int, int], lattice: tuple[int, ...] | None = None) -> dict[str, TensorSpec]:
+        positions = TensorSpec((shape[0], self.sparsity.words(shape[1])), torch.int32)
+        inner = self.values.tensors(shape, self.sparsity.values(shape))
+        return {"kept": positions, **{name or VALUES: spec for name, spec in inner.items()}}
+
+    def to_json(self) -> dict[str, Any]:
+        positions = {"pattern": self.sparsity.text, "kept": self.sparsity.kept}
+        return {"kind": self.kind, **positions, "values": self.values.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        fields = {"kind", "pattern", "kept", "values"}
+        if values.keys() != fields:
+            raise ValueError(
+                f"the fields of {cls.kind} are {', '.join(sorted(fields))}, not {', '.join(sorted(values))}"
+            )
+        pattern, kept, inner = values["pattern"], values["kept"], read_scheme(values["values"])
+        if not isinstance(kept, int) or kept < 0:
+            raise ValueError(f"kept of {cls.kind} is {kept!r}, but it must be a number of weights")
+        if not isinstance(inner, PartScheme) or inner.value(torch.float32) is None:
+            raise ValueError(f"weights of kind {inner.kind} cannot be the values of {cls.kind}")
+        found = cls(_named(pattern, kept), inner)
+        found.check()
+        return found
+
+
+def _named(pattern: Any, kept: int) -> Sparsity:
+    """The positions of a pattern by its text. Raises ValueError."""
+    n, _, m = str(pattern).partition(":")
+    regular = n.isascii() and m.isascii() and n.isdigit() and m.isdigit() and len(m) <= 3
+    if pattern != "bitmask" and not (regular and 0 < int(n) < int(m) <= LARGEST_M):
+        raise ValueError(f"pattern {str(pattern)[:100]!r} is not known; it is bitmask, or N:M with M up to {LARGEST_M}")
+    return Sparsity.named(pattern, kept)
+
+
+class SparsePart(WeightPart):
+    """Kept weights alone. positions: packed positions (`Kept.words`). values: a part that holds the kept weights."""
+
+    kind: ClassVar[str] = "sparse"
+    names: ClassVar[Mapping[str, str]] = {"positions": "kept"}
+
+    scheme: SparseScheme
+    positions: Int[Tensor, "out words"]
+
+    def __init__(
+        self, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor | None], values: WeightPart
+    ) -> None:
+        super().__init__(scheme, shape, tensors)
+        self.values = values
+
+    @classmethod
+    def of(cls, part: WeightPart, kept: Kept) -> Self:
+        """Store the kept weights of a part alone; all other weights must be zero."""
+        scheme = SparseScheme(kept.sparsity, part.scheme)
+        return cls(scheme, part.shape, {"positions": kept.words}, part.gathered(kept))
+
+    @classmethod
+    def read(cls, scheme: SparseScheme, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Self:
+        kept = _read_positions(scheme.sparsity, shape, tensors, prefix)
+        known = checked(scheme.tensors(shape), tensors, prefix)
+        inner = COMPONENTS[scheme.values.kind]
+        lattice = scheme.sparsity.values(shape)
+        held = {buffer: known.get(name or VALUES) for buffer, name in inner.names.items()}
+        values = inner(scheme.values, shape, held)
+        assert isinstance(values, WeightPart)
+        values.validate(prefix)
+        values.lattice = lattice
+        return cls(scheme, shape, {"positions": kept.words}, values)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"kept": self.positions, **{name or VALUES: tensor for name, tensor in self.values.tensors().items()}}
+
+    def with_values(self, values: WeightPart) -> SparsePart:
+        """The same positions with other values."""
+        return SparsePart(self.scheme, self.shape, {"positions": self.positions}, values)
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.positions, self.scheme.sparsity, self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def dense(self, dtype: torch.dtype) -> Float[Tensor, "out in"]:
+        found = torch.empty(self.shape, dtype=dtype, device=self.positions.device)
+        for rows, mask, where in self.kept.parts():  # some rows at a time, to limit memory
+            found[rows] = self.values.kept_rows(rows, mask, where, dtype)
+        return found
+
+    def in_storage(self, dtype: torch.dtype) -> SparsePart:
+        return self.with_values(self.values.in_storage(dtype))
+
+    def round_to(self, dtype: torch.dtype) -> None:
+        self.values.round_to(dtype)
+
+    @property
+    def free_scale(self) -> Float[Tensor, "out groups"] | None:
+        return self.values.free_scale
+
+    def with_scale(self, scale: Float[Tensor, "out groups"]) -> SparsePart:
+        return self.with_values(self.values.with_scale(scale))
+
+    def spread(self, per_group: Float[Tensor, "out groups"]) -> Float[Tensor, "out in"]:
+        return self.values.spread(per_group)
+
+    def sum_groups(self, values: Float[Tensor, "out in"]) -> Float[Tensor, "out groups"]:
+        return self.values.sum_groups(values)
+
+
+def _read_positions(sparsity: Sparsity, shape: tuple[int, int], tensors: Mapping[str, Tensor], prefix: str) -> Kept:
+    """Read the positions of kept weights. Raises KeyError, and ValueError for positions that contradict the config."""
+    name = stored_name(prefix, "kept")
+    rows, width = shape
+    spec = {"kept": TensorSpec((rows, sparsity.words(width)), torch.int32)}
+    words = checked(spec, tensors, prefix)["kept"]
+    if sparsity.n_of_m is not None and sparsity != (regular := Sparsity.regular(shape, *sparsity.n_of_m)):
+        raise ValueError(
+            f"{name} holds {rows} rows of {width} columns, of which {sparsity.text} keeps {regular.kept} weights; "
+            f"the config says {sparsity.kept}"
+        )
+    kept = Kept(words, sparsity, shape)
+    kept.check(name)
+    return kept

@@ -1,0 +1,74 @@
+"""A Hadamard transform of the input, computed when the layer runs; it spreads the outliers of channels over all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.kernels import dispatch
+from compress.layers.base import InputTransform, TensorSpec, TransformScheme, stored_name
+from compress.numerics.hadamard import exists, signs_of, transformed
+
+
+@dataclass(frozen=True)
+class HadamardScheme(TransformScheme):
+    """An orthonormal Hadamard matrix for every run of `block` channels, after random signs of the channels.
+
+    QuaRot (arXiv 2404.00456), section 4, stage 1d; the signs make it randomized, as in QuIP# (arXiv 2402.04396).
+    """
+
+    kind: ClassVar[str] = "hadamard"
+    effect: ClassVar[str] = "its inputs are multiplied by a Hadamard matrix when it runs"
+    instead: ClassVar[str] = ", or leave the layer out of online"
+    undone: ClassVar[str] = "stored dense, so the Hadamard transform of its inputs is folded back into its weight"
+
+    block: int
+
+    @property
+    def text(self) -> str:
+        return f"inputs rotated in blocks of {self.block}"
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        return {"hadamard_signs": TensorSpec((shape[1],), torch.int8)}
+
+
+class Hadamard(InputTransform):
+    """(x * signs) H / sqrt(block), computed in float32 and returned in the dtype of x. signs: [in], 1 or -1."""
+
+    kind: ClassVar[str] = "hadamard"
+    names: ClassVar[Mapping[str, str]] = {"signs": "hadamard_signs"}
+    rank: ClassVar[int] = -1  # scales and permutations of later passes are for the rotated columns
+    mixes: ClassVar[bool] = True
+
+    scheme: HadamardScheme
+    signs: Int[Tensor, " in"]
+
+    @classmethod
+    def of(cls, block: int, seed: int, shape: tuple[int, int]) -> Self:
+        """Rotate blocks of channels, with signs drawn from a seed. The block is an order that divides the width."""
+        assert exists(block) and shape[1] % block == 0, "the block must be an order of a Hadamard matrix"
+        return cls(HadamardScheme(block), shape, {"signs": signs_of(shape[1], seed)})
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        return dispatch.transformed(self, x)
+
+    def plain(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        """The transformed inputs in plain torch. Kernels are tested against it."""
+        return transformed(x.float() * self.signs, self.scheme.block).to(x.dtype)
+
+    def absorbed(self, weight: Float[Tensor, "out in"]) -> Float[Tensor, "out in"]:
+        """W H^T diag(signs): x W'^T = (x diag(signs) H) W^T."""
+        return (transformed(weight.float(), self.scheme.block, inverse=True) * self.signs).to(weight.dtype)
+
+    def validate(self, prefix: str) -> None:
+        block, width = self.scheme.block, self.shape[1]
+        if width % block or not exists(block):
+            raise ValueError(f"a Hadamard matrix of order {block} does not fit {width} inputs")
+        if not bool((self.signs.abs() == 1).all()):
+            raise ValueError(f"{stored_name(prefix, 'hadamard_signs')} holds other numbers than 1 and -1")

@@ -1,0 +1,192 @@
+"""Rounding of inputs to a grid, with a scale per token or a static scale, for all channels or for groups of channels.
+
+Columns with outliers are not rounded.
+
+    input_scale       float [1], [groups]   static scales; one per group of channels
+    input_zero_point  int8 [groups]         static zero points of groups of channels, where they are not symmetric
+    input_g_idx       int32 [I]             the group of each channel, only for groups of channels
+    input_outliers    bool [I]              the channels that are never rounded, if there are such
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from typing_extensions import Self
+
+from compress.layers.base import InputTransform, TensorSpec, TransformScheme, stored_name
+from compress.layers.fields import read_grid
+from compress.numerics.quant.grids import Grid
+from compress.numerics.quant.inputs import outlier_columns, round_in_groups, round_inputs
+
+
+@dataclass(frozen=True)
+class RoundingScheme(TransformScheme):
+    """How inputs are rounded.
+
+    scale: 'token': one per token, computed when the layer runs (ZeroQuant, Yao 2022, section 3.2); 'group': one per
+    token and `group` columns, computed as well (arXiv 2412.19437, section 3.3.2); 'static': one for all tokens, stored.
+    threshold: columns with a magnitude of at least `threshold` in a call are not rounded. columns: whether a stored set
+    of columns is never rounded (LLM.int8, Dettmers 2022, section 3.2). symmetric: no zero point. clip: the share of the
+    largest magnitude that a computed scale covers; larger ones saturate. groups: the number of groups of channels, each
+    with a scale of its own (and a zero point unless symmetric), 'static' or of each 'token'; the group of every channel
+    is stored, so groups may have any size and need not be contiguous (PEG, Bondarenko 2021, section 4; RPTQ, Yuan
+    2023). None: the channels have no groups of this kind.
+    """
+
+    kind: ClassVar[str] = "rounding"
+    readers: ClassVar[Mapping[str, Any]] = {"grid": read_grid}
+
+    grid: Grid
+    scale: Literal["token", "group", "static"] = "token"
+    threshold: float | None = None
+    columns: bool = False
+    symmetric: bool = True
+    group: int | None = None
+    clip: float = 1.0
+    groups: int | None = None
+
+    @property
+    def text(self) -> str:
+        groups = "" if self.group is None else f" per {self.group} columns"
+        groups += "" if self.groups is None else f" in {self.groups} groups of channels"
+        return f"inputs {self.grid.name}" + groups + ("" if self.clip == 1 else f", clipped to {self.clip:g}")
+
+    def check(self) -> None:
+        super().check()
+        if not 0 < self.clip <= 1:
+            raise ValueError(f"clip of rounding is {self.clip}, but it must be above 0 and at most 1")
+        if self.groups is not None and (self.scale == "group" or self.outliers):
+            raise ValueError("groups of rounding exclude scale 'group' and outlier columns")
+
+    @property
+    def outliers(self) -> bool:
+        """Whether some columns are not rounded."""
+        return self.threshold is not None or self.columns
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        static, count = self.scale == "static", self.groups or 1
+        found = {"scale": TensorSpec((count,))} if static else {}
+        found |= {"zero_point": TensorSpec((count,), torch.int8)} if static and self.zeros else {}
+        found |= {"g_idx": TensorSpec((shape[1],), torch.int32)} if self.groups else {}
+        return found | ({"outliers": TensorSpec((shape[1],), torch.bool)} if self.columns else {})
+
+    @property
+    def zeros(self) -> bool:
+        """Whether groups of channels have zero points."""
+        return self.groups is not None and not self.symmetric
+
+
+class InputRounding(InputTransform):
+    """Rounding of inputs; returns dequantized values in the dtype of the inputs.
+
+    With outlier columns, x W^T is the sum of an integer product and a float product over those columns.
+    scale: [1] or [groups], static, or None. zero: [groups], static, or None. group_index: [in], or None. columns: [in],
+    True for columns that are never rounded, or None.
+    """
+
+    kind: ClassVar[str] = "rounding"
+    names: ClassVar[Mapping[str, str]] = {
+        "scale": "scale",
+        "zero": "zero_point",
+        "group_index": "g_idx",
+        "columns": "outliers",
+    }
+    rank: ClassVar[int] = 100  # the last transform, because integer kernels include it
+    linear: ClassVar[bool] = False
+    in_kernel: ClassVar[bool] = True
+
+    scheme: RoundingScheme
+    scale: Float[Tensor, " groups"] | None
+    zero: Int[Tensor, " groups"] | None
+    group_index: Int[Tensor, " in"] | None
+    columns: Bool[Tensor, " in"] | None
+
+    @classmethod
+    def of(
+        cls,
+        grid: Grid,
+        scale: Float[Tensor, " 1"] | None = None,
+        threshold: float | None = None,
+        columns: Bool[Tensor, " in"] | None = None,
+        symmetric: bool = True,
+        shape: tuple[int, int] = (0, 0),
+        group: int | None = None,
+        clip: float = 1.0,
+    ) -> Self:
+        """Round to a grid. scale: static, or None for one per token (and group). Other arguments as in the scheme."""
+        kind = "static" if scale is not None else "token" if group is None else "group"
+        scheme = RoundingScheme(grid, kind, threshold, columns is not None, symmetric, group, clip)
+        return cls(scheme, shape, {"scale": scale, "columns": columns})
+
+    @classmethod
+    def covering(cls, grid: Grid, top: Float[Tensor, ""], dtype: torch.dtype) -> Self:
+        """Round to a grid with a static scale, stored in `dtype`, that covers magnitudes up to `top`."""
+        scale, _ = grid.fit(-top.reshape(1), top.reshape(1), True, dtype)
+        return cls.of(grid, scale.to(dtype))
+
+    @classmethod
+    def of_groups(
+        cls,
+        grid: Grid,
+        index: Int[Tensor, " in"],
+        groups: int,
+        symmetric: bool,
+        ranges: tuple[Float[Tensor, " groups"], Float[Tensor, " groups"]] | None,
+        dtype: torch.dtype,
+    ) -> Self:
+        """Round each group of channels with scales of its own.
+
+        index: the group of every channel. ranges: the static (low, high) of every group; None: those of each token.
+        dtype: of static scales.
+        """
+        scheme = RoundingScheme(grid, "token" if ranges is None else "static", symmetric=symmetric, groups=groups)
+        tensors: dict[str, Tensor | None] = {"group_index": index.to(torch.int32)}
+        if ranges is not None:
+            scale, zero = grid.fit(*ranges, symmetric, dtype)
+            tensors |= {"scale": scale.to(dtype), "zero": None if zero is None else grid.encode_zero(zero, None)}
+        return cls(scheme, (0, len(index)), tensors)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the inputs."""
+        return self.scheme.grid
+
+    @property
+    def threshold(self) -> float | None:
+        """The magnitude from which a column is not rounded, or None."""
+        return self.scheme.threshold
+
+    def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch in"]:
+        scheme = self.scheme
+        if self.group_index is not None:
+            index, count = self.group_index.long(), scheme.groups or 1
+            return round_in_groups(x, scheme.grid, index, count, self.scale, self.zero, scheme.symmetric, scheme.clip)
+        spared = outlier_columns(x, self.threshold, self.columns)
+        return round_inputs(x, scheme.grid, self.scale, spared, scheme.symmetric, scheme.group, scheme.clip)
+
+    def computes_like(self, other: InputRounding) -> bool:
+        """Whether both round every input to the same numbers, by the input alone."""
+        alone = self.scheme.scale != "static" and not self.scheme.outliers and self.scheme.groups is None
+        return alone and self.scheme == other.scheme
+
+    def permuted(self, order: Int[Tensor, " in"]) -> InputRounding:
+        scheme, index, size = self.scheme, self.group_index, self.scheme.group
+        if size is not None and not scheme.grid.scaling.fused:  # contiguous groups of each token, which move
+            index = torch.arange(len(order), device=order.device, dtype=torch.int32) // size
+            scheme = replace(scheme, scale="token", group=None, groups=len(order) // size)
+        columns = None if self.columns is None else self.columns[order]
+        index = None if index is None else index[order]
+        tensors = {"scale": self.scale, "zero": self.zero, "group_index": index, "columns": columns}
+        return InputRounding(scheme, self.shape, tensors)
+
+    def validate(self, prefix: str) -> None:
+        index, groups = self.group_index, self.scheme.groups
+        if index is not None and groups is not None and not bool(((index >= 0) & (index < groups)).all()):
+            name = stored_name(prefix, "g_idx")
+            raise ValueError(f"{name} holds a group outside of the {groups} groups of the inputs")

@@ -1,1 +1,0 @@
-"""Models: opening, finding the blocks, choosing modules, structure, the compressed layer, saving and loading."""

@@ -1,0 +1,1 @@
+"""Models: their structure, their kinds, rewrites of their shape, and the caches of attention."""

@@ -1,0 +1,1 @@
+"""How keys and values of attention are stored."""

@@ -1,0 +1,81 @@
+"""The dtype in which a model is computed, and the device of its computed buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.errors import ModelError, did_you_mean
+from compress.native.library import available
+from compress.numerics.dtypes import DTYPES, dtype_name, fast_dtype
+
+
+def compute_dtype(config: PretrainedConfig, dtype: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtype of computation, and that of the checkpoint if 'auto' chooses a wider one for the computation.
+
+    dtype: a name, or 'auto': that of the configuration, float32 when it has none, and float32 instead of bfloat16 on a
+    processor that computes bfloat16 slowly (`fast_dtype`). Raises ModelError.
+    """
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not known{did_you_mean(dtype, ['auto', *DTYPES])}")
+        return DTYPES[dtype], None
+    named = getattr(config, "dtype", None)
+    if isinstance(named, torch.dtype) and named not in DTYPES.values():
+        known = ", ".join(DTYPES)
+        raise ModelError(
+            f"model: config.json states the dtype {dtype_name(named)}; choose a dtype of computation: {known}"
+        )
+    found = named if isinstance(named, torch.dtype) else torch.float32
+    fast = fast_dtype(found, device)
+    return fast, None if fast == found else found
+
+
+def inference_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of activations where `auto` computes a packed model in `compute`.
+
+    On a CPU with kernels it is float32 instead of bfloat16: kernels multiply weights as they are stored, so only
+    activations are wider, and torch's attention of one token takes a tenth of the time that it takes in bfloat16.
+    """
+    wider = compute == torch.bfloat16 and device.type == "cpu" and available()
+    return torch.float32 if wider else compute
+
+
+STORAGE = "compress_storage"
+"""The attribute of a model in a wider dtype than that of its checkpoint: the dtype of the checkpoint."""
+
+
+def remember_storage(model: PreTrainedModel, stored: torch.dtype) -> None:
+    """Record the dtype of the checkpoint of a model whose activations are wider."""
+    vars(model)[STORAGE] = stored
+
+
+def widened_from(model: PreTrainedModel) -> torch.dtype | None:
+    """The dtype of the checkpoint of a model whose activations are wider; None for another model."""
+    found: torch.dtype | None = vars(model).get(STORAGE)
+    return found
+
+
+def storage_of(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which scales and dense tensors of a model are stored if nothing else is asked for."""
+    return widened_from(model) or next(model.parameters()).dtype
+
+
+def widened(stored: torch.dtype | None) -> list[str]:
+    """A note about a computation in float32 where the checkpoint is in `stored`; none if that is None."""
+    if stored is None:
+        return []
+    name = dtype_name(stored)
+    return [
+        f"this processor has no instructions for {name} products, so the computation is in float32, block by block; "
+        f"the weights stay mapped and are stored in {name} (dtype: {name} computes in it)"
+    ]
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move all tensors that are not on the meta device: computed buffers such as rotary frequencies."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)

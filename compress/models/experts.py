@@ -1,0 +1,287 @@
+"""Open experts that are stored as 3-D parameters into one linear per expert and matrix: views, no copy.
+
+A module is recognized as a set of experts by its structure: two 3-D parameters [experts, ...] with the same first
+dimension, with or without 2-D biases, and no other parameters. The opened form is verified on a small set of random
+experts before it replaces the original. Its linears have the names that transformers reads from checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from compress.layers.linear import CompressedLinear
+
+PROOF_TOLERANCE = 1e-5  # relative, float32: another summation order differs by 1e-7
+PROOF_UNIT = 8  # the verification replaces the common divisor of the real widths by this
+PROBE_TOKENS = 16  # random tokens with which links inside an expert are found and verified
+ROUTED: ContextVar[Tensor | None] = ContextVar("ROUTED", default=None)
+"""The indices of the tokens that the current expert computes; forward passes in lockstep each have their own."""
+
+NOT_RUNNABLE = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the 3-D parameters of experts hold linears.
+
+    up, down: the names of the two parameters. transposed: whether they are [experts, in, out]. names: for each
+    parameter, the names of the linears that its rows are split into, evenly.
+    """
+
+    up: str
+    down: str
+    transposed: bool
+    names: Mapping[str, Sequence[str]]
+
+
+class Expert(nn.Module):
+    """One expert: the up (and gate) linears, the original module's activation, and the down linear."""
+
+    def __init__(self, shell: nn.Module, linears: Mapping[str, nn.Linear], out: str) -> None:
+        super().__init__()
+        self.shell = shell  # the original module without parameters; provides the activation
+        self.into = tuple(name for name in linears if name != out)
+        self.out = out
+        for name, linear in linears.items():
+            self.add_module(name, linear)
+
+    def forward(self, x: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens width"]:
+        """The expert's output for its tokens."""
+        hidden = torch.cat([self.get_submodule(name)(x) for name in self.into], dim=-1)
+        return self.get_submodule(self.out)(_activation(self.shell)(hidden))
+
+    @staticmethod
+    def probe(expert: nn.Module) -> Float[Tensor, "tokens width"]:
+        """The output of an expert (or of a copy) for a few random tokens, for verification."""
+        assert isinstance(expert, Expert)
+        layer = CompressedLinear.of(expert.get_submodule(expert.into[0]))
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return expert(torch.randn(PROBE_TOKENS, layer.shape[1], generator=draw).to(next(_floating(layer))))
+
+
+class Experts(nn.Module):
+    """Opened experts, by number. The arguments are those of the original: tokens, expert numbers, expert weights.
+
+    all_tokens: every expert sees all tokens, with an equal weight in addition to the router's. Probes and verifications
+    use this to run every expert and to see every change of the routing. unrouted: every expert computes all tokens, and
+    the output is that of the routed ones, for comparisons with a model that routes tokens to other experts. named:
+    transformers reads the linears under these names.
+    """
+
+    def __init__(self, experts: Sequence[Expert], named: bool) -> None:
+        super().__init__()
+        for number, expert in enumerate(experts):
+            self.add_module(str(number), expert)
+        self.count = len(experts)
+        self.named = named
+        self.all_tokens = False
+        self.unrouted = False
+
+    def expert(self, number: int) -> Expert:
+        """The expert with this number."""
+        found = self.get_submodule(str(number))
+        assert isinstance(found, Expert)
+        return found
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Float[Tensor, "tokens width"]:
+        """The weighted sum of the chosen experts' outputs; arguments are identified by dtype and shape."""
+        x, chosen, weights = roles((*args, *kwargs.values()))
+        output = torch.zeros_like(x)
+        for number in range(self.count):
+            if self.all_tokens:
+                weight = torch.where(chosen == number, weights, 0).sum(-1, keepdim=True) + 1 / self.count
+                found = self.expert(number)(x.clone())  # a separate tensor, as the chosen tokens are
+                output += (found * weight).to(output.dtype)
+                continue
+            token, place = torch.where(chosen == number)
+            if self.unrouted:
+                every = self.expert(number)(x.clone())
+                output.index_add_(0, token, (every[token] * weights[token, place, None]).to(output.dtype))
+            elif len(token):
+                ROUTED.set(token)
+                found = self.expert(number)(x[token]) * weights[token, place, None]
+                output.index_add_(0, token, found.to(output.dtype))
+        return output
+
+
+def roles(tensors: Sequence[Tensor]) -> tuple[Tensor, Int[Tensor, "tokens k"], Float[Tensor, "tokens k"]]:
+    """Identify (tokens, chosen expert numbers, expert weights) among the arguments of a call."""
+    (chosen,) = (t for t in tensors if not t.is_floating_point())
+    x, weights = (t for t in tensors if t.is_floating_point())
+    return x, chosen, weights
+
+
+def _activation(shell: Any) -> Callable[[Tensor], Tensor]:
+    """The function between an expert's two matrices, by transformers' interface of experts."""
+    return shell._apply_gate if getattr(shell, "has_gate", True) and hasattr(shell, "_apply_gate") else shell.act_fn
+
+
+def _floating(module: nn.Module) -> Iterator[Tensor]:
+    return (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())
+
+
+@contextmanager
+def exercised(module: nn.Module) -> Iterator[None]:
+    """Route every token to every expert below a module in the meantime, so that probes reach all experts."""
+    found = [child for child in module.modules() if isinstance(child, Experts)]
+    for child in found:
+        child.all_tokens = True
+    try:
+        yield
+    finally:
+        for child in found:
+            child.all_tokens = False
+
+
+def unroute(block: nn.Module) -> None:
+    """Let every expert below a module compute all tokens; the output stays that of the routed ones."""
+    for child in block.modules():
+        if isinstance(child, Experts):
+            child.unrouted = True
+
+
+def in_experts(block: nn.Module) -> dict[str, Expert]:
+    """Every opened expert below a module, by name."""
+    return {name: child for name, child in block.named_modules() if isinstance(child, Expert)}
+
+
+def open_experts(model: nn.Module) -> list[str]:
+    """Replace, in place, every set of experts by its opened form; weights may be on the meta device.
+
+    Returns a note for every module with experts that could not be opened; the weights of such a module are not
+    compressed.
+    """
+    notes: list[str] = []
+    proved: dict[tuple[object, ...], str | None] = {}
+    names = stored_names(model)
+    for name, module in list(model.named_modules()):
+        if not name or (layouts := _layouts(module, names)) is None:
+            continue
+        key = (type(module), *(tuple(p.shape) for p in module._parameters.values() if p is not None))
+        for layout in layouts:
+            if (*key, layout.transposed) not in proved:
+                proved[(*key, layout.transposed)] = _refuted(module, layout)
+        held = [layout for layout in layouts if proved[(*key, layout.transposed)] is None]
+        if held:
+            model.set_submodule(name, _opened(module, held[0], named=held[0].up in names))
+        else:
+            reason = proved[(*key, layouts[0].transposed)] if layouts else "they are not two matrices for each expert"
+            notes.append(f"{name}: its 3-D weights are not compressed: {reason}")
+    return notes
+
+
+def _layouts(module: nn.Module, names: Mapping[str, Sequence[str]]) -> list[Layout] | None:
+    """The possible layouts of a module with experts; None when the module does not look like one."""
+    own = {name: p for name, p in module._parameters.items() if p is not None and p.is_floating_point()}
+    cubes = [name for name, p in own.items() if p.dim() == 3]
+    if len(cubes) != 2 or own[cubes[0]].shape[0] != own[cubes[1]].shape[0] or own[cubes[0]].shape[0] == 1:
+        return None  # one matrix each: position embeddings and the like
+    up, down = cubes
+    (_, a, b), (_, c, d) = own[up].shape, own[down].shape
+    biases = {f"{name}_bias" for name in cubes}
+    extra = set(own) - set(cubes) - biases or any(True for child in module.children() for _ in child.parameters())
+    flat = [flipped for flipped, fits in ((False, b == c), (True, a == d)) if fits]
+    if extra or not flat:
+        return []
+    split = {name: names.get(name, (name,)) for name in cubes}
+    return [Layout(up, down, transposed, split) for transposed in flat]
+
+
+def _opened(module: nn.Module, layout: Layout, named: bool) -> Experts:
+    """The opened form of a module; its linears are views of the module's parameters."""
+    shell = copy.copy(module)
+    shell.__dict__["_parameters"] = {}
+    count = module.get_parameter(layout.up).shape[0]
+    linears: list[dict[str, nn.Linear]] = [{} for _ in range(count)]
+    for cube in (layout.up, layout.down):
+        weight, bias = module.get_parameter(cube).detach(), module._parameters.get(f"{cube}_bias")
+        for number in range(count):
+            matrix = weight[number].T if layout.transposed else weight[number]
+            parts = layout.names[cube]
+            shift = [None] * len(parts) if bias is None else bias.detach()[number].chunk(len(parts))
+            for name, rows, offset in zip(parts, matrix.chunk(len(parts)), shift, strict=True):
+                linears[number][name] = _linear(rows, offset)
+    out = layout.names[layout.down][0]
+    return Experts([Expert(shell, found, out) for found in linears], named)
+
+
+def _linear(weight: Float[Tensor, "out in"], bias: Tensor | None) -> nn.Linear:
+    """A linear that shares its tensors with the module they come from."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _refuted(module: nn.Module, layout: Layout) -> str | None:
+    """Why the opened form computes another function, tested on a small random copy; None when it is the same."""
+    small = copy.copy(module)
+    small.__dict__.pop("forward", None)  # a forward that was wrapped in place would use the original's weights
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    unit = math.gcd(*(size for p in own.values() for size in p.shape[1:]))
+    draw = torch.Generator().manual_seed(0)
+    small.__dict__["_parameters"] = {
+        name: nn.Parameter(
+            torch.randn(p.shape[0], *(size // unit * PROOF_UNIT for size in p.shape[1:]), generator=draw) / 4,
+            requires_grad=False,
+        )
+        for name, p in own.items()
+    }
+    count, *sides = small.get_parameter(layout.up).shape
+    width = sides[0] if layout.transposed else sides[1]
+    x = torch.randn(4 * count, width, generator=draw)
+    chosen = torch.stack([torch.randperm(count, generator=draw)[: min(2, count)] for _ in range(len(x))])
+    weights = torch.rand(chosen.shape, generator=draw)
+    with torch.no_grad():
+        try:
+            expected = small(x, chosen, weights)
+            actual = _opened(small, layout, False)(x, chosen, weights)
+            error = float((actual - expected).norm() / expected.norm())
+        except NOT_RUNNABLE as problem:
+            return f"the module does not accept tokens, experts and weights ({type(problem).__name__}: {problem})"
+    return None if error < PROOF_TOLERANCE else f"the opened form computes other values (relative error {error:.1g})"
+
+
+def stored_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """3-D parameter -> the names of one expert's linears that transformers merges into it when loading a checkpoint."""
+    found: dict[str, tuple[str, ...]] = {}
+    for converter in _conversions(model):
+        kinds = {type(operation) for operation in getattr(converter, "operations", ())}
+        if not isinstance(converter, WeightConverter) or MergeModulelist not in kinds:
+            continue
+        if kinds <= {MergeModulelist, Concatenate} and len(converter.target_patterns) == 1:
+            leaves = [pattern.removesuffix(".weight").rpartition(".")[2] for pattern in converter.source_patterns]
+            if len(set(leaves)) == len(leaves) and all(leaf.isidentifier() for leaf in leaves):
+                found.setdefault(converter.target_patterns[0].rpartition(".")[2], tuple(leaves))
+    return found
+
+
+def renamed(model: nn.Module, stored: Sequence[str]) -> dict[str, str]:
+    """Stored tensor name -> its name in the model by transformers' renaming rules."""
+    renamings = [rule for rule in _conversions(model) if isinstance(rule, WeightRenaming)]
+    found = {}
+    for name in stored:
+        new = name
+        for rule in renamings:
+            new, _ = rule.rename_source_key(new)
+        found[name] = new
+    return found
+
+
+def _conversions(model: nn.Module) -> list[object]:
+    return list(get_model_conversion_mapping(model)) if isinstance(model, PreTrainedModel) else []

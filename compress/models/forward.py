@@ -1,0 +1,81 @@
+"""Run a whole model: its logits and losses, the hidden states between blocks, and passes that skip some blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compress.errors import NumericError
+from compress.models.kinds.kinds import answer_of
+from compress.models.kinds.objective import LMObjective, run_on
+from compress.models.structure.blocks import Block, hidden_argument, hidden_of
+from compress.models.tensors import is_finite
+from compress.numerics.metrics import rows_of_chunk
+
+
+@contextmanager
+def skipping(blocks: Sequence[Block], some: Collection[int]) -> Iterator[None]:
+    """Skip the blocks with these numbers: they return their input hidden states."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        hidden = hidden_argument(args, kwargs)
+        return type(output)((hidden, *output[1:])) if isinstance(output, (tuple, list)) else hidden
+
+    with ExitStack() as stack:
+        for block in blocks:
+            if block.index in some:
+                stack.callback(block.module.register_forward_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def logits_of(model: nn.Module, ids: Int[Tensor, "batch length"]) -> Float[Tensor, "*batch cells"]:
+    """The model's answer (`answer_of`) in float32: its logits, or the last hidden states of an encoder."""
+    with torch.no_grad():
+        found = answer_of(run_on(model, ids.to(next(model.parameters()).device)))
+    assert found is not None  # a model is checked before it is used
+    return found.float()
+
+
+def states(model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "batch length"]) -> list[Tensor]:
+    """The input of every block and the output of the last one, [batch, length, width] each. Raises NumericError."""
+    found: list[Tensor] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(hidden_argument(args, kwargs).float())
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        found.append(hidden_of(output).float())
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        stack.callback(blocks[-1].module.register_forward_hook(after).remove)
+        logits_of(model, ids)
+    if not is_finite(found[-1]):
+        raise NumericError(f"{blocks[-1].name}: the block's output holds NaN or infinity on the calibration text")
+    return found
+
+
+@torch.no_grad()
+def total_loss(model: nn.Module, ids: Int[Tensor, " length"], lm_objective: LMObjective, row: int) -> tuple[float, int]:
+    """The sum of the losses over all targets, in nats, and the number of targets.
+
+    row: the number of the sequence; the masks depend on it.
+    """
+    shown = ids[None].to(next(model.parameters()).device)
+    logits, targets = lm_objective.answers(lm_objective.read(model, shown, [row]).logits, shown, [row])
+    rows = rows_of_chunk(logits.shape[-1])
+    pairs = zip(logits.split(rows), targets.split(rows), strict=True)
+    found = sum(float(nn.functional.cross_entropy(part.float(), wanted, reduction="sum")) for part, wanted in pairs)
+    return found, len(targets)
+
+
+def mean_loss(model: nn.Module, ids: Int[Tensor, "sequences length"], lm_objective: LMObjective) -> float:
+    """The mean loss over all targets, in nats; the model runs one sequence at a time."""
+    found = [total_loss(model, row, lm_objective, i) for i, row in enumerate(ids)]
+    return sum(loss for loss, _ in found) / sum(count for _, count in found)

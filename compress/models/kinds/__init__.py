@@ -1,0 +1,1 @@
+"""Kinds of models: their inputs, their loss, and how two of them agree."""

@@ -1,0 +1,172 @@
+"""Build a model of the same class from a changed configuration, with fewer blocks or smaller widths, and move weights.
+
+The configuration entries for the number of blocks or for a width are found by their values. A change is verified by
+building the model without weights: it must have exactly the expected tensors with exactly the expected shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from compress.errors import ModelError
+from compress.layers.linear import CompressedLinear
+from compress.models.computation import to_device
+from compress.models.experts import open_experts
+from compress.models.structure.blocks import find_blocks
+from compress.models.tensors import assign
+
+Path = tuple[str, ...]
+"""The place of a configuration entry: the keys from the outermost sub-configuration to the entry."""
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shape of every stored tensor of a model, by name."""
+
+IMPOSSIBLE = (StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
+"""The exceptions of transformers classes for an inconsistent configuration."""
+
+NO_SIZES = ("token_id", "label2id", "id2label")
+"""Suffixes of keys whose values are integers but not sizes."""
+
+
+def entries(config: PretrainedConfig) -> dict[Path, Any]:
+    """Every value of a configuration by its place, including those of sub-configurations and None."""
+
+    def walk(values: Mapping[str, Any], path: Path) -> dict[Path, Any]:
+        found: dict[Path, Any] = {}
+        for key, value in values.items():
+            if key.startswith("_") or key.endswith(NO_SIZES):
+                continue
+            found |= walk(value, (*path, key)) if isinstance(value, Mapping) else {(*path, key): value}
+        return found
+
+    return walk(config.to_dict(), ())
+
+
+def changed(config: PretrainedConfig, edits: Mapping[Path, Any]) -> PretrainedConfig | None:
+    """The configuration with changed values, as read from a file; None when transformers rejects it."""
+    values = config.to_dict()
+    for path, value in edits.items():
+        part = values
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+    try:
+        return type(config).from_dict(values)
+    except IMPOSSIBLE:
+        return None
+
+
+def sketch(model: PreTrainedModel, config: PretrainedConfig) -> PreTrainedModel | None:
+    """The model of another configuration on the meta device; None when its class cannot build it."""
+    try:
+        with torch.device("meta"):
+            found = type(model)._from_config(copy.deepcopy(config))
+        open_experts(found)
+    except IMPOSSIBLE:
+        return None
+    return found
+
+
+def shapes(model: nn.Module) -> Shapes:
+    """The shapes of all tensors; compressed linears count as the dense layers they replaced."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors(model).items()}
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All tensors by the names that the model class uses; compressed linears, which must be dense, are included."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CompressedLinear)}
+    inside = tuple(f"{name}." for name in layers)
+    found = {name: t.detach() for name, t in model.state_dict().items() if not name.startswith(inside or ("\0",))}
+    for name, layer in layers.items():
+        assert layer.scheme.plain, "a model must change its shape before it is compressed"
+        found[f"{name}.weight"] = layer.weight.T if layer.transposed else layer.weight
+        if layer.bias is not None:
+            found[f"{name}.bias"] = layer.bias.detach()
+    return found
+
+
+def find_config(model: PreTrainedModel, wanted: Shapes, edits: Iterable[Mapping[Path, Any]]) -> PretrainedConfig | None:
+    """The configuration of the first edits that lead to exactly the wanted tensors, or None."""
+    for some in edits:
+        config = changed(model.config, some)
+        built = None if config is None else sketch(model, config)
+        if built is not None and shapes(built) == wanted:
+            return config
+    return None
+
+
+def renumbered(model: nn.Module, kept: Sequence[int]) -> dict[str, str]:
+    """Tensor name -> its name when only these blocks are left; tensors of the removed blocks are omitted."""
+    blocks = find_blocks(model)
+    start = blocks[0].name.rpartition(".")[0] + "."
+    places = {str(old): str(new) for new, old in enumerate(kept)}
+    found = {}
+    for name in tensors(model):
+        number, _, rest = name.removeprefix(start).partition(".")
+        if not name.startswith(start):
+            found[name] = name
+        elif number in places:
+            found[name] = f"{start}{places[number]}.{rest}"
+    return found
+
+
+def with_blocks(model: PreTrainedModel, kept: Sequence[int]) -> PretrainedConfig:
+    """The configuration for these blocks only: the number of blocks is reduced and every per-block list is cut.
+
+    Raises ModelError when no change of the configuration leads to their tensors.
+    """
+    count, found = len(find_blocks(model)), entries(model.config)
+    numbers = [path for path, value in found.items() if type(value) is int and value == count]
+    numbers.sort(key=lambda path: "layer" not in path[-1])  # likely entries first: each try builds a model
+    lists = {path: [v[i] for i in kept] for path, v in found.items() if isinstance(v, list) and len(v) == count}
+    some = [paths for size in (1, 2) for paths in combinations(numbers, size)]
+    edits = [dict.fromkeys(paths, len(kept)) | cut for paths in some for cut in ([lists, {}] if lists else [{}])]
+    held = shapes(model)
+    config = find_config(model, {new: held[old] for old, new in renumbered(model, kept).items()}, edits)
+    if config is None:
+        raise ModelError(
+            f"model: no entry of its configuration sets the number of blocks to {len(kept)} of {count} and keeps their "
+            "kinds; drop other blocks, or none"
+        )
+    return config
+
+
+def build(model: PreTrainedModel, config: PretrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Build the model of another configuration with these tensors; tied tensors are tied again.
+
+    Raises ModelError when a tensor is missing.
+    """
+    first = next(iter(weights.values()))
+    kind = getattr(model.config, "_attn_implementation", None)
+    with init_empty_weights(), no_init_weights():
+        new = type(model)._from_config(copy.deepcopy(config), dtype=first.dtype, attn_implementation=kind)
+    open_experts(new)
+    tied = set(getattr(new, "all_tied_weights_keys", None) or {})
+    names = new.state_dict().keys()
+    assign(new, {name: tensor for name, tensor in weights.items() if name not in tied and name in names})
+    new.tie_weights()
+    missing = [name for name, tensor in new.state_dict().items() if tensor.is_meta]
+    if missing:
+        raise ModelError(f"model: its new configuration needs {missing[0]}, which the model does not have")
+    to_device(new, first.device)
+    if hasattr(model, "generation_config"):  # encoders have none
+        new.generation_config = model.generation_config
+    new.train(model.training)
+    return new.requires_grad_(False)
+
+
+def replace_in_place(model: nn.Module, other: nn.Module) -> None:
+    """Replace all state of the model by that of another model of its class; the object stays the same."""
+    assert type(model) is type(other)
+    vars(model).clear()
+    vars(model).update(vars(other))

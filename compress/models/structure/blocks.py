@@ -1,0 +1,105 @@
+"""Find the blocks of a model: the list of equal modules that the hidden states pass through in order.
+
+Such a list is a stack. Most models have one. A model with an encoder and a decoder has two: the blocks of its encoder,
+then those of its decoder, which also read the last hidden states of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.errors import ModelError
+from compress.layers.linear import linears
+from compress.models.kinds.kinds import texts_in_row
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its position, its full name in the model, the module, and the number of its stack.
+
+    index: counted over all stacks, in the order in which they run.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    stack: int = 0
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """Find the blocks of a model, in order, stack by stack.
+
+    A stack is the entries of the ModuleList that holds the most parameters and is not inside another one. In a model
+    with several parts, such as a vision and a language model, only the part with the token embeddings counts. Capturing
+    the inputs of the blocks checks later that each block feeds the next.
+
+    Raises ModelError when the model, or one of its stacks, has no ModuleList with entries.
+    """
+    blocks: list[Block] = []
+    for number, part in enumerate(_parts_with_stacks(model)):
+        name, found = _largest_list(model, part)
+        first = len(blocks)
+        blocks += [Block(first + i, f"{name}.{i}", block, number) for i, block in enumerate(found)]
+    return blocks
+
+
+def stack_of(blocks: Sequence[Block], number: int) -> list[Block]:
+    """The blocks of a stack."""
+    return [block for block in blocks if block.stack == number]
+
+
+def _parts_with_stacks(model: nn.Module) -> list[list[str]]:
+    """For each stack, the prefixes of the parts of a model that may contain it; the first that has a list does."""
+    if not isinstance(model, PreTrainedModel) or texts_in_row(model) == 1:
+        return [[*_parts_with_embeddings(model), ""]]
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = [names.get(id(part)) for part in (model.get_encoder(), model.get_decoder())]
+    if None in parts or len({*parts, ""}) < 3:
+        raise ModelError(
+            f"model: {type(model).__name__} does not tell its encoder and decoder apart; use another model"
+        )
+    return [[f"{name}."] for name in parts]
+
+
+def _largest_list(model: nn.Module, parts: Sequence[str]) -> tuple[str, nn.ModuleList]:
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    outer = {name: module for name, module in lists.items() if not any(name.startswith(other + ".") for other in lists)}
+    inside = ({name: module for name, module in outer.items() if name.startswith(part)} for part in parts)
+    found = next(filter(None, inside), None)
+    if found is None:
+        raise ModelError(
+            f"model: {type(model).__name__} has no list of blocks (no torch.nn.ModuleList with entries); "
+            "use a model that is built of repeated blocks"
+        )
+    return max(found.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def _parts_with_embeddings(model: nn.Module) -> list[str]:
+    """The prefixes of the transformers models inside a model that contain its token embeddings, innermost first."""
+    try:
+        embeddings = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:  # no token embeddings
+        return []
+    place = next((name for name, module in model.named_modules() if module is embeddings), "")
+    parts = [name + "." for name, module in model.named_modules() if name and isinstance(module, PreTrainedModel)]
+    return sorted((part for part in parts if place.startswith(part)), key=len, reverse=True)
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states in a block's output: the tensor itself, or the first element of a tuple."""
+    return output[0] if isinstance(output, (tuple, list)) else output
+
+
+def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states among a block's arguments: the first one, or the keyword `hidden_states`."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def linears_of_blocks(model: nn.Module) -> list[str]:
+    """The full names of all linears inside the blocks."""
+    return [f"{block.name}.{name}" for block in find_blocks(model) for name in linears(block.module)]

@@ -1,0 +1,195 @@
+"""The front of a model that hears recordings: what its encoder reads before its blocks, found by its modules.
+
+Convolutions shorten the recording. If the encoder has a table of positions, all recordings have the one length that
+gives as many positions; otherwise they may have any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.errors import CalibrationError, ModelError
+from compress.models.kinds.kinds import RECORDED, SUPPORTED, kind_of
+from compress.models.kinds.recordings import row_of, shape_in, targets_in
+from compress.models.structure.blocks import find_blocks
+from compress.models.structure.ends import vocabulary_size
+
+POSITIONS = 16  # of a sample for an encoder that reads recordings of any length
+SECONDS, SAMPLES, FRAMES = 30, 16000, 100  # of a usual recording for an estimate, and its usual rates per second
+UNRUNNABLE = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError)
+"""The exceptions of a forward pass that cannot read its inputs, or lacks one, such as an image."""
+Order = Literal["first", "last"]
+TOKENS = 4  # of a sample, and of the transcript of a sample
+
+
+@dataclass(frozen=True)
+class Front:
+    """What an encoder reads.
+
+    channels: numbers of a frame, such as mel bins; 1 for samples of sound. frames: of every recording; None: any number
+    of them. stride: frames of one position of the blocks. fewest: frames that the convolutions need for one position.
+    orders: whether the channels are the first axis of the features, the last one, or either.
+    """
+
+    channels: int
+    frames: int | None
+    stride: int
+    fewest: int = 1
+    orders: tuple[Order, ...] = ("first", "last")
+
+    @property
+    def positions(self) -> int:
+        """The positions of a recording in the blocks; an estimate if recordings may have any length."""
+        return (self.frames or SECONDS * (SAMPLES if self.channels == 1 else FRAMES)) // self.stride
+
+    @property
+    def size(self) -> int:
+        """The numbers of the features of a recording; an estimate if recordings may have any length."""
+        return self.channels * (self.frames or self.positions * self.stride)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes that the features of a sample may have."""
+        count = self.frames or max(self.stride * POSITIONS, self.fewest)
+        count += count == self.channels and self.frames is None  # the two axes are told by their sizes
+        known: dict[Order, tuple[int, ...]] = {"first": (self.channels, count), "last": (count, self.channels)}
+        return [(count,)] if self.channels == 1 else [known[order] for order in self.orders]
+
+    @property
+    def time(self) -> int | None:
+        """The axis of the features along which recordings have several lengths; None: they have one length."""
+        if self.frames is not None:
+            return None
+        return 0 if self.channels == 1 or self.orders == ("last",) else 1
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the features of a recording can be read."""
+        if self.channels == 1:
+            return len(shape) == 1 and self._counts(shape[0])
+        if len(shape) != 2:
+            return False
+        known: dict[Order, tuple[int, int]] = {"first": (shape[0], shape[1]), "last": (shape[1], shape[0])}
+        pairs = [known[order] for order in self.orders]
+        return any(channels == self.channels and self._counts(count) for channels, count in pairs)
+
+    def _counts(self, frames: int) -> bool:
+        return frames == self.frames or (self.frames is None and frames >= self.fewest)
+
+    def __str__(self) -> str:
+        count = f"{self.fewest} or more" if self.frames is None else str(self.frames)
+        return f"{count} samples" if self.channels == 1 else f"{self.channels} bins and {count} frames"
+
+
+def front_of(model: PreTrainedModel) -> Front:
+    """The front of a model. Raises ModelError for one whose encoder has none of convolutions over time."""
+    inside = {id(module) for block in find_blocks(model) for module in block.module.modules()}
+    before = [module for module in model.get_encoder().modules() if id(module) not in inside]
+    convolutions = [module for module in before if isinstance(module, nn.Conv1d)]
+    if not convolutions:
+        raise ModelError(f"model: the encoder of {type(model).__name__} begins with no convolution; {SUPPORTED}")
+    stride = prod(module.stride[0] for module in convolutions)
+    tables = [module for module in before if isinstance(module, nn.Embedding)]
+    frames = stride * tables[0].num_embeddings if tables else None
+    fewest = fewest_frames(convolutions)
+    found = Front(convolutions[0].in_channels, frames, stride, fewest)
+    if found.channels == 1:
+        return found
+    reached: list[Order] = [
+        order for order, shape in zip(found.orders, found.shapes, strict=True) if reaches(model, convolutions[0], shape)
+    ]
+    return replace(found, orders=tuple(reached) or found.orders)
+
+
+def front_if_any(model: PreTrainedModel) -> Front | None:
+    """The front of a model that hears recordings; None for other models."""
+    return front_of(model) if kind_of(model) is RECORDED else None
+
+
+def fewest_frames(convolutions: Sequence[nn.Conv1d]) -> int:
+    """The frames from which convolutions, one after the other, make one position."""
+    count = 1
+    for module in reversed(convolutions):
+        (kernel,), (stride,), (dilation,), padding = module.kernel_size, module.stride, module.dilation, module.padding
+        span = dilation * (kernel - 1)
+        padded = (span if padding == "same" else 0) if isinstance(padding, str) else 2 * padding[0]
+        count = max(1, (count - 1) * stride + span + 1 - padded)
+    return count
+
+
+class _Reached(Exception):  # noqa: N818 - not an error
+    """Ends a forward pass before the first convolution. fits: whether its input has the channels that it reads."""
+
+    def __init__(self, fits: bool) -> None:
+        super().__init__()
+        self.fits = fits
+
+
+@torch.no_grad()
+def reaches(model: PreTrainedModel, convolution: nn.Conv1d, shape: Sequence[int]) -> bool:
+    """Whether features of a shape come to the first convolution as it reads them; no weight is read."""
+
+    def stop(module: nn.Module, given: tuple[Any, ...]) -> None:
+        size: Sequence[int] = given[0].shape if given and isinstance(given[0], Tensor) else ()
+        raise _Reached(len(size) > 1 and size[-2] == convolution.in_channels)
+
+    encoder: nn.Module = model.get_encoder()
+    handle = convolution.register_forward_pre_hook(stop)
+    try:
+        encoder(torch.zeros(1, *shape, device=convolution.weight.device, dtype=convolution.weight.dtype))
+    except _Reached as reached:
+        return reached.fits
+    except UNRUNNABLE:
+        return False
+    finally:
+        handle.remove()
+    return False
+
+
+def check_recordings(model: PreTrainedModel, ids: Int[Tensor, "rows length"], places: Sequence[str]) -> None:
+    """Raise CalibrationError for recordings that a model cannot read. places: of each, for messages."""
+    front, size, positions = front_of(model), vocabulary_size(model), target_positions(model)
+    for place, row in zip(places, ids, strict=True):
+        shape, tokens = shape_in(row), targets_in(row[None])[0]
+        if not front.fits(shape):
+            turned = len(shape) == 2 and front.fits(shape[::-1])
+            how = "swap these two axes" if turned else "make them with the feature extractor of the model"
+            how += "" if turned else " (preprocessor_config.json)"
+            raise CalibrationError(
+                f"{place}: has features of shape {list(shape)}, but {type(model).__name__} reads {front}; {how}"
+            )
+        if not len(tokens):
+            raise CalibrationError(f"{place}: its transcript has no target tokens; write another, or leave it out")
+        if int(tokens.max()) >= size:
+            raise CalibrationError(
+                f"{place}: has the token id {int(tokens.max())}, but the model's vocabulary has {size}; use the "
+                "model's own tokenizer"
+            )
+        if positions is not None and len(tokens) > positions:
+            raise CalibrationError(
+                f"{place}: its transcript has {len(tokens)} tokens, but the decoder has {positions} positions; cut the "
+                f"recording into shorter ones, or use a length <= {positions}, to which transcripts are cut"
+            )
+
+
+def target_positions(model: PreTrainedModel) -> int | None:
+    """The positions of a model's decoder; None if its configuration states no limit."""
+    config = model.config.get_text_config(decoder=True)
+    named = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    return next((count for count in named if count is not None and count > 0), None)
+
+
+def samples_for(model: PreTrainedModel) -> list[Int[Tensor, "1 length"]]:
+    """Sequences with which a model of its kind may run, of the fewest tokens; at least one of them must."""
+    if kind_of(model) is not RECORDED:
+        return [torch.arange(TOKENS)[None] % vocabulary_size(model)]
+    draw = torch.Generator().manual_seed(0)
+    tokens = [token % vocabulary_size(model) for token in range(TOKENS)]
+    return [row_of(torch.randn(shape, generator=draw), tokens)[None] for shape in front_of(model).shapes]

@@ -1,0 +1,326 @@
+"""Structure discovery from a few forward passes of one block: no architecture names, no tracing.
+
+Groups: linears that read the same tensor share their input. Links: a scale per channel can move from the module that
+writes the channels, a norm or a linear, to the linears that read them. Every link is verified numerically when it is
+found, and every fold is verified again before it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.experts import Expert, exercised, in_experts
+from compress.models.structure.channel_probes import ChannelMap, all_at_once, by_halves
+from compress.models.structure.probes import Change, Forward, Probe, in_float32, norms_of, width_in, width_out
+from compress.models.structure.rewrite import divide_norm, remember, rewrite_rows, rewrite_weight
+from compress.numerics.metrics import relative_error
+
+FOLD_TOLERANCE = 1e-5  # relative, float32: true folds are exact to 1e-6, wrong ones are off by more than 1e-2
+
+Kind = Literal["norm", "linear"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that read the same tensor, by their names inside the block, in the order of execution.
+
+    norm: the name of the module that writes the tensor and can absorb a scale per channel, or None.
+    """
+
+    linears: tuple[str, ...]
+    norm: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A path along which a scale per channel can move from one module to others.
+
+    source: the module inside the block that writes the channels, a norm or a linear. readers: the modules whose input
+    columns are scaled: linears, and routers of experts. channels: for each stored input column of the readers, the
+    source's output channel. kind: whether the source is a norm or a linear. Links are equal when they are the same
+    object.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    channels: Int[Tensor, " in"]
+    kind: Kind
+
+    def equalize(self, scale: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
+        """Give columns of the same source channel the same scale: the largest of theirs."""
+        width = int(self.channels.max()) + 1
+        index = self.channels.to(scale.device)
+        return scale.new_zeros(width).scatter_reduce(0, index, scale, "amax", include_self=False)[index]
+
+    def per_channel(self, scale: Float[Tensor, " in"], width: int) -> Float[Tensor, " out"]:
+        """The scale of each of the source's `width` channels; 1 for channels that the readers do not read."""
+        found = scale.new_ones(width)
+        found[self.channels.to(scale.device)] = scale
+        return found
+
+
+def find_groups(block: nn.Module, forward: Forward) -> list[Group]:
+    """Find the groups of a block, in the order of execution; a linear that did not run is its own group, at the end."""
+    inputs: dict[str, Tensor] = {}  # kept alive, so that no storage is reused
+    outputs: dict[str, Tensor] = {}
+    names = linears(block)
+    handles = [module.register_forward_pre_hook(_reader(inputs, name)) for name, module in names.items()]
+    handles += [module.register_forward_hook(_writer(outputs, name)) for name, module in norms_of(block).items()]
+    try:
+        with exercised(block):
+            forward(block)
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, tensor in inputs.items():
+        groups.setdefault(_identity(tensor), []).append(name)
+    norms = {_identity(tensor): name for name, tensor in outputs.items()}
+    found = [Group(tuple(members), norms.get(key)) for key, members in groups.items()]
+    return found + [Group((name,), None) for name in names if name not in inputs]
+
+
+def _reader(inputs: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.setdefault(name, args[0])
+
+    return hook
+
+
+def _writer(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+        if isinstance(output, Tensor):
+            outputs[name] = output
+
+    return hook
+
+
+def _identity(tensor: Tensor) -> tuple[int, ...]:
+    """The identity of a tensor: storage, offset, last dimension and number of elements."""
+    shape = (int(tensor.storage_offset()), *tensor.shape[-1:], tensor.numel())
+    return (tensor.untyped_storage()._cdata, *shape)  # data_ptr() is 0 for all tensors without data
+
+
+def find_links(block: nn.Module, forward: Forward, similar: Sequence[Link] = ()) -> list[Link]:
+    """Find all links of a block that hold: norms first, each kind in the order of definition.
+
+    forward: a pass of a given block on fixed inputs, in the dtype of that block. The search takes two to three passes
+    per linear, and about thirty for a fused gate and up projection. similar: links of a block of the same
+    `block_signature`; if they all hold here, one pass per link suffices. At most one float32 copy of the block is made.
+    """
+    with in_float32(block) as proof:
+        probe = Probe(proof, forward)
+        experts = in_experts(proof)
+        outside = [link for link in similar if not _inside(link.source, experts)]
+        if not outside or not all(_checked(probe, link) for link in outside):
+            alone = [name for name in probe.linears if not _inside(name, experts)]
+            outside = [link for name in probe.norms if (link := _norm_link(probe, name))]
+            outside += [link for name in alone if (link := _linear_link(probe, name))]
+        return outside + _expert_links(experts)
+
+
+def block_signature(block: nn.Module) -> Hashable:
+    """The signature of a block's structure: the names and shapes of its parameters and buffers."""
+    return tuple((name, tuple(tensor.shape)) for name, tensor in block.state_dict().items())
+
+
+def _inside(name: str, experts: Mapping[str, Expert]) -> bool:
+    return any(name.startswith(prefix + ".") for prefix in experts)
+
+
+def _expert_links(experts: Mapping[str, Expert]) -> list[Link]:
+    """Links inside experts: found in the first expert of a kind and verified in each of them."""
+    found: list[Link] = []
+    patterns: dict[tuple[object, ...], list[Link]] = {}
+    for prefix, expert in experts.items():
+        probe = Probe(expert, expert.probe)
+        kind = (prefix.rpartition(".")[0], *((name, m.weight.shape) for name, m in probe.linears.items()))
+        if kind not in patterns:
+            patterns[kind] = [link for name in probe.linears if (link := _linear_link(probe, name))]
+        for link in patterns[kind]:
+            if _checked(probe, link):
+                readers = tuple(f"{prefix}.{name}" for name in link.readers)
+                found.append(Link(f"{prefix}.{link.source}", readers, link.channels, link.kind))
+    return found
+
+
+def _norm_link(probe: Probe, source: str) -> Link | None:
+    """Find the readers whose columns scale with the norm's channels, round by round, until no more are found."""
+    width = width_out(probe.norms[source])
+    scale = _random_scale(width)
+    readers: dict[str, Tensor] = {}
+    while True:
+        undone = {name: lambda x: x * (1 / scale).to(x) for name in readers}
+        probe.run({source: lambda y: y * scale.to(y) if y.shape[-1] == width else y}, undone)
+        more = {n for n, (x, y) in probe.reached().items() if n not in readers and _scaled(x, y, scale)}
+        if not more:
+            break
+        readers |= dict.fromkeys(more, torch.arange(width))
+    names = tuple(name for name in probe.readers if name in readers)
+    return _proved(probe, source, names, torch.arange(width), "norm") if names else None
+
+
+def _scaled(before: Tensor, after: Tensor, scale: Tensor) -> bool:
+    """Whether every column j is scaled by scale[j] (and the input is not all zeros)."""
+    if before.shape[1] != len(scale) or not bool(before.any()):
+        return False
+    return relative_error(after, before * scale.to(before)) < 1e-3
+
+
+def _linear_link(probe: Probe, source: str) -> Link | None:
+    """The link from one linear to its readers, found by the cheapest probe that finds any."""
+    if source not in probe.ran:
+        return None
+    width = width_out(probe.linears[source])
+    for find in (_plain, _fused_attention, by_halves):
+        link = _best(probe, source, find(probe, source, width))
+        if link is not None:
+            return link
+    return None
+
+
+def _plain(probe: Probe, source: str, width: int) -> ChannelMap:
+    return all_at_once(probe, source, width)
+
+
+def _fused_attention(probe: Probe, source: str, width: int) -> ChannelMap:
+    return all_at_once(probe, source, width, equal_tokens=True)
+
+
+def _best(probe: Probe, source: str, found: ChannelMap) -> Link | None:
+    """The link to all readers of the same channels, if it holds; readers of different channels cannot share a scale."""
+    found = {name: channels for name, channels in found.items() if name != source}
+    if not found:
+        return None
+    first = next(iter(found.values()))
+    if not all(torch.equal(channels, first) for channels in found.values()):
+        return None
+    return _proved(probe, source, tuple(n for n in probe.readers if n in found), first, "linear")
+
+
+def _proved(
+    probe: Probe, source: str, readers: tuple[str, ...], channels: Int[Tensor, " in"], kind: Kind
+) -> Link | None:
+    """The link, if it holds; readers that permute these channels differently cannot share a scale."""
+    stored = [channels if (order := _order(probe.readers[name])) is None else channels[order] for name in readers]
+    if not all(torch.equal(other, stored[0]) for other in stored):
+        return None
+    return _checked(probe, Link(source, readers, stored[0], kind))
+
+
+def _mixes(module: nn.Module) -> bool:
+    """Whether no column of a reader is for one channel alone."""
+    return isinstance(module, CompressedLinear) and module.scheme.mixes
+
+
+def _order(module: nn.Module) -> Int[Tensor, " in"] | None:
+    """The input permutation of a reader, or None."""
+    order = module.input_permutation if isinstance(module, CompressedLinear) else None
+    return None if order is None else order.cpu()
+
+
+def _checked(probe: Probe, link: Link) -> Link | None:
+    """The link, if scaling the source's output down and the readers' inputs up leaves the block's output unchanged.
+
+    A linear that never ran could read the same channels; a link is refused if such a linear has as many inputs.
+    """
+    silent = [m for name, m in probe.readers.items() if name not in probe.ran]
+    if any(width_in(module) == len(link.channels) for module in silent):
+        return None
+    if any(_mixes(probe.readers[name]) for name in link.readers):
+        return None
+    width = width_out(probe.block.get_submodule(link.source))
+    scale = _random_scale(width)[link.channels]
+    divisor = link.per_channel(scale, width)
+    outputs = {link.source: lambda y: y / divisor.to(y) if y.shape[-1] == width else y}
+    inputs: dict[str, Change] = {}
+    for name in link.readers:
+        order = _order(probe.readers[name])
+        before = scale if order is None else scale[order.argsort()]
+        inputs[name] = lambda x, s=before: x * s.to(x)
+    actual = probe.run(outputs, inputs)
+    return link if relative_error(actual, probe.output) < FOLD_TOLERANCE else None
+
+
+def _random_scale(width: int) -> Float[Tensor, " channels"]:
+    """Distinct positive factors from 1/2 to 2."""
+    return 2.0 ** (2 * torch.rand(width, generator=torch.Generator().manual_seed(width)) - 1)
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The outcome of an attempted fold: whether it is kept, the form of the rewrite, and the measured error."""
+
+    kept: bool
+    form: str
+    error: float
+
+
+Rewrite = Callable[[nn.Module], Callable[[], None]]
+"""Rewrites the weights of a block, and returns a function that undoes it."""
+
+
+def tried(block: nn.Module, forward: Forward, rewrites: Mapping[str, Rewrite]) -> Fold:
+    """Apply the first rewrite, by its form, that leaves the block's output unchanged; otherwise none.
+
+    They are tried in float32, on a copy of the block unless the block is in float32; unchanged: a relative error below
+    FOLD_TOLERANCE.
+    """
+    error = float("inf")
+    with in_float32(block) as proof:
+        before = forward(proof)
+        for form, rewrite in rewrites.items():
+            undo = rewrite(proof)
+            error = relative_error(forward(proof), before)
+            if error < FOLD_TOLERANCE:
+                if proof is not block:
+                    rewrite(block)
+                return Fold(True, form, error)
+            undo()
+    return Fold(False, "none", error)
+
+
+def fold(block: nn.Module, link: Link, scale: Float[Tensor, " in"], forward: Forward) -> Fold:
+    """Divide the output of the link's source by `scale` and multiply the input columns of its readers by it.
+
+    scale: positive, one per input column of the readers, equal where columns share a channel (`Link.equalize`). The
+    rewrite is proved (`tried`), for norms in the form `weight`, then in `1 + weight`.
+    """
+    assert bool((scale > 0).all()), "a scale must be positive"
+    assert torch.equal(scale, link.equalize(scale)), "columns of one channel must have one scale; use link.equalize"
+    block, link, forward = scope_of(block, link, forward)
+    forms = ("weight", "1 + weight") if link.kind == "norm" else ("linear",)
+    return tried(block, forward, {form: partial(_rewrite, link=link, scale=scale, form=form) for form in forms})
+
+
+def scope_of(block: nn.Module, link: Link, forward: Forward) -> tuple[nn.Module, Link, Forward]:
+    """The module in which a fold is verified: the block, or the expert that holds all modules of the link."""
+    for name, expert in in_experts(block).items():
+        if all(place.startswith(name + ".") for place in (link.source, *link.readers)):
+            start = len(name) + 1
+            inside = Link(link.source[start:], tuple(r[start:] for r in link.readers), link.channels, link.kind)
+            return expert, inside, expert.probe
+    return block, link, forward
+
+
+def _rewrite(block: nn.Module, link: Link, scale: Tensor, form: str) -> Callable[[], None]:
+    """Write a fold into the weights; return a function that undoes it."""
+    source = block.get_submodule(link.source)
+    readers = [block.get_submodule(name) for name in link.readers]
+    undo = remember(source, *readers)
+    divisor = link.per_channel(scale, width_out(source))
+    if link.kind == "norm":
+        divide_norm(source, divisor, form)
+    else:
+        rewrite_rows(source, lambda rows: rows / (divisor if rows.dim() == 1 else divisor[:, None]).to(rows))
+    for module in readers:
+        rewrite_weight(module, lambda weight: weight * scale.to(weight))
+    return undo

@@ -1,0 +1,134 @@
+"""Probe runs of one block: change one output (scale, shift or equalize it) and record the inputs of all readers.
+
+In all runs, the output of each linear is centred over the tokens and shifted by the same noise of its own size, so that
+no channel is silent (after a ReLU, half of the channels may be zero on a short text). Runs are in float32; a block in
+another dtype is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compress.layers.linear import LINEARS, CompressedLinear, linears
+from compress.models.experts import exercised
+
+Forward = Callable[[nn.Module], Tensor]
+"""One forward pass of a block on fixed inputs, cast to the dtype of the block's parameters: block -> hidden states."""
+
+Change = Callable[[Tensor], Tensor]
+"""A change that a run applies to an input or an output of a module."""
+
+
+def readers_of(block: nn.Module) -> dict[str, nn.Module]:
+    """All modules that multiply their input by a matrix [out, in]: linears, and routers with a matrix of their own."""
+    found = linears(block)
+    for name, module in block.named_modules():
+        weight = module._parameters.get("weight")
+        if name not in found and weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+            found[name] = module
+    return found
+
+
+def norms_of(block: nn.Module) -> dict[str, nn.Module]:
+    """All modules with a one-dimensional weight, which may scale their output per channel."""
+    named = block.named_modules()
+    return {n: m for n, m in named if (w := m._parameters.get("weight")) is not None and w.dim() == 1}
+
+
+def width_in(module: nn.Module) -> int:
+    """The number of input columns of a linear or a router."""
+    if isinstance(module, (*LINEARS, CompressedLinear)):
+        return CompressedLinear.of(module).shape[1]
+    return module.get_parameter("weight").shape[1]
+
+
+def width_out(module: nn.Module) -> int:
+    """The number of output channels of a linear or a norm."""
+    if isinstance(module, (*LINEARS, CompressedLinear)):
+        return CompressedLinear.of(module).shape[0]
+    return module.get_parameter("weight").shape[0]
+
+
+@contextmanager
+def in_float32(block: nn.Module):
+    """Yield the block itself if it is in float32, else a float32 copy; all experts are exercised in the meantime."""
+    floating = (t for t in (*block.parameters(), *block.buffers()) if t.is_floating_point())
+    proof = block if all(t.dtype == torch.float32 for t in floating) else copy.deepcopy(block).to(torch.float32)
+    with torch.no_grad(), exercised(proof):
+        yield proof
+
+
+class Probe:
+    """A block in float32 and its forward pass, run with changes.
+
+    readers, norms: its modules by name. ran: the readers that saw a token in the run without changes.
+    """
+
+    def __init__(self, block: nn.Module, forward: Forward) -> None:
+        self.block, self._forward = block, forward
+        self.readers, self.norms = readers_of(block), norms_of(block)
+        self.linears = linears(block)
+        self.base: dict[str, Tensor] = {}
+        self.output = self.run()
+        self.base = self.inputs
+        self.ran = frozenset(self.base)
+
+    def run(self, outputs: Mapping[str, Change] | None = None, inputs: Mapping[str, Change] | None = None) -> Tensor:
+        """Run the block with changed outputs and inputs of some modules and return its output.
+
+        Afterwards `self.inputs` holds the input of every reader before its own change: [tokens, in].
+        """
+        outputs, inputs = outputs or {}, inputs or {}
+        self.inputs: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            for name, module in self.readers.items():
+                handle = module.register_forward_pre_hook(self._record(name, inputs.get(name)))
+                stack.callback(handle.remove)
+            for name, module in self.linears.items():
+                handle = module.register_forward_hook(_shift(zlib.crc32(name.encode())))
+                stack.callback(handle.remove)
+            for name, change in outputs.items():
+                handle = self.block.get_submodule(name).register_forward_hook(_changed(change))
+                stack.callback(handle.remove)
+            return self._forward(self.block)
+
+    def _record(self, name: str, change: Change | None) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            rows = args[0].reshape(-1, args[0].shape[-1])
+            if rows.shape[0]:
+                self.inputs.setdefault(name, rows.clone())
+            return None if change is None else (change(args[0]), *args[1:])
+
+        return hook
+
+    def reached(self, names: Iterable[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """(input in the plain run, input in the last run) of every reader with equal numbers of tokens in both."""
+        both = [name for name in (names or self.base) if name in self.inputs and name in self.base]
+        pairs = {name: (self.base[name], self.inputs[name]) for name in both}
+        return {name: (x, y) for name, (x, y) in pairs.items() if x.shape == y.shape}
+
+
+def _shift(seed: int) -> Callable[..., Tensor]:
+    """A hook that centres every channel and adds noise of the size of the output, drawn from a seed."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(output)
+        output = output - output.mean(tuple(range(output.dim() - 1)), keepdim=True)
+        size = output.square().mean().sqrt()
+        return output + noise * torch.where(size > 0, size, torch.ones_like(size))
+
+    return hook
+
+
+def _changed(change: Change) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) else output
+
+    return hook

@@ -1,0 +1,1 @@
+"""Passes that quantize the keys and values of attention."""

@@ -1,0 +1,164 @@
+"""Measure peak memory: of the process, and apart from it of the accelerator that a run computes on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import psutil
+import torch
+
+from compress.passes.contract.limits import limits_left
+
+INTERVAL_SECONDS = 0.02
+COPIES_SHARE = 4  # one part in so many of the memory that is left is for copies of packed weights; texts need the rest
+STORE_BYTES = 4 << 30  # default memory limit of one store of activations; further activations go to files
+
+
+@dataclass(frozen=True)
+class ProblemSize:
+    """The size of the model, of one block, or of one linear, that a pass works on.
+
+    weights: number of weights in dense linears. scales: number of scales in quantized linears. outside: number of
+    parameters outside of the blocks' linears. passed: number of inputs and outputs of all linears, per token.
+    vocabulary: vocabulary size; 0 for a block. length: tokens of one example: of a calibration sequence, or of a batch
+    for a block. itemsize: bytes per number of the dense model. packed: number of weights in quantized linears. inputs:
+    widths of the tensors that the pass's linears read. largest: number of weights of the largest linear. forward_bytes:
+    bytes of a forward pass of one example through a block. states_bytes: bytes of the outputs of a block for the whole
+    calibration text; for the model, of those that are not in files. outputs: for the model, numbers of the outputs of
+    all blocks, per token. hidden: channels of the hidden states between blocks. shape: (out, in) of the linear; only
+    `weights`, `itemsize` and `shape` are set for one.
+    """
+
+    weights: int
+    scales: int
+    outside: int
+    passed: int
+    vocabulary: int
+    length: int
+    itemsize: int
+    packed: int = 0
+    inputs: tuple[int, ...] = ()
+    largest: int = 0
+    forward_bytes: int = 0
+    states_bytes: int = 0
+    outputs: int = 0
+    shape: tuple[int, int] = (0, 0)
+    hidden: int = 0
+
+    @classmethod
+    def of_linear(cls, shape: tuple[int, int], itemsize: int) -> ProblemSize:
+        """The size of one linear (out, in)."""
+        return cls(shape[0] * shape[1], 0, 0, 0, 0, 0, itemsize, shape=shape)
+
+
+class DeviceMemory(Protocol):
+    """The memory that torch has allocated on an accelerator."""
+
+    def peak_bytes(self) -> int:
+        """The largest number of allocated bytes since the last `reset`."""
+        ...
+
+    def reset(self) -> None:
+        """Begin a new peak at the bytes that are allocated now."""
+        ...
+
+
+@dataclass(frozen=True)
+class CudaMemory:
+    """DeviceMemory of a CUDA device; until it is used, nothing is allocated."""
+
+    device: torch.device
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if torch.cuda.is_initialized() else 0
+
+    def reset(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of an accelerator; None for a CPU."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+class PeakMemory:
+    """A context manager that measures the resident memory of the process and the allocated memory of an accelerator.
+
+    device: the accelerator's memory, if any. peak_bytes: the largest measured resident memory. The operating system
+    decides how many pages of mapped files it includes. device_bytes: the peak of the accelerator, as its allocator
+    knows it. Contexts may overlap. One thread measures the process for all of them, so short contexts are cheap.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _open: ClassVar[list[PeakMemory]] = []
+    _watching: ClassVar[bool] = False
+
+    def __init__(self, device: DeviceMemory | None = None) -> None:
+        self.peak_bytes = self.device_bytes = 0
+        self._device = device
+
+    def __enter__(self) -> PeakMemory:
+        self.peak_bytes = _resident()
+        with self._lock:
+            self._share_peak()
+            self._open.append(self)
+            if not PeakMemory._watching:
+                PeakMemory._watching = True
+                threading.Thread(target=_watch, name="compress-memory", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.peak_bytes = max(self.peak_bytes, _resident())
+        with self._lock:
+            self._share_peak()
+            self._open.remove(self)
+
+    def _share_peak(self) -> None:
+        """Give the device's peak to all contexts that are open on it, and begin a new one."""
+        if self._device is None:
+            return
+        peak = self._device.peak_bytes()
+        for context in self._open:
+            if context._device == self._device:
+                context.device_bytes = max(context.device_bytes, peak)
+        self._device.reset()
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that the process can still take without swapping: of the host, or of the device if that is less.
+
+    The limits of the control groups of the process, and of the process itself, count as the host's.
+    """
+    host = min(psutil.virtual_memory().available, *limits_left())
+    return min(host, torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else host
+
+
+def copies_limit(left_bytes: int) -> int:
+    """The most memory that copies of packed weights may take, where so much is left."""
+    return left_bytes // COPIES_SHARE
+
+
+_PROCESS = psutil.Process()
+
+
+def _resident() -> int:
+    return _PROCESS.memory_info().rss
+
+
+def _watch() -> None:
+    """Sample the memory while any context is open; end after a second without one."""
+    idle = threading.Event()
+    empty = 0.0
+    while True:
+        idle.wait(INTERVAL_SECONDS)
+        now = _resident()
+        with PeakMemory._lock:
+            for context in PeakMemory._open:
+                context.peak_bytes = max(context.peak_bytes, now)
+            empty = 0.0 if PeakMemory._open else empty + INTERVAL_SECONDS
+            if empty > 1:
+                PeakMemory._watching = False
+                return

@@ -1,0 +1,271 @@
+"""The options of a pass: error messages in terms of the recipe, and overrides for some layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from typing_extensions import Self
+
+from compress.errors import RecipeError, TargetError, did_you_mean
+from compress.models.structure.select import matches, select
+from compress.passes.contract.discovery import is_class
+
+Place = tuple[str | int, ...]
+"""A place in a recipe: ('passes', 1, 'gptq', 'group_size')."""
+
+PLAIN_WORDS = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
+    "model_type": "must be a mapping of options",
+    "tuple_type": "must be a list",
+}
+"""Replacements of pydantic messages, by type, whose wording is about Python instead of YAML."""
+
+OF_THE_WHOLE = frozenset({"targets", "ignore", "true_sequential", "overrides", "allocate"})
+"""Options that a pass cannot override per layer; a pass with more of them lists all in `of_the_whole`."""
+
+INHERITED = "inherited"
+"""The context of a validation of options that a layer has from the whole pass; some may have no effect there."""
+
+DENSE = "none"
+"""The value of `weights` in an override for layers that the pass skips."""
+
+
+SYNONYMS = {
+    "bits": ("weights", "int{value}"),
+    "nbits": ("weights", "int{value}"),
+    "wbits": ("weights", "int{value}"),
+    "num_bits": ("weights", "int{value}"),
+    "dtype": ("weights", "{value}"),
+    "sym": ("symmetric", "{value}"),
+    "zero_point": ("symmetric", "false"),
+    "desc_act": ("act_order", "static"),
+    "actorder": ("act_order", "{value}"),
+    "damp_percent": ("damping", "{value}"),
+    "percdamp": ("damping", "{value}"),
+    "dampening_frac": ("damping", "{value}"),
+    "mask_structure": ("pattern", "{value}"),
+    "prunen": ("pattern", '"2:4"'),
+    "exclude": ("ignore", "{value}"),
+    "modules_to_not_convert": ("ignore", "{value}"),
+    "lr": ("learning_rate", "{value}"),
+}
+"""Names of options in other libraries, the option here with the same purpose, and a value of it."""
+
+
+class OptionError(RecipeError, ValueError):
+    """A mistake in the options of a pass or of another part of a recipe.
+
+    It is a ValueError too, so that pydantic reports it with the errors of the validation that it is part of.
+    place: the place inside the options. message: without the place. owner: the part of the recipe that has the options.
+    """
+
+    def __init__(self, place: Place, message: str, owner: str = "") -> None:
+        super().__init__(f"{place_text((owner, *place) if owner else place)}: {message}", place)
+        self.place, self.message = place, message
+
+
+class Options(BaseModel):
+    """A frozen part of a recipe. Its constructor raises OptionError in one line, the error that YAML gives too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def key(cls) -> str:
+        """The name in a recipe and in errors."""
+        return cls.__name__.lower()
+
+    def without_effect(self) -> dict[str, str]:
+        """The options that change nothing, given the values of the others, and the end of their error (why, a remedy).
+
+        It is an error to set one of them to another value than its default.
+        """
+        return {}
+
+    @model_validator(mode="after")
+    def _check_effects(self, info: ValidationInfo) -> Self:
+        if info.context == INHERITED:
+            return self
+        for name, reason in self.without_effect().items():
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name} has no effect {reason}")
+        return self
+
+    if not TYPE_CHECKING:  # type checkers derive the constructor from the fields
+
+        def __init__(self, /, **options: Any) -> None:
+            __tracebackhide__ = True
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise OptionError(*mistake(error, type(self)), type(self).key()) from None
+
+        __init__.__pydantic_base_init__ = True  # pydantic then validates mappings without calling it
+
+
+def place_text(place: Place) -> str:
+    """A place in words: 'overrides[1] group_size'."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f" {part}" for part in place).strip()
+
+
+def mistake(error: ValidationError, model: type[BaseModel]) -> tuple[Place, str]:
+    """The first mistake that pydantic found: its place, and the message in terms of the recipe."""
+    first = error.errors()[0]
+    place: Place = tuple(first["loc"])
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, OptionError):
+        return (*place, *inner.place), inner.message
+    if first["type"] == "extra_forbidden":
+        owner = _owner(model, place[:-1])
+        known = [field.alias or name for name, field in owner.model_fields.items()]
+        return place, unknown_option(str(place[-1]), known, first["input"])
+    if first["type"] in PLAIN_WORDS:
+        return place, PLAIN_WORDS[first["type"]]
+    message = first["msg"].removeprefix("Value error, ")
+    asked = "" if first["type"] == "value_error" else f", not {first['input']!r}"
+    return place, message[0].lower() + message[1:] + asked
+
+
+def unknown_option(name: str, known: Iterable[str], value: Any = None) -> str:
+    """The message for an option that does not exist, with the nearest known one. value: as given, for a hint."""
+    known = set(known)
+    meant, spelled = SYNONYMS.get(name, ("", ""))
+    if meant not in known:
+        return f"unknown option{did_you_mean(name, known)}"
+    shown = str(value).lower() if isinstance(value, bool) else value
+    return f"unknown option; did you mean {meant!r}? Write {meant}: {spelled.format(value=shown)}"
+
+
+def _owner(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
+    for part in path:
+        inner = model.model_fields[str(part)].annotation
+        for kind in (inner, *get_args(inner)):  # `Evaluate | None` has Evaluate among its arguments
+            if is_class(kind) and issubclass(kind, BaseModel):
+                model = kind
+    return model
+
+
+def patterns(value: Any) -> Any:
+    """Accept one pattern without a list; check that regular expressions compile."""
+    found = (value,) if isinstance(value, str) else value
+    for pattern in found if isinstance(found, (list, tuple)) else ():
+        if isinstance(pattern, str) and pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return found
+
+
+class SomeBlocks(Options):
+    """A choice of blocks by their place in the model.
+
+    ends: the fraction of the blocks at either end that are chosen. every: of the blocks between, every which one is
+    chosen; None: none of them.
+    """
+
+    ends: float = Field(default=0, ge=0, le=0.5)
+    every: int | None = Field(default=None, gt=0)
+
+    def takes(self, index: int, count: int) -> bool:
+        """Whether block `index` of `count` is chosen."""
+        first, last = int(count * self.ends), int(count * (1 - self.ends))
+        inner = self.every is not None and (index - first) % self.every == self.every - 1
+        return index < first or index >= last or inner
+
+
+class Override(BaseModel):
+    """Options for the layers that match `targets`, in some blocks; all other options are those of the pass."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    targets: tuple[str, ...] = Field(min_length=1)
+    blocks: SomeBlocks | None = None
+
+    _patterns = field_validator("targets", mode="before")(patterns)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The overridden options."""
+        return dict(self.model_extra or {})
+
+    @property
+    def dense(self) -> bool:
+        """Whether the pass skips these layers."""
+        return self.options.get("weights") == DENSE
+
+    def takes(self, name: str) -> bool:
+        """Whether the override matches a layer."""
+        return any(matches(name, pattern) for pattern in self.targets)
+
+
+def read_overrides(
+    kind: type[BaseModel], base: Mapping[str, Any], spelled: Any, here: Place = ("overrides",)
+) -> tuple[Override, ...]:
+    """Read overrides: a list of {targets, options...}, or a mapping of patterns to options.
+
+    kind: the pass; base: its own options. The options of every layer are validated together. here: their place in it.
+
+    Raises OptionError.
+    """
+    if isinstance(spelled, Mapping):
+        items = [((*here, key), {"targets": key}, options) for key, options in spelled.items()]
+    elif isinstance(spelled, Sequence) and not isinstance(spelled, str):
+        items = [((*here, i), {}, options) for i, options in enumerate(spelled)]
+    else:
+        raise OptionError(here, "must be a list such as [{targets: '*.down_proj', weights: int8}]")
+    return tuple(_override(kind, base, place, start, options) for place, start, options in items)
+
+
+def _override(
+    kind: type[BaseModel], base: Mapping[str, Any], place: Place, start: Mapping[str, Any], options: Any
+) -> Override:
+    if isinstance(options, Override):
+        options = options.model_dump()
+    if not isinstance(options, Mapping):
+        raise OptionError(place, "must be a mapping of options, such as {weights: int8}")
+    of_the_whole: frozenset[str] = getattr(kind, "of_the_whole", OF_THE_WHOLE)
+    known = set(kind.model_fields) - of_the_whole
+    own = ("blocks",) if start else ("blocks", "targets")
+    changed = {name: value for name, value in options.items() if name not in own}
+    for name in changed:
+        if name not in known:
+            whole = f"applies to the whole pass and cannot be overridden{did_you_mean(name, known)}"
+            message = whole if name in of_the_whole else unknown_option(name, known, changed[name])
+            raise OptionError((*place, name), message)
+    if not changed:
+        raise OptionError(place, "changes nothing; add an option, or weights: none to skip the layers")
+    if changed.get("weights") == DENSE and len(changed) > 1:
+        others = ", ".join(sorted(set(changed) - {"weights"}))
+        raise OptionError(place, f"weights: none skips the layers, so {others} would have no effect; remove {others}")
+    try:
+        if changed.get("weights") != DENSE:
+            under = getattr(kind, "under", None)  # options of the pass that hold under this override
+            own_base = base if under is None else under(base, changed)
+            whole = kind.model_validate({**own_base, **changed}, context=INHERITED).model_dump()
+            changed = {name: whole[name] for name in changed}
+        return Override.model_validate({**start, **{k: v for k, v in options.items() if k in own}, **changed})
+    except ValidationError as error:
+        inner, message = mistake(error, kind)
+        raise OptionError((*place, *inner), message) from error
+
+
+def resolve_overrides(overrides: Sequence[Override], names: Sequence[str], where: str) -> dict[str, Override]:
+    """The override of each layer: the first one that matches it.
+
+    Raises TargetError when a pattern matches none of the pass's layers, or only layers that earlier overrides match.
+    """
+    found: dict[str, Override] = {}
+    for override in overrides:
+        chosen = select(names, override.targets, (), f"{where} overrides")
+        new = [name for name in chosen if name not in found]
+        if not new:
+            raise TargetError(
+                f"{where} overrides: targets {', '.join(override.targets)} match only layers that earlier overrides "
+                "match; put this override before them"
+            )
+        found |= dict.fromkeys(new, override)
+    return found

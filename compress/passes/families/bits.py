@@ -1,0 +1,318 @@
+"""Bits within a budget: every layer gets one of several grids, by what rounding it costs the model.
+
+The value of `allocate` of a quantizing pass. What a choice costs in a layer is estimated before the sweep, from the
+error of rounding to nearest. The sum of the costs is made least within the budget, by an integer program.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from compress.errors import TargetError
+from compress.layers.scheme import LayerScheme
+from compress.models.structure.select import ModuleNames
+from compress.numerics.budget import within_budget
+from compress.numerics.linalg import Regularization
+from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.grids import Grid, IntGrid
+from compress.passes.contract.context import Run
+from compress.passes.contract.layers import Layer, Surveyed
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.observers import Gram, Nothing, Observer
+from compress.passes.contract.options import DENSE, OptionError, Options, Override, read_overrides
+from compress.passes.contract.passes import Survey
+from compress.passes.families.overridden import Overridden
+from compress.train.curvature import hessian_traces, weight_curvature
+
+SEED = 0
+FOLLOWING = ("weights", "group_size", "symmetric", "scale")
+"""Options that follow from the grid, so that every choice states them."""
+WIDTHS = (2, 3, 4, 8)
+"""Bits of the integers that layers choose from, if no choices are given."""
+
+
+class Choice(BaseModel):
+    """Options that a layer may get; all others are those of the pass."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the pass that change."""
+        return dict(self.model_extra or {})
+
+
+class Bits(Options):
+    """Bits per weight of all layers of a pass, and how they are divided."""
+
+    @classmethod
+    def key(cls) -> str:
+        return "allocate"
+
+    bits: float = Field(
+        gt=0,
+        le=32,
+        description="stored per weight on average at most, with zero points and scales of 16 bits; of the layers that "
+        "no override names",
+    )
+    by: Literal["kl", "hawq", "sensitivity"] = Field(
+        default="kl",
+        description="cost of an error in a layer: 'kl': the KL divergence from the model, to second order, from the "
+        "Fisher information of every weight; 'hawq': mean diagonal of the Hessian of a layer times the squared error "
+        "of its weight; 'sensitivity': the squared relative error of its output, which needs one block in memory only",
+    )
+    choices: tuple[Choice, ...] | None = Field(
+        default=None,
+        min_length=2,
+        description="options that layers choose from, such as [{weights: int3}, {weights: int4, group_size: 32}]; "
+        "default: the integers of 2, 3, 4 and 8 bits next to the budget, in the groups of the pass",
+    )
+    sequences: int = Field(default=32, gt=0, description="for kl and hawq: calibration sequences, the first ones")
+    probes: int = Field(default=4, gt=0, description="for hawq: random vectors per sequence of Hutchinson's estimate")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = {"kl": ("probes",), "sensitivity": ("probes", "sequences")}.get(self.by, ())
+        return super().without_effect() | dict.fromkeys(idle, f"by: {self.by}; leave it out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        """A number alone is that of bits."""
+        return {"bits": value} if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    def choices_for(self, grid: Grid) -> tuple[Choice, ...]:
+        """The given choices, or the default ones. Raises ValueError for a grid without default ones."""
+        if self.choices is not None:
+            return self.choices
+        if not isinstance(grid, IntGrid):
+            given = f"[{{weights: {grid.name}}}, {{weights: ...}}]"
+            raise ValueError(f"allocate: grid {grid.name} has no other widths; write choices: {given}")
+        return tuple(Choice.model_validate({"weights": f"int{width}"}) for width in WIDTHS)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The figures of one layer.
+
+    together: a name that is common to layers that must be stored alike. weights: their number. options: for every
+    choice the stored bits and the cost.
+    """
+
+    together: str
+    weights: int
+    options: tuple[tuple[float, float], ...]
+
+
+def remaining(seen: Gram) -> float:
+    """The share of the error of rounding to nearest that is left of a layer's output when GPTQ compensates it.
+
+    Rounding errors d that do not depend on the inputs give tr(H) d^2 to nearest, and sum_j d^2 / U_jj^2 in the sweep of
+    GPTQ, with H regularized and U as in `Gram.factor` (Frantar 2022, step 3). It is 1 for inputs without correlations.
+    """
+    diagonal = seen.diagonal
+    factor = seen.factor(Regularization(), diagonal.argsort(descending=True, stable=True))[0].diagonal()
+    return float(factor.double().square().reciprocal().sum() / diagonal.double().sum().clamp(min=1e-30))
+
+
+class BitSurvey(Survey):
+    """What every choice costs in every layer, and the choices within the budget."""
+
+    def __init__(self, step: Allocating, options: Bits) -> None:
+        self.options, self.choices = options, options.choices_for(step.grid)
+        self.step, self.steps = step, [step.chosen(choice) for choice in self.choices]
+        self.curvature: dict[str, Tensor] = {}
+        self.traces: dict[str, float] = {}
+
+    @property
+    def observer(self) -> type[Observer]:
+        return self.step.compensates or (Gram if self.options.by == "sensitivity" else Nothing)
+
+    @property
+    def whole(self) -> bool:
+        return self.options.by != "sensitivity"
+
+    def memory(self, size: ProblemSize) -> int:
+        # what a forward pass keeps for the derivatives, and the logits with theirs
+        kept = 2 * size.itemsize * size.length * size.passed + 4 * 4 * size.length * size.vocabulary
+        return kept + 4 * size.weights if self.options.by == "kl" else 3 * kept + 4 * 4 * size.weights
+
+    def prepare(
+        self, model: nn.Module, names: Sequence[str], batches: Sequence[Int[Tensor, "batch length"]], run: Run
+    ) -> None:
+        processes, mine = run.processes, [name for name in names if self.step.divides(name)]
+        rows = [row for batch in batches for row in batch.split(1)]
+        rows = rows[: -(-self.options.sequences // processes.size)]
+        message = f"derivatives of the model, by: {self.options.by}"
+
+        def tell(done: int) -> None:
+            run.journal.add("progress", run.label or "allocate", message, done=done, of=len(rows))
+
+        if self.options.by == "kl":
+            found, places = weight_curvature(model, mine, rows, SEED, tell)
+            places = sum(processes.gather(places))
+            self.curvature = {name: processes.sum(squares) / places for name, squares in found.items()}
+        else:
+            traces, places = hessian_traces(model, mine, rows, self.options.probes, SEED, tell)
+            places = sum(processes.gather(places))
+            every = processes.gather(traces)
+            self.traces = {name: sum(one[name] for one in every) / places for name in traces}
+
+    def collect(self, block: Sequence[Surveyed]) -> Mapping[str, Costs]:
+        return {one.layer.name: self._costs(one) for one in block if self.step.divides(one.layer.name)}
+
+    def _costs(self, one: Surveyed) -> Costs:
+        weight, options = one.weight, []
+        left = 1.0 if self.step.compensates is None else remaining(one.seen)
+        for step in self.steps:
+            wrong = step.nearest(weight, one.layer).dense() - weight
+            bits = step.bits_per_weight(one.module.shape) * weight.numel()
+            options.append((bits, left * self._cost(one, wrong)))
+        return Costs(one.together, weight.numel(), tuple(options))
+
+    def _cost(self, one: Surveyed, wrong: Float[Tensor, "out in"]) -> float:
+        name, how = one.layer.name, self.options.by
+        if how == "kl":  # 1/2 sum_oi F_oi E_oi^2, F the diagonal of the Fisher information
+            return float((self.curvature[name].to(wrong) * wrong.square()).sum(dtype=torch.float64)) / 2
+        if how == "hawq":  # Omega of HAWQ-V2: mean diagonal of the Hessian times the squared error
+            mean = max(self.traces[name], 0) / wrong.numel()  # negative only by chance, or far from an optimum
+            return mean * float(wrong.square().sum(dtype=torch.float64)) / 2
+        outputs = [float(((w @ one.seen.hessian) * w).sum()) for w in (wrong, one.weight)]
+        return outputs[0] / max(outputs[1], 1e-30)
+
+    def allocate(self, found: Mapping[str, Costs]) -> Mapping[str, Choice]:
+        items: dict[str, dict[str, tuple[float, float]]] = {}
+        for one in found.values():
+            held = items.setdefault(one.together, {str(i): (0.0, 0.0) for i in range(len(self.choices))})
+            for i, (bits, cost) in enumerate(one.options):
+                held[str(i)] = held[str(i)][0] + bits, held[str(i)][1] + cost
+        budget = self.options.bits * sum(one.weights for one in found.values())
+        try:
+            chosen = within_budget(items, budget)
+        except ValueError as error:
+            raise TargetError(f"allocate: bits {self.options.bits:g}: {error}") from error
+        return {name: self.choices[int(chosen[one.together])] for name, one in found.items()}
+
+    def note(self, allocated: Mapping[str, Choice]) -> str:
+        names = [name for name in self.choices[0].options if len({one.options.get(name) for one in self.choices}) > 1]
+        texts = [
+            ", ".join(f"{choice.options[n]}" if n == "weights" else f"{n} {choice.options[n]}" for n in names)
+            for choice in allocated.values()
+        ]
+        return "layers by choice: " + "; ".join(f"{text}: {count}" for text, count in Counter(texts).most_common())
+
+
+class Allocating(Overridden):
+    """A quantizing pass that may divide a budget of bits among its layers."""
+
+    allocate: Bits | None = Field(
+        default=None,
+        description="divide a budget of bits among the layers: {bits: 3.5}, or {bits: 3.5, by: hawq, choices: [...]}; "
+        "it replaces weights; layers that servers compute as one are alike",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.allocate is None:
+            return
+        choices = self.allocate.choices_for(self.grid)
+        base = {name: getattr(self, name) for name in type(self).model_fields if name not in ("overrides", "allocate")}
+        read_overrides(type(self), base, [{"targets": "*", **one.options} for one in choices], ("allocate", "choices"))
+        if any(one.options.get("weights") == DENSE for one in choices):
+            raise OptionError(("allocate", "choices"), "weights: none is no choice; name such layers in overrides")
+        if len({repr(sorted(one.options.items())) for one in choices}) < len(choices):
+            raise OptionError(("allocate", "choices"), "two of them are equal")
+
+    def without_effect(self) -> dict[str, str]:
+        if self.allocate is None:
+            return super().without_effect()
+        stated = [set(choice.options) for choice in self.allocate.choices_for(self.grid)]
+        reason = "with allocate, whose choices all state it; leave it out"
+        return super().without_effect() | dict.fromkeys(sorted(set.intersection(*stated)), reason)
+
+    @property
+    def compensates(self) -> type[Gram] | None:
+        """The statistics by which later columns compensate the errors of earlier ones; None: no compensation."""
+        return None
+
+    @abstractmethod
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        """Round each weight to the nearest value of the grid; it needs no inputs."""
+
+    def chosen(self, choice: Choice) -> Self:
+        """The pass with the options of a choice, for one layer."""
+        return self._with_override(Override.model_validate({"targets": ("*",), **choice.options}))
+
+    def _with_override(self, override: Override) -> Self:
+        return super()._with_override(override).model_copy(update={"allocate": None})
+
+    @property
+    def alternatives(self) -> tuple[Self, ...]:
+        if self.allocate is None:
+            return ()
+        return tuple(self.chosen(choice) for choice in self.allocate.choices_for(self.grid))
+
+    def divides(self, name: str) -> bool:
+        """Whether the budget is for this layer: no override names it."""
+        return not any(override.takes(name) for override in self.overrides)
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """What the pass stores for a layer of this shape, with scales of 16 bits, in bits per weight."""
+        return 8 * self.becomes(LayerScheme(shape)).size_bytes(torch.float16) / (shape[0] * shape[1])
+
+    def survey(self) -> Survey | None:
+        return super().survey() if self.allocate is None else BitSurvey(self, self.allocate)
+
+    def settled(self, allocated: Mapping[str, Any]) -> Self:
+        if self.allocate is None:
+            return super().settled(allocated)
+        found: list[Override] = []
+        for choice in self.allocate.choices_for(self.grid):
+            names = tuple(name for name, one in allocated.items() if one == choice)
+            if names:
+                found.append(Override.model_validate({"targets": names, **choice.options}))
+        return self.model_copy(update={"overrides": (*self.overrides, *found), "allocate": None})
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        """With the largest choice that all layers can have within the budget, until the run decides."""
+        found = super().on_model(names, where)
+        if found.allocate is None:
+            return found
+        inside = [name for name in names.linears if found.takes(name) and found.divides(name)]
+        if not inside:
+            raise TargetError(f"{where} allocate: overrides name all of its layers; leave allocate out")
+        try:
+            return found._begun({name: names.shapes[name] for name in inside}, found.allocate)
+        except ValueError as error:
+            raise TargetError(f"{where} allocate: {error}") from error
+
+    def _begun(self, shapes: Mapping[str, tuple[int, int]], allocate: Bits) -> Self:
+        """The pass with one choice for all, and all choices complete. Raises ValueError for an impossible budget."""
+        choices = allocate.choices_for(self.grid)
+        steps = [self.chosen(choice) for choice in choices]
+        weights = {name: rows * width for name, (rows, width) in shapes.items()}
+        sizes = [
+            sum(step.bits_per_weight(shape) * weights[name] for name, shape in shapes.items()) / sum(weights.values())
+            for step in steps
+        ]
+        if not min(sizes) <= allocate.bits <= max(sizes):
+            reached = f"the choices reach {min(sizes):.4g} to {max(sizes):.4g} bits per weight"
+            raise ValueError(f"bits {allocate.bits:g}: {reached}")
+        fitting = [i for i, size in enumerate(sizes) if size <= allocate.bits]
+        first = steps[max(fitting, key=lambda i: sizes[i])]
+        if allocate.choices is None:  # the costs of far larger errors are too low: they are of second order
+            last = fitting[-1]
+            choices, steps = choices[last : last + 2], steps[last : last + 2]
+        changed = dict.fromkeys((*FOLLOWING, *(name for choice in choices for name in choice.options)))
+        complete = tuple(Choice.model_validate({name: getattr(step, name) for name in changed}) for step in steps)
+        values = {name: getattr(first, name) for name in changed}
+        return self.model_copy(update={**values, "allocate": allocate.model_copy(update={"choices": complete})})

@@ -1,0 +1,185 @@
+"""Pruning passes: their common options, and the masks that scores give."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from jaxtyping import Float
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from torch import Tensor
+
+from compress.numerics.repair import repaired_in_mask, repaired_in_mask_bytes
+from compress.numerics.sparse.masks import Pattern
+from compress.numerics.sparse.positions import LARGEST_M, Sparsity
+from compress.passes.contract.facts import Fact, LayerFacts
+from compress.passes.contract.layers import Layer, Solution, Zeros
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.observers import Gram, Nothing, Observer
+from compress.passes.contract.passes import Survey
+from compress.passes.families.allocation import Allocation, Uniform, read_allocation
+from compress.passes.families.compensation import CompensatingPass
+
+REPAIR = 24  # steps; on stories15M 2:4 is as good with 8 as with 24 (eval/LOG.md)
+
+
+class Pruning(BaseModel):
+    """The sparsity and the pattern of a pass; a mixin for all passes that prune, once or during training."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"masked"})
+
+    sparsity: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="fraction of weights to remove; default 0.5; an N:M pattern fixes it",
+    )
+    pattern: Pattern = Field(
+        default=Pattern("row"),
+        description="pattern of the zeros: 'row', 'layer', 'N:M' such as '2:4', or blocks of 'RxC' such as 4x1",
+    )
+
+    allocate: Annotated[Allocation, BeforeValidator(read_allocation)] = Field(
+        default=Uniform(),
+        description="distribution of the sparsity over layers: uniform, global (one threshold), owl, sensitivity; "
+        "with options: {owl: {M: 5, lambda: 0.08}}",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.pattern.n_of_m is None:
+            return
+        n, m = self.pattern.n_of_m
+        if self.sparsity is not None and abs(self.sparsity - (1 - n / m)) > 1e-9:
+            raise ValueError(f"pattern {self.pattern.text} fixes sparsity {1 - n / m:g}; leave sparsity out")
+        if not isinstance(self.allocate, Uniform):
+            raise ValueError(
+                f"allocate: {self.allocate.key} needs different sparsities per layer, but pattern {self.pattern.text} "
+                "fixes the sparsity; use pattern: row or layer, or leave allocate out"
+            )
+
+    @property
+    def density(self) -> float:
+        """The fraction of weights that is kept."""
+        return 1 - self.target_sparsity
+
+    @property
+    def target_sparsity(self) -> float:
+        """The fraction of weights that is removed, over all layers."""
+        if self.pattern.n_of_m is not None:
+            return 1 - self.pattern.n_of_m[0] / self.pattern.n_of_m[1]
+        return 0.5 if self.sparsity is None else self.sparsity
+
+    def sparsities(self, shape: tuple[int, int]) -> list[Sparsity]:
+        """The possible storage schemes of the mask, if no other pass prunes the layer."""
+        rows, width = shape
+        if self.pattern.n_of_m is not None:
+            n, m = self.pattern.n_of_m
+            regular = Sparsity.regular(shape, n, m)
+            return [*([regular] if m <= min(width, LARGEST_M) else []), Sparsity(regular.kept)]
+        kept = rows * width - round(self.zeros(shape, self.target_sparsity).due * rows * width)
+        one_group = self.pattern.text == "row" and 0 < kept // rows < width <= LARGEST_M
+        return [*([Sparsity.regular(shape, kept // rows, width)] if one_group else []), Sparsity(kept)]
+
+    def check(self, layer: LayerFacts) -> str | None:
+        """The reason why the pattern does not fit a linear, or None."""
+        return self.pattern.refuses(layer.shape, self.density)
+
+    def zeros(self, shape: tuple[int, int], sparsity: float | None = None) -> Zeros:
+        """The sparsity due in a layer of this shape, at the given sparsity or at that of the pass."""
+        sparsity = self.target_sparsity if sparsity is None else sparsity
+        return Zeros(sparsity, self.pattern.removed(shape, 1 - sparsity) / (shape[0] * shape[1]))
+
+    def prune(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer, sparsity: float) -> Solution:
+        """Prune the layer to a sparsity; weights that earlier passes removed stay zero and count."""
+        keep = self.pattern.keep(self.ranks(weight, seen, layer), 1 - sparsity)
+        keep = keep if layer.mask is None else keep & layer.mask
+        return Solution(
+            weight.masked_fill(~keep, 0), keep, zeros=self.zeros((weight.shape[0], weight.shape[1]), sparsity)
+        )
+
+    def ranks(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Float[Tensor, "out in"]:
+        """The scores, -1 where a weight is already removed; magnitudes, with a journal entry, if all are zero."""
+        score = self.score(weight, seen)
+        if not bool(score.any()):
+            layer.log("fallback", "all scores are zero; magnitudes are used instead")
+            score = weight.abs()
+        return score if layer.mask is None else score.masked_fill(~layer.mask, -1)
+
+    @abstractmethod
+    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
+        """The scores of all weights, at least 0; the weights with the smallest scores are removed."""
+
+
+class PruningPass(Pruning, CompensatingPass):
+    """A pass that prunes one layer at a time."""
+
+    normalizes: ClassVar[bool] = False  # sparsegpt loses by it (eval/LOG.md)
+
+    true_sequential: bool = Field(
+        default=False,
+        description="calibrate each layer on the output of the compressed layers before it in the block; false: "
+        "compute scores on the original block, as in the papers",
+    )
+    repair: int | None = Field(
+        default=None,
+        ge=0,
+        description="steps of conjugate gradients that fit the kept weights to the layer's output before pruning; "
+        f"0: kept weights stay as the pruning leaves them, as in the papers; default: {REPAIR} in passes that read the "
+        "calibration text, otherwise 0",
+    )
+
+    def without_effect(self) -> dict[str, str]:
+        names = () if self.compensates else ("damping", "shrinkage", "error", "normalize_tokens")
+        return super().without_effect() | dict.fromkeys(names, f"with repair: 0; add repair: {REPAIR}, or leave it out")
+
+    @property
+    def repair_steps(self) -> int:
+        """The effective number of steps of the repair."""
+        if self.repair is not None:
+            return self.repair
+        return 0 if self.observes is Nothing else REPAIR
+
+    @property
+    def compensates(self) -> bool:
+        """Whether kept weights change, so that the Hessian of the inputs is needed."""
+        return self.repair_steps > 0 or issubclass(self.observes, Gram)
+
+    @property
+    def observer(self) -> type[Observer]:
+        return self.hessian if self.compensates else self.observes
+
+    def memory(self, size: ProblemSize) -> int:
+        found = super().memory(size)
+        return max(found, repaired_in_mask_bytes(*size.shape)) if self.repair_steps else found
+
+    def survey(self) -> Survey | None:
+        return self.allocate.survey(self)
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+        rows, width = self.pattern.whole((weight.shape[0], weight.shape[1]))
+        if (rows, width) != weight.shape:
+            message = (
+                f"pattern {self.pattern.text} fits the first {rows} rows and {width} columns; the rest stays dense"
+            )
+            layer.log("note", message, dense=weight.numel() - rows * width)
+        sparsity = self.target_sparsity if layer.allocated is None else float(layer.allocated)
+        if sparsity >= 1:
+            layer.log("fallback", "the allocation removes all weights of this layer")
+        weight = self.fitted(weight, seen)
+        return self.repaired(weight, self.prune(weight, seen, layer, sparsity), seen)
+
+    def repaired(self, weight: Float[Tensor, "out in"], pruned: Solution, seen: Any) -> Solution:
+        """The solution with the kept weights fitted to the output of `weight`; codes stay."""
+        steps = self.repair_steps
+        if not steps or not isinstance(pruned.weight, Tensor):
+            return pruned
+        assert pruned.mask is not None, "a pass that prunes gives a mask"
+        found = repaired_in_mask(
+            weight.float(), pruned.weight, pruned.mask, seen.shrunk(self.regularization), self.damping, steps
+        )
+        return replace(pruned, weight=found)

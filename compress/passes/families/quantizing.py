@@ -1,0 +1,275 @@
+"""Quantizing passes: their common options, and the rounding of weights and inputs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import BeforeValidator, Field
+from torch import Tensor
+
+from compress.checkpoint.formats.base import Format
+from compress.errors import NumericError
+from compress.layers.base import WeightPart
+from compress.layers.parts.codes import CodesScheme
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.numerics.quant.codes import Codes, Percentile, ScaleSearch, quantize
+from compress.numerics.quant.grids import GRIDS, Grid, IntGrid
+from compress.numerics.quant.rounding import GridOptions
+from compress.passes.contract.facts import Fact, LayerFacts, Requirements
+from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.observers import CrossGram, Gram, InputAbsMax, Observer
+from compress.passes.contract.passes import ActivationScale, LayerPass
+from compress.passes.families.bits import Allocating
+
+
+def _search(value: Any) -> Any:
+    """Check a scale search; 'percentile' alone uses the default fraction."""
+    if value == "percentile":
+        return Percentile()
+    share = value.get("percentile") if isinstance(value, dict) and len(value) == 1 else None
+    if share is not None and not (isinstance(share, (int, float)) and 0.5 < share <= 1):
+        raise ValueError(f"percentile {share!r} must be a fraction above 0.5 and at most 1, such as 0.999")
+    if share is None and value not in ("absmax", "absmean", "mse", "importance") and not isinstance(value, Percentile):
+        known = "absmax, absmean, mse, importance, percentile, or {percentile: 0.999}"
+        raise ValueError(f"scale {value!r} is not known; write {known}")
+    return value
+
+
+SEARCHES = ("mse", "importance")
+"""The searches that may choose negative scales."""
+ScaleOption = Annotated[ScaleSearch, BeforeValidator(_search)]
+InputGrid = Literal["none", "int8", "fp8_e4m3", "int4", "mxfp4", "nvfp4"]
+
+
+class Quantizing(Allocating):
+    """The common options of all quantizing passes."""
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
+    scale: ScaleOption = Field(
+        default="absmax",
+        description="'absmax' covers the range; 'mse' clips it to the range with the least error; 'importance': the "
+        "least error weighted by its effect on the output (gptq, signround); {percentile: 0.999} covers that "
+        "fraction of the weights; 'absmean': mean magnitude, the default of ternary and binary",
+    )
+    signed_scales: bool = Field(
+        default=True,
+        description="let the searches 'mse' and 'importance' choose negative scales for integers without zero points, "
+        "so that the longer tail of a group has the additional level; with rounded inputs scales stay positive",
+    )
+    activations: InputGrid = Field(
+        default="none", description="grid of the activations (inputs of linears), rounded at run time"
+    )
+    activation_scale: ActivationScale = Field(
+        default="token",
+        description="'token': one scale per token, computed at run time; 'group': one per token and group_size "
+        "columns, at run time; 'static': one calibrated scale; mxfp4 and nvfp4 have groups of their own",
+    )
+    activation_clip: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the largest magnitude that a scale computed at run time covers; QuaRot: 0.9 for int4",
+    )
+
+    @classmethod
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Also the scale search of the grid; that of 'importance' needs scales of parts of a row."""
+        found = super().of_grid(grid, given)
+        if grid.averaged:
+            return found | {"scale": "absmean"}
+        weighted = cls.model_fields["scale"].default == "importance" and given.get("group_size") == "tensor"
+        return found | ({"scale": "mse"} if weighted else {})
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        codes = CodesScheme(self.grid, self.group_size, self.symmetric, self.indexed, self.float_zeros, self.scale_rows)
+        found, rounding = before.with_parts(codes), self.rounding_scheme
+        return found if rounding is None else found.with_transform(rounding)
+
+    @property
+    def rounding_scheme(self) -> RoundingScheme | None:
+        """The scheme of the inputs' rounding; None: inputs are not rounded."""
+        if self.input_grid is None:
+            return None
+        kind = self.activation_scale if self.input_grid.group_size is None else "group"
+        return RoundingScheme(self.input_grid, kind, group=self.input_group, clip=self.activation_clip)
+
+    @property
+    def input_group(self) -> int | None:
+        """The columns of the inputs that share a scale of a token; None: all."""
+        if self.input_grid is not None and self.input_grid.group_size is not None:
+            return self.input_grid.group_size
+        return self.group_size if self.activation_scale == "group" and isinstance(self.group_size, int) else None
+
+    def check(self, layer: LayerFacts) -> str | None:
+        group, width = self.input_group, layer.shape[1]
+        if group is not None and width % group:
+            grid = self.input_grid
+            fixed = grid is not None and grid.group_size is not None
+            remedy = "activations: int4" if fixed else "activation_scale: token"
+            return f"groups of {group} columns do not divide its {width} inputs; use {remedy}"
+        return super().check(layer)
+
+    @property
+    def float_zeros(self) -> bool:
+        """Whether zero points are floats."""
+        return False
+
+    @property
+    def scale_rows(self) -> int:
+        """Consecutive rows that share their scales."""
+        return 1
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the groups are not contiguous, so that an index per column is stored."""
+        return False
+
+    @property
+    def input_grid(self) -> Grid | None:
+        """The grid of the inputs."""
+        return None if self.activations == "none" else GRIDS[self.activations]
+
+    def facts(self) -> frozenset[Fact]:
+        inputs: frozenset[Fact] = frozenset({"activations_quantized"})
+        return self.makes | inputs if any(step.input_grid for step in self.variants()) else self.makes
+
+    @property
+    def weighs_columns(self) -> bool:
+        """Whether the search for scales knows the inputs of a layer."""
+        return False
+
+    @property
+    def integers(self) -> bool:
+        """Whether weights are integers with a float scale and without a zero point."""
+        return isinstance(self.grid, IntGrid) and self.grid.plain and self.symmetric
+
+    @property
+    def positive_scales(self) -> str | None:
+        """Why all scales are positive; None if a search may choose negative ones.
+
+        Marlin of vLLM reads the scales of groups as unsigned integers if the inputs are rounded to int8.
+        """
+        if not self.integers:
+            return "for other weights than integers without zero points"
+        return "with rounded inputs" if self.served_inputs else None if self.scale in SEARCHES else "without scale: mse"
+
+    @property
+    def served_inputs(self) -> bool:
+        """Whether inputs are rounded to a grid that other programs compute with; none does with 4 bits."""
+        return self.input_grid is not None and self.input_grid.bits > 4
+
+    def note(self, format_: Format) -> str | None:
+        if self.input_grid is not None and not self.served_inputs:
+            return f"inputs in {self.activations} are stated in format native only, which compress.load reads"
+        if not self.integers or not self.signed_scales or self.scale not in SEARCHES:
+            return super().note(format_)
+        if self.input_grid is not None:
+            return (
+                "scales stay positive: kernels of servers for rounded inputs may read packed scales as unsigned numbers"
+            )
+        if not format_.negative_scales:
+            return f"scales stay positive: not all readers of format {format_.name} take negative ones"
+        return super().note(format_)
+
+    @property
+    def tries_signs(self) -> bool:
+        """Whether the search for scales tries negative ones, if the readers of the format take them."""
+        return self.signed_scales and self.positive_scales is None
+
+    def without_effect(self) -> dict[str, str]:
+        reason = self.positive_scales
+        idle = {} if reason is None else {"signed_scales": f"{reason}: scales are positive; leave it out"}
+        if self.input_grid is None or self.activation_scale == "static":
+            idle["activation_clip"] = "no scale of inputs is computed at run time; leave it out"
+        return super().without_effect() | idle
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.scale == "importance" and not self.weighs_columns:
+            raise ValueError("scale: importance needs the inputs of a layer, as gptq has them; use scale: mse")
+        if self.scale == "importance" and self.group_size == "tensor":
+            raise ValueError("scale: importance searches the scales of rows; use group_size: channel, or scale: mse")
+        if self.activation_scale != "token" and self.input_grid is None:
+            grid = "int8" if self.activation_scale == "static" else "fp8_e4m3"
+            raise ValueError(f"activation_scale: {self.activation_scale} needs rounded inputs; add activations: {grid}")
+        if self.activation_scale == "static" and self.input_group is not None:
+            raise ValueError(f"activation_scale: static: {self.activations} has a scale per group; leave it out")
+        if self.activation_scale == "group" and self.input_group is None and not isinstance(self.group_size, int):
+            raise ValueError("activation_scale: group needs a group_size in columns, such as group_size: 128")
+
+    def signed(self, layer: Layer) -> bool:
+        """Whether the search for scales may choose negative ones."""
+        return layer.negative_scales and self.tries_signs
+
+    def grid_options(self, layer: Layer) -> GridOptions:
+        """The options of this pass for rounding column by column."""
+        return GridOptions(
+            self.grid,
+            self.group_size,
+            self.symmetric,
+            self.scale,
+            layer.storage,
+            layer.shared_absmax,
+            signed=self.signed(layer),
+        )
+
+    def nearest(self, weight: Float[Tensor, "out in"], layer: Layer) -> Codes:
+        options = self.grid_options(layer)
+        search = "mse" if options.search == "importance" else options.search  # no inputs weigh the columns here
+        return quantize(
+            weight,
+            options.grid,
+            options.group_size,
+            options.symmetric,
+            search,
+            layer.mask,
+            options.dtype,
+            options.shared_absmax,
+            self.scale_rows,
+            options.signed,
+        )
+
+    def rounding(self, layer: Layer) -> InputRounding | None:
+        """The rounding of the layer's inputs, or None; a static scale covers the largest calibration input.
+
+        Raises NumericError when the scale is static and no calibration token reached the layer.
+        """
+        scheme = self.rounding_scheme
+        if self.input_grid is None or scheme is None or scheme.scale != "static":
+            return None if scheme is None else InputRounding(scheme, (0, 0), {})
+        if layer.inputs.tokens == 0:
+            raise NumericError(f"{layer.name}: no calibration token reached this layer; use activation_scale: token")
+        return InputRounding.covering(self.input_grid, layer.inputs.absmax.max(), layer.storage)
+
+
+class QuantizingPass(Quantizing, LayerPass):
+    """A pass that quantizes one layer at a time."""
+
+    def watches(self) -> Callable[[int, torch.device], Observer] | None:
+        return InputAbsMax if self.activation_scale == "static" else None
+
+    @property
+    def requires(self) -> Requirements:
+        needs = super().requires
+        return replace(needs, data=needs.data or any(step.watches() is not None for step in self.variants()))
+
+    @property
+    def compensates(self) -> type[Gram] | None:
+        seen = self.observer
+        return seen.alone if issubclass(seen, CrossGram) else seen if issubclass(seen, Gram) else None
+
+    def solve(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Solution:
+        codes, rounding = self.codes(weight, seen, layer), self.rounding(layer)
+        return Solution(codes, transforms=() if rounding is None else (rounding,))
+
+    @abstractmethod
+    def codes(self, weight: Float[Tensor, "out in"], seen: Any, layer: Layer) -> Codes | Sequence[WeightPart]:
+        """Quantize the weight, to codes or to parts; weights outside of layer.mask must decode to exactly zero."""

@@ -1,0 +1,122 @@
+"""Passes that reconstruct the output of a block: targets, errors, and training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.passes.contract.facts import Log
+from compress.passes.contract.journal import Entry, Journal
+from compress.passes.contract.layers import BlockInputs
+from compress.passes.contract.passes import BlockPass
+from compress.passes.contract.processes import Processes
+from compress.train.loop import TrainingContext, train
+from compress.train.options import Share, TrainingOptions
+from compress.train.parametrization import Parametrize, masked
+from compress.train.student import KEPT, trainable
+
+ErrorName = Literal["symmetric", "asymmetric"]
+"""The target of a block's output. 'symmetric': the original block's output for the same inputs. 'asymmetric': the
+uncompressed model's activations after the block, so that the block also corrects errors of the blocks before it."""
+
+Targets = Callable[[int], Tensor]
+"""The target output of the block for a batch, by its number."""
+
+
+def relative_square(
+    found: Float[Tensor, "*any"], wanted: Float[Tensor, "*any"], energy: Tensor | None = None
+) -> Tensor:
+    """||found - wanted||^2 / ||wanted||^2 in float32. energy: to divide by instead of ||wanted||^2."""
+    wanted = wanted.float()
+    energy = wanted.square().sum() if energy is None else energy
+    return (found.float() - wanted).square().sum() / energy.clamp(min=1e-30)
+
+
+def block_energies(inputs: BlockInputs, targets: Targets) -> Sequence[Tensor | None]:
+    """For each batch ||target||^2 over all processes, divided by their number; None in one process.
+
+    The mean over processes of `relative_square` with it is that of the whole batch.
+    """
+    processes = inputs.processes
+    if processes.size == 1:
+        return [None] * inputs.batches
+    own = torch.stack([targets(batch).float().square().sum() for batch in range(inputs.batches)])
+    return list(processes.sum(own) / processes.size)
+
+
+def block_error(block: nn.Module, inputs: BlockInputs, targets: Targets, batches: Iterable[int]) -> float:
+    """||block(X) - target||^2 / ||target||^2 over the given batches, by their numbers."""
+    error = energy = 0.0
+    for batch in batches:
+        wanted = targets(batch).float()
+        error += float((inputs.forward(block, batch).float() - wanted).square().sum())
+        energy += float(wanted.square().sum())
+    error, energy = inputs.processes.totals(error, energy)
+    return error / max(energy, 1e-30)
+
+
+def shares(sizes: Sequence[int], processes: Processes) -> list[float]:
+    """The fraction of each batch that this process has. sizes: its number of sequences of each batch."""
+    return [own / sum(parts) for own, *parts in zip(sizes, *processes.gather(sizes), strict=True)]
+
+
+@torch.no_grad()
+def add_gradients(parameters: Sequence[Tensor], processes: Processes) -> None:
+    """Replace gradients by their sums over all processes; one that no process has stays None."""
+    if processes.size == 1:
+        return
+    known = torch.tensor([parameter.grad is not None for parameter in parameters])
+    own = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    owners, *found = processes.sums([known.int(), *own])
+    for parameter, some, gradient in zip(parameters, owners.tolist(), found, strict=True):
+        parameter.grad = gradient if some else None
+
+
+class ReconstructionPass(TrainingOptions, BlockPass):
+    """A pass that trains a block to give the output that it should."""
+
+    batch: int = Field(default=1, ge=1, description="calibration batches in one forward and backward pass")
+    hold_out: Share = Field(
+        default=0.1, description="fraction of the batches to hold out of the training; the best state on them is kept"
+    )
+
+    def judged(self, batches: int) -> list[int]:
+        """The numbers of the batches that decide: the held-out ones, or all."""
+        trained, held = self.split(batches)
+        return held or trained
+
+    def learn(
+        self, block: nn.Module, inputs: BlockInputs, targets: Targets, log: Log, parametrize: Parametrize = masked
+    ) -> tuple[int, list[str]]:
+        """Train the block in place; returns the number of steps, and the names of trained norms and biases.
+
+        parametrize: how the weights of dense linears are trained.
+        """
+
+        def show(entry: Entry) -> None:
+            if entry.kind == "progress":
+                log(entry.kind, entry.message, **entry.figures)
+
+        energies = block_energies(inputs, targets)
+
+        def objective(model: nn.Module, ids: Tensor, rows: list[int]) -> Tensor:
+            losses = [relative_square(inputs.forward(model, i), targets(i), energies[i]) for i in rows]
+            return torch.stack(losses).mean()
+
+        def takes(name: str) -> bool:
+            return self.takes(f"{inputs.name}.{name}")
+
+        where = TrainingContext(inputs.label, Journal(listeners=[show]), inputs.work, str(inputs.storage))
+        chosen = trainable(block, self.train, takes, inputs.storage, inputs.label, parametrize, whole=False)
+        with chosen as student:
+            if student.kept:
+                log("fallback", KEPT, layers=len(student.kept), first=student.kept[0])
+            examples = torch.arange(inputs.batches)
+            steps: int = train(student, objective, examples, self, where, parts=True)["steps"]
+            others = [*student.parameters["norms"], *student.parameters["biases"]]
+        return steps, others

@@ -1,0 +1,37 @@
+"""Passes that change the shape of the model: fewer blocks, or narrower ones."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import ClassVar
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.errors import TargetError
+from compress.passes.contract.facts import Fact, Requirements
+from compress.passes.contract.passes import ModelPass
+
+
+class ReshapingPass(ModelPass):
+    """A pass that makes the model smaller in its configuration; the result is dense and has the same class.
+
+    Later passes work on the smaller model: their patterns match its module names.
+    """
+
+    never_after: ClassVar[frozenset[Fact]] = frozenset(
+        {"masked", "quantized", "activations_quantized", "cache_quantized"}
+    )
+
+    @property
+    def requires(self) -> Requirements:
+        return Requirements(data=True, new_shape=True)
+
+    def check_all_taken(self, names: Iterable[str], where: str, why: str) -> None:
+        """Raise TargetError if the targets exclude one of the linears. why: what is the same in all of them."""
+        for name in names:
+            if not self.takes(name):
+                raise TargetError(f"{where}: {name} is left out by targets or ignore, but {why}")
+
+    @abstractmethod
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig: ...

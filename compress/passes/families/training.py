@@ -1,0 +1,264 @@
+"""Training passes: the options of the loss, the teacher, the student, and the run of a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.errors import ModelError, RecipeError
+from compress.layers.linear import CompressedLinear, linears
+from compress.models.kinds.objective import (
+    MASKED_SHARE,
+    LMObjective,
+    MaskedTokens,
+    TargetTokens,
+    check_learns,
+    text_config,
+)
+from compress.models.structure.blocks import find_blocks
+from compress.numerics.metrics import DivergenceName
+from compress.passes.contract.context import Run
+from compress.passes.contract.facts import Requirements
+from compress.passes.contract.observers import Nothing, Observer
+from compress.passes.contract.passes import ModelPass
+from compress.passes.families.allocation import Uniform
+from compress.passes.families.pruning import Pruning
+from compress.sweep.survey import survey_model
+from compress.train.loop import TrainingContext, train
+from compress.train.objective import LanguageLoss, pairs_of_states
+from compress.train.options import TrainingOptions
+from compress.train.parametrization import Kind, Parametrization, masked
+from compress.train.student import KEPT, Student, trainable
+from compress.train.teacher import CachedTeacher, OnlineTeacher, Teacher, TeacherOptions, cached_teacher
+
+TEACHERS = ("teacher", "divergence", "temperature", "top_k")
+"""The options of a teacher."""
+TOP_K = 256  # of 49152 tokens in SmolLM2-135M at int4: 2% gradient error (64: 6%); 2 KiB per token of text
+
+
+class TrainingPass(TrainingOptions, ModelPass):
+    """A pass that trains the whole model.
+
+    The loss is the cross-entropy on the calibration text; with ce_weight < 1 it includes the divergence from a teacher,
+    by default the uncompressed model. For a masked language model, tokens are masked for both the model and the teacher
+    (`MaskedTokens`), the same tokens in every epoch; the cross-entropy is that of the masked tokens.
+    """
+
+    ce_weight: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="weight of the cross-entropy on the text in the loss; the divergence from the teacher "
+        "has the weight 1 - ce_weight",
+    )
+    divergence: DivergenceName = Field(
+        default="forward_kl",
+        description="divergence of the student from the teacher: forward_kl, reverse_kl, js, or tv",
+    )
+    teacher: str | None = Field(
+        default=None,
+        description="hub id, folder or .gguf file of a teacher with the same tokenizer; null: the uncompressed model",
+    )
+    temperature: float = Field(default=1.0, gt=0, description="softmax temperature of model and teacher")
+    token_scale: float | None = Field(
+        default=None,
+        gt=0,
+        description="weight exp(c / token_scale) of a token in the divergence, with c the teacher's cross-entropy "
+        "(TSLD); null: equal weights",
+    )
+    hidden: float = Field(
+        default=0.0, ge=0, description="weight of the relative squared difference of hidden states; needs top_k: null"
+    )
+    cosine: float = Field(
+        default=0.0, ge=0, description="weight of 1 - cosine of the last hidden states; needs top_k: null"
+    )
+    layer_map: tuple[tuple[int, int], ...] | None = Field(
+        default=None,
+        description="for hidden: pairs (block of the model, block of the teacher), from 0: [[0, 1], [1, 3]]; null: "
+        "evenly spaced",
+    )
+    top_k: int | None = Field(
+        default=TOP_K,
+        ge=1,
+        description="store the teacher's top_k most likely tokens and the probability of the rest, computed once; "
+        "null: run the teacher in every step",
+    )
+
+    mask_probability: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description=f"fraction of the tokens to mask for a masked language model; default {MASKED_SHARE:g}",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if (self.hidden or self.cosine) and self.top_k is not None:
+            raise ValueError("hidden states need the teacher in every step; add top_k: null")
+        if self.token_scale is not None and self.ce_weight == 1:
+            raise ValueError("token_scale weighs the divergence, which has weight 0 with ce_weight: 1; lower ce_weight")
+
+    def without_effect(self) -> dict[str, str]:
+        idle = super().without_effect()
+        if not self.hidden:
+            idle["layer_map"] = "with hidden: 0; set hidden, or leave layer_map out"
+        if self.ce_weight == 1:
+            remedy = "with ce_weight: 1, where no output of a teacher is learned; write ce_weight: 0.5, or leave it out"
+            names = ("divergence", "temperature") if self.hidden or self.cosine else TEACHERS
+            idle |= dict.fromkeys(names, remedy)
+        return idle
+
+    @property
+    def requires(self) -> Requirements:
+        learns = self.ce_weight < 1 or self.hidden > 0 or self.cosine > 0
+        return Requirements(data=True, teacher=learns and (self.teacher or True), objective=True, training=True)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...] | None:
+        """The kinds of parameters to train; None: all kinds."""
+        return self.train
+
+    def parametrize(self, name: str, layer: CompressedLinear) -> Parametrization:
+        """The parametrization of a dense linear, by its full name; by default the weight, zero outside of its mask."""
+        return masked(name, layer)
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        assert run.calibration is not None
+        where = self.where(run)
+        with self.objective(run) as objective, self.student(model, run) as student:
+            run.training[where.label] = train(student, objective, run.calibration, self, where)
+
+    def where(self, run: Run) -> TrainingContext:
+        """The context of the training loop."""
+        key = f"{run.storage} {self._lm_objective(run)}"
+        return TrainingContext(run.label or self.key(), run.journal, run.folder_of_pass(), key)
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        remedy = "write ce_weight: 0, so that it learns a teacher's outputs, or use distill"
+        if self.ce_weight > 0:
+            check_learns(lm_objective, where, remedy)
+        if self.token_scale is not None:
+            check_learns(lm_objective, where, "leave token_scale out, which weighs tokens by their loss")
+        if isinstance(lm_objective, TargetTokens) and (self.hidden or self.cosine):
+            raise RecipeError(
+                f"{where}: hidden and cosine compare the hidden states of one stack of blocks, and an encoder-decoder "
+                "model has two; leave them out"
+            )
+        if isinstance(lm_objective, MaskedTokens):
+            return replace(lm_objective, seed=self.seed, probability=self.mask_probability or MASKED_SHARE)
+        if self.mask_probability is not None:
+            raise RecipeError(f"{where}: mask_probability has no effect on a model of {lm_objective.of}; leave it out")
+        return lm_objective
+
+    def check_teacher(self, model: PreTrainedModel, teacher: PreTrainedModel, where: str) -> None:
+        if not self.hidden and not self.cosine:
+            return
+        widths = text_config(model.config).hidden_size, text_config(teacher.config).hidden_size
+        blocks = len(find_blocks(model)), len(find_blocks(teacher))
+        try:
+            pairs_of_states(widths, blocks, self.layer_map)
+        except ModelError as error:
+            raise ModelError(f"{where}: {error}") from error
+
+    def _lm_objective(self, run: Run) -> LMObjective:
+        return self.adapt_objective(run.lm_objective, run.label or self.key())
+
+    @contextmanager
+    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
+        """Prepare the model for training and restore it at the end. Raises TargetError."""
+        label = run.label or self.key()
+        with trainable(model, self.kinds, self.takes, run.storage, label, self.parametrize) as student:
+            if student.kept:
+                run.journal.add("fallback", label, KEPT, layers=len(student.kept), first=student.kept[0])
+            yield student
+
+    @contextmanager
+    def objective(self, run: Run) -> Iterator[LanguageLoss]:
+        """The loss; a teacher that runs in every step is open inside of the context."""
+        with self._teacher(run) as teacher:
+            yield LanguageLoss(
+                self.ce_weight,
+                self.divergence,
+                self.temperature,
+                teacher,
+                self.token_scale,
+                self.hidden,
+                self.cosine,
+                self.layer_map,
+                self._lm_objective(run),
+            )
+
+    @contextmanager
+    def _teacher(self, run: Run) -> Iterator[Teacher | None]:
+        if not self.requires.teacher:
+            yield None
+        elif self.top_k is None:
+            assert run.open_teacher is not None
+            with run.open_teacher(self.teacher) as model:
+                yield OnlineTeacher(model, self.temperature, run.label or self.key(), self._lm_objective(run))
+        else:
+            yield self._cached_teacher(run, self.top_k)
+
+    def _cached_teacher(self, run: Run, top_k: int) -> CachedTeacher:
+        label = run.label or self.key()
+
+        def report_progress(done: int, of: int) -> None:
+            run.journal.add("progress", label, "outputs of the teacher", done=done, of=of)
+
+        assert run.calibration is not None and run.open_teacher is not None
+        opened = partial(run.open_teacher, self.teacher)
+        options = TeacherOptions(self.temperature, top_k, self.teacher, self._lm_objective(run))
+        return cached_teacher(opened, run.calibration, options, run.work, run.device, label, report_progress)
+
+
+class SparseTrainingPass(Pruning, TrainingPass):
+    """A pass that prunes weights during training, by their magnitudes."""
+
+    observes: ClassVar[type[Observer]] = Nothing
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.train is not None and "weights" not in self.train:
+            raise ValueError(f"{self.key()} must train weights; add weights to train, or leave train out")
+
+    @property
+    def uneven(self) -> bool:
+        return not isinstance(self.allocate, Uniform)
+
+    def score(self, weight: Float[Tensor, "out in"], seen: Any) -> Float[Tensor, "out in"]:
+        return weight.abs()
+
+    @contextmanager
+    def student(self, model: nn.Module, run: Run) -> Iterator[Student]:
+        """As of all training passes; an allocation, found before the training, gives each layer its own sparsity."""
+        found, label = self.allocated(model, run), run.label or self.key()
+
+        def parametrize(name: str, layer: CompressedLinear) -> Parametrization:
+            own = self.model_copy(update={"sparsity": found[name], "allocate": Uniform()}) if found else self
+            return own.parametrize(name, layer)
+
+        with trainable(model, self.kinds, self.takes, run.storage, label, parametrize) as student:
+            if student.kept:
+                run.journal.add("fallback", label, KEPT, layers=len(student.kept), first=student.kept[0])
+            yield student
+
+    def allocated(self, model: nn.Module, run: Run) -> Mapping[str, float]:
+        """The sparsity of each layer, by full name; empty if all have that of the pass."""
+        survey = self.allocate.survey(self)
+        if survey is None:
+            return {}
+        assert isinstance(model, PreTrainedModel)
+        label, blocks = run.label or self.key(), find_blocks(model)
+        every = [f"{block.name}.{name}" for block in blocks for name in linears(block.module)]
+        found = survey_model(model, survey, [name for name in every if self.takes(name)], run, label)
+        figures = {"least": round(min(found.values()), 4), "most": round(max(found.values()), 4)}
+        run.journal.add("note", label, f"sparsities of the layers by {self.allocate.key}", **figures)
+        return found

@@ -1,0 +1,101 @@
+"""The options of the weights' number grid, for passes that quantize and passes that prepare quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from compress.layers.scheme import LayerScheme
+from compress.numerics.quant.codes import GroupSize
+from compress.numerics.quant.grids import GRIDS, Grid
+from compress.passes.contract.facts import LayerFacts
+from compress.passes.contract.passes import Pass
+
+
+def _grid(value: Any) -> Any:
+    """Check the name of a grid."""
+    if isinstance(value, Grid):
+        return value.name
+    if not isinstance(value, str) or value not in GRIDS:
+        raise ValueError(f"grid {value!r} is not known; known: {', '.join(GRIDS)}")
+    return value
+
+
+def known_grid(name: Any) -> Grid | None:
+    """Look up a grid by name, or None."""
+    return name if isinstance(name, Grid) else GRIDS.get(name) if isinstance(name, str) else None
+
+
+GridName = Annotated[str, BeforeValidator(_grid)]
+
+
+def _group_size(value: Any) -> Any:
+    if isinstance(value, bool) or not (value in ("channel", "tensor") or (isinstance(value, int) and value > 0)):
+        raise ValueError(f"group_size {value!r} must be a positive number of columns, channel, or tensor")
+    return value
+
+
+GroupSizeOption = Annotated[GroupSize, BeforeValidator(_group_size)]
+
+
+def check_grid(name: str, group_size: GroupSize, symmetric: bool) -> None:
+    """Raise ValueError if a grid does not support these options."""
+    own = GRIDS[name].group_size
+    if symmetric and GRIDS[name].offset:
+        raise ValueError(f"symmetric: true: each group of {name} has a minimum; leave symmetric out")
+    if not symmetric and GRIDS[name].symmetric_only:
+        raise ValueError(f"symmetric: false needs an integer grid; {name} has no zero point")
+    if own is not None and group_size != own:
+        raise ValueError(
+            f"group_size {group_size}: {name} has one scale for {own} columns; write {own}, or leave group_size out"
+        )
+
+
+class WeightGrid(Pass):
+    """The options of the weights' grid, for passes that quantize and passes that prepare quantization."""
+
+    weights: GridName = Field(default="int4", description=f"number grid of the weights: {', '.join(GRIDS)}")
+    group_size: GroupSizeOption = Field(
+        default=64,
+        description="columns that share a scale; 'channel': a whole row, 'tensor': the whole matrix; some grids fix "
+        "the group size (mxfp4: 32, nvfp4: 16)",
+    )
+    symmetric: bool = Field(default=True, description="no zero point; false: one zero point per scale (integer grids)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_grid(cls, values: Any) -> Any:
+        """Options that follow from the grid, where none are given."""
+        if not isinstance(values, dict):
+            return values
+        grid = known_grid(values.get("weights", cls.model_fields["weights"].default))
+        return values if grid is None else cls.of_grid(grid, values) | values
+
+    @classmethod
+    def of_grid(cls, grid: Grid, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults of a grid, where they differ from those of the pass: a fixed group size; a minimum per group."""
+        found: dict[str, Any] = {} if grid.group_size is None else {"group_size": grid.group_size}
+        return found | ({"symmetric": False} if grid.offset else {})
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of the weights."""
+        return GRIDS[self.weights]
+
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        """For passes that prepare weights for this grid: why the later pass rounds a layer to another one, or None."""
+        wanted = self.weights, self.group_size, self.symmetric
+        codes = later.becomes(LayerScheme(layer.shape)).all_codes
+        found = [(one.grid.name, one.group_size, one.symmetric) for one in codes]
+        return None if found == [wanted] else f"it needs {_spelled(wanted)}; write the same options in both passes"
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        check_grid(self.weights, self.group_size, self.symmetric)
+
+
+def _spelled(grid: tuple[str, GroupSize, bool]) -> str:
+    name, group_size, symmetric = grid
+    return f"weights: {name}, group_size: {group_size}, symmetric: {str(symmetric).lower()}"

@@ -1,0 +1,328 @@
+"""Rotations that spread outliers, and leave the function of the model unchanged (QuaRot, Ashkboos 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from typing_extensions import Self
+
+from compress.checkpoint.formats.base import Format
+from compress.checkpoint.sources.opening import InMemory, OpenModel
+from compress.errors import ModelError
+from compress.layers.linear import CompressedLinear, linears, replace_linear
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.hadamard import Hadamard, HadamardScheme
+from compress.models.forward import logits_of
+from compress.models.kinds.objective import LMObjective, check_learns, text_config
+from compress.models.reshape.reconfigure import build, changed, replace_in_place, tensors
+from compress.models.reshape.residual import TRADED
+from compress.models.reshape.rotation import Told, fold_norms, readers_of_norms, rotate, untying, with_own_head
+from compress.models.reshape.widths import Width, hidden_width
+from compress.models.structure.blocks import find_blocks, linears_of_blocks
+from compress.models.structure.rewrite import rotate_inputs
+from compress.models.structure.select import ModuleNames, matches, select
+from compress.models.structure.values import head_size, rotate_values
+from compress.numerics.hadamard import exists, largest_block, neighbours, randomized
+from compress.numerics.metrics import relative_error
+from compress.passes.contract.context import Run
+from compress.passes.contract.facts import LayerFacts, Requirements
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.options import patterns
+from compress.passes.families.learned_rotations import Learnable, Learned, RotationLearning, ValueLink, learn_rotations
+from compress.passes.families.reshaping import ReshapingPass
+from compress.sweep.block_inputs import Inputs
+from compress.sweep.capture import ModelShell
+from compress.sweep.context import BlockContext, captured
+
+PROBE = 64  # random tokens for the structure search and the proofs; no text is needed
+SMALLEST_BLOCK = 16  # of an online transform that does not fit the whole width: a smaller one spreads little
+STORE_BYTES = 1 << 30
+
+
+class Rotate(ReshapingPass):
+    """Rotate hidden states, values and inputs, so that they and the weights have fewer outliers; the function is kept.
+
+    residual (R1 of SpinQuant): weights of norms are folded into the linears that read them, and all weights that read
+    or write hidden states are multiplied by one randomized Hadamard matrix (a random orthogonal matrix for a width
+    without a Hadamard matrix). A head that is tied to the embeddings gets its own weight, because only the head reads a
+    norm; this adds the bytes of the embeddings. values (R2): the values of every head are rotated, and the columns that
+    read them. The result of both is a stock model. online (R4): a Hadamard transform of the inputs of some linears when
+    they run, with its inverse in the weight; only format native can hold it if the weight is quantized. R3, of keys, is
+    `hadamard` of kv_cache. All is proved by the logits in float32, on random tokens. For models with LayerNorm, norms
+    of what is added to hidden states, or routers, `residual` is an error that names the property.
+
+    learn: from the random matrices, Cayley SGD learns one for the hidden states and one for the values of each block,
+    on the loss of the model whose inputs of linears are rounded (SpinQuant, Liu 2024, arXiv 2405.16406, section 3.2).
+    Weights stay unrounded unless `learn.weights` is set, as in the paper before GPTQ (section 4.3). The learned
+    matrices are folded and proved like the random ones.
+    """
+
+    use_for: ClassVar[str] = (
+        "Inputs in 4 bits per token, in front of a quantizing pass; SmolLM2-135M is useless without it (eval/LOG.md)."
+    )
+    not_for: ClassVar[str] = (
+        "Weights that are on a grid already, such as dequantized GGUF files, and pruned ones: a rotation undoes both. "
+        "Small models lose far more with inputs in 4 bits than the 70B model of the paper."
+    )
+    paper: ClassVar[str] = "https://arxiv.org/abs/2404.00456"
+
+    residual: bool = Field(default=True, description="rotate the hidden states between blocks; needs RMSNorm")
+    values: bool = Field(default=True, description="rotate the values of attention, head by head")
+    online: tuple[str, ...] = Field(
+        default=(),
+        description="linears whose inputs are rotated when they run, in the forms of targets, such as down_proj",
+    )
+    seed: int = Field(default=0, ge=0, description="of the random signs and matrices")
+    learn: RotationLearning | None = Field(
+        default=None,
+        description="learn the rotations of residual and values, from the random ones: a mapping of the options below, "
+        "such as {steps: 100}; null: they stay random",
+    )
+
+    _online_patterns = field_validator("online", mode="before")(patterns)
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if not (self.residual or self.values or self.online):
+            raise ValueError("residual, values and online are all off, so nothing is rotated; turn one on")
+        if self.learn is not None and not (self.residual or self.values):
+            raise ValueError("learn has no effect with residual: false and values: false; turn one on, or leave it out")
+
+    @property
+    def requires(self) -> Requirements:
+        learns = self.learn is not None
+        return Requirements(data=learns, objective=learns, training=learns, new_shape=True)
+
+    def rehearsal(self) -> Self:
+        return self.model_copy(update={"learn": None})
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        check_learns(lm_objective, where, "leave learn out, which needs a loss on the text")
+        return lm_objective
+
+    def on_model(self, names: ModuleNames, where: str) -> Self:
+        found = super().on_model(names, where)
+        return found.model_copy(update={"online": names.full(self.online)}) if self.online else found
+
+    def choose(self, names: Sequence[str], where: str) -> list[str]:
+        """All its linears, after a check that patterns of `online` match some of them."""
+        found = super().choose(names, where)
+        if self.online:
+            select(found, self.online, (), f"{where} online")
+        return found
+
+    def for_layer(self, name: str) -> Self:
+        """The pass with `online` for this layer alone, or for none."""
+        return self.model_copy(update={"online": (name,) if self._is_online(name) else ()})
+
+    def _is_online(self, name: str) -> bool:
+        return any(matches(name, pattern) for pattern in self.online)
+
+    def check(self, layer: LayerFacts) -> str | None:
+        width = layer.shape[1]
+        if self.online and _block(width) is None:
+            below, above = neighbours(width)
+            return (
+                f"no Hadamard matrix fits its {width} inputs, nor blocks of {SMALLEST_BLOCK} or more that divide them "
+                f"(the next widths are {below} and {above}); leave it out of online"
+            )
+        return super().check(layer)
+
+    def note(self, format_: Format) -> str | None:
+        """What is rotated, and where it stays."""
+        names = {"hidden states": self.residual, "values": self.values}
+        folded = " and ".join(name for name, turned in names.items() if turned)
+        learned = "" if self.learn is None else f" by matrices {self.learn.text}"
+        found = [f"{folded} are rotated in the weights{learned}"] if folded else []
+        if self.online:
+            found.append(
+                f"inputs of {', '.join(self.online)} are rotated when the layers run, which only format native states"
+            )
+        return "; ".join(found)
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        block = _block(before.shape[1])
+        return before.with_transform(HadamardScheme(block)) if self.online and block is not None else before
+
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+        """The configuration, with an untied head if hidden states are rotated."""
+        if not self.residual:
+            return model.config
+        uniform = "the rotation of the hidden states is uniform: all blocks are rotated, or none; use residual: false"
+        self.check_all_taken(linears_of_blocks(model), where, uniform)
+        _hidden_width(model, where)
+        config = changed(model.config, untying(model))
+        return model.config if config is None else config
+
+    def memory(self, size: ProblemSize) -> int:
+        """Three copies of the model in float32: before a rotation, after it, and one for the comparison.
+
+        While rotations are learned there are two, and what learning needs.
+        """
+        copy = 4 * (size.weights + size.outside)
+        return max(3 * copy, 0 if self.learn is None else 2 * copy + self.learn.memory(size))
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, run: Run) -> None:
+        assert isinstance(model, PreTrainedModel)
+        where, dtype = run.label or self.key(), next(model.parameters()).dtype
+        ids = _probe(model).to(next(model.parameters()).device)
+        told = Told(where, "use residual: false")
+        plain = {name: tensor.float() for name, tensor in tensors(model).items()}
+        new = with_own_head(model, told) if self.residual else build(model, model.config, plain)
+        before = logits_of(new, ids)
+        width, norms, links = None, [], []
+        if self.residual:
+            width = _hidden_width(new, where)
+            new, norms = self._rotate_hidden(new, width, ids, run, told)
+        if self.values:
+            links = self._rotate_values(new, ids, run, where)
+        if self.learn is not None:
+            new = self._rotate_further(new, self._learned(new, width, links, run), width, norms, links, ids, run, told)
+        held = tensors(new)
+        online = self._rotate_online(new, run, where)
+        error = relative_error(logits_of(new, ids), before)
+        if not error < TRADED:
+            raise ModelError(
+                f"{where}: the rotations change the logits (relative error {error:.2g}); use values: false"
+            )
+        run.journal.add("note", where, "rotated without a change of the logits", error=error)
+        stored = build(new, new.config, {name: tensor.to(dtype) for name, tensor in held.items()})
+        for name in online:
+            layer = CompressedLinear.of(new.get_submodule(name))
+            replace_linear(stored, name).read(
+                [part.in_storage(dtype) for part in layer.all_parts], layer.all_transforms
+            )
+        replace_in_place(model, stored)
+
+    def _rotate_hidden(
+        self, model: PreTrainedModel, width: Width, ids: Tensor, run: Run, told: Told
+    ) -> tuple[PreTrainedModel, list[str]]:
+        """R1: fold norms and rotate the residual stream. Returns the rotated model, and the names of the norms."""
+        size = next(iter(width.axes.values()))[0]
+        readers = readers_of_norms(model, width, ids, told)
+        folded = fold_norms(model, readers, ids, told)
+        rotation = randomized(size, self.seed).float().to(ids.device)
+        turned, error = rotate(folded, width, list(readers), rotation, ids, told)
+        kind = "Hadamard" if exists(size) else "random orthogonal"
+        run.journal.add("note", told.where, f"hidden states rotated by a {kind} matrix", width=size, error=error)
+        return build(model, model.config, turned), list(readers)
+
+    def _rotate_values(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[ValueLink]:
+        """R2: rotate the values of every attention layer of the targets. Raises ModelError if there is none."""
+        done, missing = [], []
+        for context in _contexts(model, ids, run, where):
+            inside = [name for name in linears(context.block.module) if self.takes(context.full(name))]
+            inputs, found = Inputs(context, inside), []
+            for link in inputs.permutations:
+                size = head_size(link)
+                if size is None or not {*link.sources, *link.readers} <= set(inside):
+                    continue
+                rotation = randomized(size, self.seed + 1)
+                if rotate_values(context.block.module, link, rotation, inputs.probe).kept:
+                    found.append(ValueLink(context.block.name, link, size))
+            missing += [] if found else [context.block.name]
+            done += found
+        if not done:
+            raise ModelError(
+                f"{where}: no attention layer was found whose values one linear writes, not fused with queries and "
+                "keys, and another one reads, head by head; use values: false"
+            )
+        if missing:
+            run.journal.add("fallback", where, "no values to rotate were found in some blocks", blocks=missing)
+        run.journal.add("note", where, "values rotated", layers=len(done), head_sizes=sorted({v.size for v in done}))
+        return done
+
+    def _learned(self, model: PreTrainedModel, width: Width | None, links: Sequence[ValueLink], run: Run) -> Learned:
+        """Learn rotations of hidden states and values, on the rounded inputs of the targets."""
+        assert self.learn is not None
+        names = [name for name in linears_of_blocks(model) if self.takes(name)]
+        shapes = {name: CompressedLinear.of(model.get_submodule(name)).shape for name in names}
+
+        def online(name: str) -> Hadamard | None:
+            return self._online_transform(shapes[name]) if self._is_online(name) else None
+
+        size = None if width is None else next(iter(width.axes.values()))[0]
+        readers, writers = (frozenset() if width is None else width.modules(side, model) for side in ("in", "out"))
+        found = Learnable(names, size, frozenset(readers), frozenset(writers), links, online)
+        return learn_rotations(model, found, self.learn, run.at(run.label or self.key()))
+
+    def _rotate_further(
+        self,
+        model: PreTrainedModel,
+        learned: Learned,
+        width: Width | None,
+        norms: Sequence[str],
+        links: Sequence[ValueLink],
+        ids: Tensor,
+        run: Run,
+        told: Told,
+    ) -> PreTrainedModel:
+        """Fold learned rotations into the weights as the random ones. Raises ModelError if the function changes."""
+        if width is not None and learned.hidden is not None:
+            turned, _ = rotate(model, width, norms, learned.hidden.float(), ids, told)
+            model = build(model, model.config, turned)
+        turns = dict(zip(links, learned.values, strict=True))
+        for context in _contexts(model, ids, run, told.where) if links else ():
+            for link in (link for link in links if link.block == context.block.name):
+                probe = Inputs(context, list(linears(context.block.module))).probe
+                kept = rotate_values(context.block.module, link.link, turns[link], probe).kept
+                assert kept, "a random rotation of these values was proved"
+        return model
+
+    def _rotate_online(self, model: PreTrainedModel, run: Run, where: str) -> list[str]:
+        """R4: rotate the inputs of the layers of `online` when they run. Returns their names."""
+        names = [name for name in linears_of_blocks(model) if self.takes(name) and self._is_online(name)]
+        for name in names:
+            layer = replace_linear(model, name)
+            rotate_inputs(layer, self._online_transform(layer.shape).to(layer.weight.device))
+        blocks = sorted({_block(CompressedLinear.of(model.get_submodule(name)).shape[1]) or 0 for name in names})
+        if names:
+            run.journal.add("note", where, "inputs rotated when layers run", layers=len(names), blocks=blocks)
+        return names
+
+    def _online_transform(self, shape: tuple[int, int]) -> Hadamard:
+        """The transform of the inputs of a layer (out, in)."""
+        block = _block(shape[1])
+        assert block is not None
+        return Hadamard.of(block, self.seed + 2, shape)  # readers of one tensor stay alike
+
+
+def _block(width: int) -> int | None:
+    """The block of an online transform: the width, or the largest one that divides it; None if that is too small."""
+    found = largest_block(width)
+    return found if found == width or found >= SMALLEST_BLOCK else None
+
+
+def _hidden_width(model: PreTrainedModel, where: str) -> Width:
+    """The tensor dimensions of hidden states. Raises ModelError."""
+    heads = getattr(text_config(model.config), "num_attention_heads", 1)
+    try:
+        return hidden_width(model, lambda size: max(size // 2 // heads, 1) * heads)  # some need a multiple of the heads
+    except ModelError as error:
+        raise ModelError(
+            f"{where}: the tensors that read or write hidden states cannot be told apart ({error}); use residual: false"
+        ) from error
+
+
+def _probe(model: PreTrainedModel) -> Tensor:
+    """Random token ids [1, PROBE]."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(text_config(model.config).vocab_size, (1, PROBE), generator=draw)
+
+
+def _contexts(model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> Iterator[BlockContext]:
+    """Yield every block with its input for the probe; after each, run the block in its new state."""
+    first = next(model.parameters())
+    opened = OpenModel(model, find_blocks(model), InMemory(), None, "", "", first.device, first.dtype)
+    state = captured(ModelShell(opened), ids, [], STORE_BYTES, run.work)
+    for block in opened.blocks:
+        run.journal.add("progress", where, f"values of {block.name}", done=block.index, of=len(opened.blocks))
+        context = BlockContext(block, state, run, first.dtype, where, STORE_BYTES, 0)
+        yield context
+        context.propagate_probe()

@@ -1,0 +1,1 @@
+"""Passes that store weights or activations in fewer bits."""

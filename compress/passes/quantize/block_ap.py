@@ -1,0 +1,108 @@
+"""Block-AP: train all parameters of a block through fake quantization, then fix its codes (Chen 2024)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.layers.linear import CompressedLinear, replace_linear
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import InputRounding
+from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.rounding import rounding_bytes
+from compress.passes.contract.facts import Log
+from compress.passes.contract.layers import BlockInputs, Solution
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.observers import Gram
+from compress.passes.contract.options import OF_THE_WHOLE
+from compress.passes.families.learned_rounding import LearnedRoundingPass, Start
+from compress.passes.families.reconstruction import ReconstructionPass, block_error
+from compress.train.fake_quantized import LearnedShifts
+from compress.train.options import TrainingOptions
+
+
+class BlockAP(LearnedRoundingPass, ReconstructionPass):
+    """Train weights, scales, zero points and norms of a block together, rounded in every step, then fix the codes.
+
+    Minimize ||block(X; Q(W)) - target||^2 / ||target||^2 by a few epochs over the batches, with a straight-through
+    gradient for weights and LSQ's for scales: the first stage of EfficientQAT (section 3.2). distill with
+    `train: [scales, norms]` after it is the second. The paper starts from rounding to nearest; start: 'gptq' starts
+    from the weights that GPTQ rounds, and from its scales. The learned state is kept if the block, in its stored form,
+    has a smaller error on the held-out batches (on all batches if none are held out) than the start.
+    """
+
+    use_for: ClassVar[str] = "2 and 3 bits, one block in memory at a time; follow it by distill."
+    not_for: ClassVar[str] = "8 bits, where gptq loses nothing, and little calibration text, on which it overfits."
+    paper: ClassVar[str] = "https://arxiv.org/abs/2407.11062"
+
+    of_the_whole: ClassVar[frozenset[str]] = OF_THE_WHOLE | frozenset(TrainingOptions.model_fields)
+
+    learning_rate: float = Field(
+        default=2e-3, gt=0, description="highest rate of norms, and of scales, relative to each scale"
+    )
+    weight_rate: float = Field(
+        default=3.0,
+        gt=0,
+        description="rate of weights, in steps of their grid, and of biases, relative to learning_rate",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.train is not None and "weights" not in self.train:
+            raise ValueError("train must include weights; to learn only scales and norms, use gptq, then lkd")
+        if not self.grid.free_scales:
+            raise ValueError(f"weights {self.weights}: its scales are no plain floats to be learned; use signround")
+
+    def unmet(self, layers: Sequence[LayerScheme], stored: Sequence[LayerScheme], format_: str) -> str | None:
+        return None
+
+    def memory(self, size: ProblemSize) -> int:
+        """The maximum over observation, start and training, plus starting weights, a copy of the block and targets."""
+        seen, width = sum(map(Gram.memory_bytes, size.inputs)), max(size.inputs, default=1)
+        start = seen + rounding_bytes(size.largest // width, width)
+        held = 2 * 4 * size.weights + size.states_bytes * (self.error == "symmetric")
+        return held + max(seen + size.forward_bytes, start, TrainingOptions.memory(self, size))
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
+        kept = [self.target(block, inputs, batch) for batch in range(inputs.batches)]
+        targets = kept.__getitem__
+        starts, roundings = self.starts(block, inputs, log), self.roundings(inputs)
+        student = copy.deepcopy(block)
+        _put(student, {name: start.codes for name, start in starts.items()}, roundings)
+        judged = self.judged(inputs.batches)
+        before = block_error(student, inputs, targets, judged)
+        shifts = {name: self._shifts(inputs, name, start) for name, start in starts.items()}
+        _put(student, {name: shifts[name].of(start.wanted) for name, start in starts.items()}, roundings)
+        steps, others = self.learn(student, inputs, targets, log, lambda name, layer: shifts[name])
+        after = block_error(student, inputs, targets, judged)
+        log("note", "error of the block's output", start=before, learned=after, steps=steps)
+        if after < before:
+            for name in others:
+                block.get_parameter(name).data.copy_(student.get_parameter(name).data)
+        else:
+            message = "training did not reduce the error; the initial rounding is kept"
+            log("fallback", message, start=before, learned=after)
+        for name, start in starts.items():
+            rounding, learned = roundings[name], student.get_submodule(name)
+            assert isinstance(learned, CompressedLinear)
+            weight = learned.all_parts if after < before else start.codes
+            inputs.put(name, Solution(weight, transforms=() if rounding is None else (rounding,)))
+
+    def _shifts(self, inputs: BlockInputs, name: str, start: Start) -> LearnedShifts:
+        rounding = self.options_of(inputs, name).grid_options(inputs.layer(name))
+        return LearnedShifts(rounding, start.mask, start.wanted, start.codes)
+
+
+def _put(
+    block: nn.Module, weights: Mapping[str, Codes] | Mapping[str, Tensor], roundings: Mapping[str, InputRounding | None]
+) -> None:
+    """Replace the weights of linears, and round their inputs."""
+    for name, weight in weights.items():
+        layer, rounding = replace_linear(block, name), roundings[name]
+        layer.put(weight)
+        if rounding is not None:
+            layer.round_inputs(rounding)

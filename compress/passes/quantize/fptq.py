@@ -1,0 +1,124 @@
+"""FPTQ: for each input a static scale, logarithmic equalization before it, or a scale per token (Li 2023)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.layers.linear import replace_linear
+from compress.layers.scheme import LayerScheme
+from compress.layers.transforms.rounding import InputRounding, RoundingScheme
+from compress.models.structure.links import Group
+from compress.numerics.quant.grids import GRIDS
+from compress.passes.contract.facts import Fact, LayerFacts, Log
+from compress.passes.contract.layers import BlockInputs
+from compress.passes.contract.observers import InputAbsMax
+from compress.passes.contract.passes import Pass
+from compress.passes.families.equalizing import SMALLEST, EqualizingPass, Readers
+
+
+class FPTQ(EqualizingPass):
+    """Round the inputs of each layer as their range asks; follow with a pass that quantizes weights alone.
+
+    The range v of an input is its largest magnitude in calibration. Up to `equalize_above` it gets one static scale.
+    Between the bounds each channel is first divided by s_j = max|X_j| / log2(2 + max|X_j|), and the weights multiplied
+    by it (logarithmic activation equalization); then it gets one static scale. From `dynamic_from` on it gets a scale
+    per token, computed at run time, and no equalization.
+
+    The division is folded into the module that writes the input: a norm, or a linked linear. Each fold is proved in
+    float32, and undone if it changes the block's output. An input between the bounds that cannot be equalized gets a
+    scale per token.
+
+    The layers carry the rounding of their inputs from here on, so the pass that rounds the weights keeps it and is
+    calibrated with it; a pass that would replace it is an error.
+    """
+
+    use_for: ClassVar[str] = (
+        "Static scales of inputs wherever their range allows it, for programs that are slow at scales per token."
+    )
+    not_for: ClassVar[str] = (
+        "The least loss. SmolLM2-135M, uncompressed 28.78: 35.51 with int4 weights (w4a8.yaml: 32.42), 30.68 with int8 "
+        "(w8a8.yaml: 29.17)."
+    )
+    paper: ClassVar[str] = "https://arxiv.org/abs/2308.15987"
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized", "activations_quantized", "cache_quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"activations_quantized"})
+
+    activations: Literal["int8", "fp8_e4m3"] = Field(
+        default="int8", description="grid of the activations (inputs of linears), rounded at run time"
+    )
+    equalize_above: float = Field(
+        default=15.0, ge=0, description="largest range of an input that gets a static scale as it is"
+    )
+    dynamic_from: float = Field(
+        default=150.0,
+        ge=0,
+        description="range from which an input gets a scale per token; 0: all inputs; between the bounds it is "
+        "equalized, and gets a static scale",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if 0 < self.dynamic_from < self.equalize_above:
+            raise ValueError(
+                f"dynamic_from {self.dynamic_from:g} is below equalize_above {self.equalize_above:g}; write bounds in "
+                "ascending order"
+            )
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        return before.with_transform(RoundingScheme(GRIDS[self.activations]))
+
+    def at_most(self, before: LayerScheme) -> LayerScheme:
+        """Static scales, unless the options exclude them: not all formats store them with all weights."""
+        kind = "static" if self.dynamic_from > 0 else "token"
+        return super().at_most(before).with_transform(RoundingScheme(GRIDS[self.activations], kind))
+
+    def mismatch(self, layer: LayerFacts, later: Pass) -> str | None:
+        if later.becomes(LayerScheme(layer.shape)).rounding is None:
+            return None
+        return "the later pass rounds the inputs in another way; leave its option activations out"
+
+    def solve_block(self, block: nn.Module, inputs: BlockInputs, log: Log) -> None:
+        seen = inputs.observe(self.statistics)
+        ranges = {group: float(found.absmax.max()) for group, found in seen.items()}
+        self.equalize(block, inputs, seen, log)
+        for group, found in seen.items():
+            self._round(block, inputs, group, found, ranges[group], log)
+
+    def scale(self, readers: Readers) -> Float[Tensor, " in"] | None:
+        found = float(readers.absmax.max())
+        if not self.equalize_above < found < self.dynamic_from:
+            return None
+        return readers.equalize(logarithmic(readers.absmax))
+
+    def _round(
+        self, block: nn.Module, inputs: BlockInputs, group: Group, seen: InputAbsMax, before: float, log: Log
+    ) -> None:
+        """Set the rounding of the inputs of a group. seen: after, before: the range before equalization."""
+        grid, names = GRIDS[self.activations], [name for name in group.linears if name in inputs.names]
+        now = float(seen.absmax.max())
+        static = self.is_static(seen.tokens, before, equalized=now < before)
+        for name in names:
+            rounding = InputRounding.covering(grid, seen.absmax.max(), inputs.storage) if static else None
+            replace_linear(block, name).round_inputs(rounding or InputRounding.of(grid))
+        kind = "one static scale" if static else "a scale per token"
+        log("note", f"{', '.join(names)}: inputs with {kind}", range=before, equalized=now)
+
+    def is_static(self, tokens: int, before: float, equalized: bool) -> bool:
+        """Whether an input gets a static scale. before: its range before it was equalized, if it was."""
+        if tokens == 0 or before >= self.dynamic_from:
+            return False
+        return equalized or before <= self.equalize_above
+
+
+def logarithmic(inputs: Float[Tensor, " in"]) -> Float[Tensor, " in"]:
+    """s_j = max|X_j| / log2(2 + max|X_j|)  (section 3, activation equalization); 1 for channels that were always zero.
+
+    inputs: max|X_j|.
+    """
+    scale = inputs / torch.log2(2 + inputs)
+    return torch.where(inputs > 0, scale.clamp(min=SMALLEST), torch.ones_like(scale))

@@ -1,0 +1,93 @@
+"""GPTQ: round column by column; later columns compensate the error (Frantar 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.numerics.quant.codes import Codes
+from compress.numerics.quant.refine import refine_bytes, refined
+from compress.numerics.quant.rounding import round_columns, rounding_bytes
+from compress.numerics.quant.weighted_search import importance_of
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.observers import Gram
+from compress.passes.families.compensation import CompensatingPass
+from compress.passes.families.quantizing import QuantizingPass, ScaleOption
+
+
+class GPTQ(CompensatingPass, QuantizingPass):
+    """Quantize the columns of a weight one after the other; the remaining columns compensate each rounding error.
+
+    Minimize ||W X - Q X||^2 greedily over columns; later columns compensate the error of each column. The paper takes
+    columns as they come, covers the range of each group, and sums tokens as they are (act_order: none, scale: absmax,
+    refine: 0, normalize_tokens: false; `recipes/gptq-paper.yaml`); the defaults lose less.
+    act_order: 'none' keeps the order of columns. 'static' sweeps columns with large inputs first; the groups and their
+    scales are fixed before the sweep. 'group' forms the groups in that order, so an index per column is stored.
+
+    error: 'asymmetric' fits the output of the uncompressed model (GPTAQ, arXiv 2504.02692): the sweep starts
+    between the weight and the one that fits it best without rounding, at `alpha` of the way. GPTAQ adds the same
+    correction column by column, but omits its part in columns that are already rounded.
+    """
+
+    use_for: ClassVar[str] = "2 to 8 bits for weights: the default of nearly every scheme, minutes for a small model."
+    not_for: ClassVar[str] = "Runs without calibration text (rtn, hqq), and 2 bits alone: follow it by distill."
+    paper: ClassVar[str] = "https://arxiv.org/abs/2210.17323"
+    act_order: Literal["none", "static", "group"] = Field(
+        default="static",
+        description="order of quantizing: 'none': left to right; 'static': columns with large inputs first; 'group': "
+        "the same, with groups formed in that order",
+    )
+    scale: ScaleOption = Field(
+        default="importance",
+        description="as for rtn; 'importance': the least error as the sweep weighs it; other defaults: 'absmean' for "
+        "ternary and binary, 'mse' for group_size: tensor",
+    )
+    refine: int = Field(
+        default=1,
+        ge=0,
+        le=100,
+        description="rounds after the sweep: scales by least squares given the codes, then each code again given all "
+        "others; the error of no row increases",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.act_order == "group" and not isinstance(self.group_size, int):
+            raise ValueError(f"act_order: group needs a number as group_size, not {self.group_size!r}; use static")
+
+    @property
+    def by_rows(self) -> bool:
+        return self.group_size != "tensor" and not self.grid.scaling.shared_count(1, 1)
+
+    @property
+    def indexed(self) -> bool:
+        return self.act_order == "group"
+
+    @property
+    def weighs_columns(self) -> bool:
+        return True
+
+    def memory(self, size: ProblemSize) -> int:
+        refining = refine_bytes(*size.shape) if self.refine else 0
+        return super().memory(size) + max(rounding_bytes(*size.shape), refining)
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Gram, layer: Layer) -> Codes:
+        order = None
+        if self.act_order != "none":
+            order = seen.diagonal.argsort(descending=True, stable=True)
+        factor = seen.factor_of(layer.name, layer.log, self.regularization, order)
+        weight = self.fitted(weight.float(), seen, order)
+        options = self.grid_options(layer)
+        if self.scale == "importance":
+            options = replace(options, importance=importance_of(factor, order))
+        found = round_columns(weight, factor, options, layer.mask, order, regroup=self.indexed).codes
+        if not self.refine:
+            return found
+        hessian = seen.damped(self.regularization, order)
+        weight = weight if layer.mask is None else weight * layer.mask
+        return refined(weight, found, hessian, self.refine, layer.storage, layer.mask, order, self.signed(layer))

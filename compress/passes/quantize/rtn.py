@@ -1,0 +1,52 @@
+"""Round to nearest: every weight to the nearest value of the grid, without data. The baseline of quantization."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from compress.numerics.quant.codes import Codes
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.observers import Nothing
+from compress.passes.families.quantizing import QuantizingPass
+
+
+class RTN(QuantizingPass):
+    """Round each weight to the nearest value of the grid; needs no calibration data.
+
+    With block_rows, some rows share their scales: blocks of rows and columns, or with group_size: channel groups of
+    output rows, as Shen 2020 (arXiv 1909.05840, figure 4) rounds: a range for the rows of each head, or for fewer.
+    The scale of a group is stored for each of its rows.
+    """
+
+    use_for: ClassVar[str] = "8 bits, FP8, and a first look: seconds, without calibration text."
+    not_for: ClassVar[str] = "4 bits and fewer: gptq loses a fraction of that for some minutes."
+    paper: ClassVar[str] = "https://arxiv.org/abs/1712.05877"  # Jacob 2018, section 2.1
+
+    block_rows: int = Field(
+        default=1,
+        gt=0,
+        description="rows that share their scales: 128 with group_size 128 gives blocks of 128 x 128; with group_size: "
+        "channel, one scale for all weights of that many rows",
+    )
+
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
+        if self.block_rows > 1 and self.group_size == "tensor":
+            raise ValueError(
+                "block_rows needs a group_size in columns, such as group_size: 128, or group_size: channel"
+            )
+        if self.block_rows > 1 and self.grid.group_size is not None:
+            raise ValueError(
+                f"block_rows is not possible with weights {self.weights}, whose groups are fixed; use fp8_e4m3"
+            )
+
+    @property
+    def scale_rows(self) -> int:
+        return self.block_rows
+
+    def codes(self, weight: Float[Tensor, "out in"], seen: Nothing, layer: Layer) -> Codes:
+        return self.nearest(weight, layer)

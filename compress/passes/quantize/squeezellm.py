@@ -1,0 +1,137 @@
+"""SqueezeLLM: k-means of each row weighted by sensitivity, and a few weights apart (Kim 2023)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from compress.layers.base import WeightPart
+from compress.layers.linear import linears, replace_linear
+from compress.layers.parts.codebook import CodebookScheme
+from compress.layers.scheme import LayerScheme
+from compress.models.kinds.objective import LMObjective, check_learns
+from compress.models.structure.blocks import find_blocks
+from compress.numerics.kmeans import kmeans
+from compress.passes.contract.context import Run
+from compress.passes.contract.facts import Fact, LayerFacts, Requirements
+from compress.passes.contract.layers import Layer
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.contract.passes import ModelPass
+from compress.passes.families.codebooks import Outliers, look_up, with_outliers
+from compress.sweep.install import adapt
+from compress.train.fisher import fisher
+from compress.train.objective import LanguageLoss
+from compress.train.student import trainable
+
+
+class SqueezeLLM(ModelPass):
+    """Give each row of a weight a dictionary of its own, by k-means weighted with the sensitivity of every weight.
+
+    The increase of the loss is estimated by sum F_ij (w_ij - Q(w_ij))^2 (section 4.1), F the diagonal of the
+    empirical Fisher information: the mean over sequences of the squared gradient of the loss of the text. k-means
+    minimizes it row by row. The largest weights of a layer (`outliers`) and the most sensitive ones (`sensitive`) are
+    floats apart (section 4.2), so that the dictionary needs not cover them. The gradients need the whole model in
+    memory. A dictionary takes 16 * 2^bits bits per row, which is half a bit per weight for 4 bits and rows of 512.
+    """
+
+    use_for: ClassVar[str] = (
+        "3 and 4 bits where weights are looked up in any case, and rows are long; sensitivities of the whole model."
+    )
+    not_for: ClassVar[str] = "Narrow models: a dictionary per row costs more bits there than scales per group."
+    paper: ClassVar[str] = "https://arxiv.org/abs/2306.07629"
+    never_after: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+    makes: ClassVar[frozenset[Fact]] = frozenset({"quantized"})
+
+    bits: int = Field(default=4, ge=1, le=8, description="bits of an index; a row's dictionary has 2^bits values")
+    sensitivity: Literal["fisher", "none"] = Field(
+        default="fisher", description="weight of each weight's squared error: the Fisher information, or 1"
+    )
+    outliers: float = Field(
+        default=0.004, ge=0, lt=1, description="fraction of the weights, the largest of a layer, apart"
+    )
+    sensitive: float = Field(default=0.0005, ge=0, lt=1, description="fraction of the most sensitive weights apart")
+    outlier_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float16", description="dtype of weights apart"
+    )
+    sequences: int | None = Field(
+        default=None, ge=1, description="number of calibration sequences for the sensitivities; null: all"
+    )
+
+    def without_effect(self) -> dict[str, str]:
+        idle = dict.fromkeys(("sensitive", "sequences"), "with sensitivity: none; leave it out")
+        return super().without_effect() | (idle if self.sensitivity == "none" else {})
+
+    @property
+    def requires(self) -> Requirements:
+        learns = self.sensitivity == "fisher"
+        return Requirements(data=learns, objective=learns)
+
+    def becomes(self, before: LayerScheme) -> LayerScheme:
+        return with_outliers(before, CodebookScheme(self.bits), *self._kept)
+
+    @property
+    def _kept(self) -> tuple[Outliers, Outliers]:
+        sensitive = self.sensitive if self.sensitivity == "fisher" else 0
+        return Outliers(self.outliers, self.outlier_dtype), Outliers(sensitive, self.outlier_dtype)
+
+    def memory(self, size: ProblemSize) -> int:
+        # squared gradients, one gradient at a time, the activations of a sequence; then a layer's k-means in float64
+        return 4 * size.weights + size.forward_bytes + 12 * 8 * size.largest
+
+    def check(self, layer: LayerFacts) -> str | None:
+        if 2**self.bits > layer.shape[1]:
+            return f"a dictionary of {2**self.bits} values is larger than its rows of {layer.shape[1]}; use fewer bits"
+        return super().check(layer)
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        if self.sensitivity == "fisher":
+            check_learns(lm_objective, where, "write sensitivity: none")
+        return lm_objective
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        label, dtype = run.label or self.key(), next(model.parameters()).dtype
+        inside = tuple(f"{block.name}." for block in find_blocks(model))
+        names = [name for name in linears(model) if name.startswith(inside) and self.takes(name)]
+        found = self._fisher(model, run, label) if self.sensitivity == "fisher" else {}
+        for done, name in enumerate(names, start=1):
+            layer = replace_linear(model, name)
+            weight = layer.weight.detach().float()
+            seen = Layer(name, layer.mask, run.scale_dtype, partial(_log, run, f"{label} {name}"))
+            layer.put(self.rounded(weight, found.pop(name, None), seen))
+            adapt(layer, run, dtype, f"{label}: {name}")
+            run.journal.add("progress", label, "layers", done=done, of=len(names))
+
+    def _fisher(self, model: nn.Module, run: Run, label: str) -> dict[str, Tensor]:
+        """The sensitivities of the targeted weights, by full name."""
+        assert run.calibration is not None
+        ids = run.calibration[: self.sequences]
+        objective = LanguageLoss(lm_objective=self.adapt_objective(run.lm_objective, label))
+
+        def told(done: int) -> None:
+            run.journal.add("progress", label, "gradients of sequences", done=done, of=len(ids))
+
+        with trainable(model, ("weights",), self.takes, run.storage, label) as student:
+            return fisher(student, objective, ids, label, told)
+
+    def rounded(
+        self, weight: Float[Tensor, "out in"], sensitivity: Float[Tensor, "out in"] | None, layer: Layer
+    ) -> list[WeightPart]:
+        """The parts of a layer. sensitivity: of every weight; None: all count alike."""
+        largest, sensitive = self._kept
+        chosen = largest.choose(weight.abs(), layer.mask)
+        if sensitivity is not None:
+            free = ~chosen if layer.mask is None else layer.mask & ~chosen
+            chosen |= sensitive.choose(sensitivity, free)
+        weights = torch.ones_like(weight) if sensitivity is None else sensitivity.clone()
+        weights[chosen if layer.mask is None else chosen | ~layer.mask] = 0
+        centers = kmeans(weight, weights, 2**self.bits - (layer.mask is not None))
+        return look_up(weight, centers, layer, chosen, self.outlier_dtype)
+
+
+def _log(run: Run, where: str, kind: str, message: str, **figures: Any) -> None:
+    run.journal.add(kind, where, message, **figures)

@@ -1,0 +1,1 @@
+"""Passes that remove channels, heads or blocks."""

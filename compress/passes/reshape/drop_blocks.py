@@ -1,0 +1,209 @@
+"""Depth pruning: drop blocks with the least influence, or with the least increase of the loss (Men 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from compress.errors import ModelError, TargetError, one_line
+from compress.layers.linear import linears
+from compress.models.forward import logits_of, mean_loss, skipping, states
+from compress.models.kinds.objective import LMObjective, check_learns
+from compress.models.reshape.reconfigure import build, renumbered, replace_in_place, tensors, with_blocks
+from compress.models.structure.blocks import Block, find_blocks
+from compress.numerics.metrics import relative_error
+from compress.passes.contract.context import Run
+from compress.passes.contract.facts import Requirements
+from compress.passes.contract.memory import ProblemSize
+from compress.passes.families.reshaping import ReshapingPass
+from compress.sweep.capture import UNRUNNABLE
+
+SAME = 1e-2  # relative: equal sums give 0, half precision in another order 5e-3, a wrong block more
+
+
+class DropBlocks(ReshapingPass):
+    """Remove whole transformer blocks, the least important first; the result is a stock model with fewer blocks.
+
+    by influence: the influence of a block (ShortGPT, eq. 1) is BI = 1 - E cos(x_in, x_out) over all calibration tokens,
+    measured once. by loss: remove the block with the least increase of the loss, then repeat this in the smaller model;
+    each removal runs the text once per remaining block. by spacing: keep the first block, the last block, and evenly
+    spaced blocks between them, as a start for distillation (Sanh 2019, arXiv 1910.01108, section 3). A block is kept if
+    targets and ignore exclude any of its linears.
+    """
+
+    use_for: ClassVar[str] = (
+        "Fewer blocks: a stock model that is faster on every device and with every program; train it by distill "
+        "afterwards."
+    )
+    not_for: ClassVar[str] = (
+        "Models from which no block can go without a loss that training must repair; narrow the feed-forward channels "
+        "first."
+    )
+    paper: ClassVar[str] = "https://arxiv.org/abs/2403.03853"
+    rehearsed: ClassVar[bool] = False  # the blocks, and so the errors, depend on the data
+
+    count: int | None = Field(default=None, ge=1, description="number of blocks to remove")
+    sparsity: float | None = Field(
+        default=None, gt=0, lt=1, description="instead of count: fraction of all blocks to remove"
+    )
+    by: Literal["influence", "loss", "spacing"] = Field(
+        default="influence",
+        description="influence: change of direction from input to output; loss: increase of the loss; spacing: evenly",
+    )
+    keep: tuple[int, ...] = Field(default=(), description="numbers of blocks to keep, from 0; -1 is the last")
+    contiguous: bool = Field(default=False, description="remove contiguous blocks, which are scored together")
+    sequences: int | None = Field(default=None, ge=1, description="number of calibration sequences to use; null: all")
+
+    def model_post_init(self, context: Any) -> None:
+        if (self.count is None) == (self.sparsity is None):
+            raise ValueError("give exactly one of count and sparsity")
+        if self.by == "spacing" and (self.keep or self.contiguous or self.sequences):
+            raise ValueError("by: spacing fixes the removed blocks; leave keep, contiguous and sequences out")
+
+    @property
+    def requires(self) -> Requirements:
+        return replace(super().requires, objective=self.by == "loss")
+
+    def adapt_objective(self, lm_objective: LMObjective, where: str) -> LMObjective:
+        check_learns(lm_objective, where, "write by: influence")
+        return lm_objective
+
+    def memory(self, size: ProblemSize) -> int:
+        """The logits of a sequence; by influence the hidden states between all blocks, in float32, with them."""
+        states = 4 * size.length * size.outputs if self.by == "influence" else 0
+        return states + size.forward_bytes + (size.itemsize + 4) * size.length * size.vocabulary
+
+    def outcome(self, model: PreTrainedModel, where: str) -> PretrainedConfig:
+        """The configuration with fewer blocks; the calibration text decides later which blocks are removed."""
+        blocks = find_blocks(model)
+        return with_blocks(model, _rest(blocks, self._last(self._choices(blocks, where), blocks, where)))
+
+    def apply(self, model: nn.Module, run: Run) -> None:
+        assert isinstance(model, PreTrainedModel) and run.calibration is not None
+        where, ids, blocks = run.label or self.key(), run.calibration[: self.sequences], find_blocks(model)
+        gone = self._chosen(model, ids, run, where)
+        kept = _rest(blocks, gone)
+        with skipping(blocks, gone):
+            wanted = logits_of(model, ids[:1])
+        held = tensors(model)
+        weights = {new: held[old] for old, new in renumbered(model, kept).items()}
+        new = build(model, with_blocks(model, kept), weights)
+        error = relative_error(logits_of(new, ids[:1]), wanted)
+        if not error < SAME:
+            raise ModelError(
+                f"{where}: the model of {len(kept)} blocks differs from the model that skips the others (relative "
+                f"error {error:.2g}): a block depends on its position; remove other blocks"
+            )
+        _check_runs(new, ids[:1], gone, where)
+        replace_in_place(model, new)
+
+    def _number(self, blocks: Sequence[Block], where: str) -> int:
+        """The number of blocks to remove."""
+        found = self.count if self.sparsity is None else round(self.sparsity * len(blocks))
+        assert found is not None
+        if found == 0:
+            raise TargetError(f"{where}: sparsity {self.sparsity:g} of {len(blocks)} blocks removes none; use count: 1")
+        if len(blocks) == 1:
+            raise TargetError(f"{where}: cannot remove {found} of 1 blocks, the only one; leave this pass out")
+        if found >= len(blocks):
+            raise TargetError(f"{where}: cannot remove {found} of {len(blocks)} blocks; use at most {len(blocks) - 1}")
+        return found
+
+    def _choices(self, blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
+        """The candidates: runs of contiguous blocks, one of which is removed, or single blocks."""
+        number = self._number(blocks, where)
+        if wrong := [i for i in self.keep if not -len(blocks) <= i < len(blocks)]:
+            raise TargetError(f"{where}: keep names block {wrong[0]}, but the last one is {len(blocks) - 1}")
+        kept = {i % len(blocks) for i in self.keep}
+        whole = [b.index for b in blocks if all(self.takes(f"{b.name}.{name}") for name in linears(b.module))]
+        free = [i for i in whole if i not in kept]
+        if self.by == "spacing":
+            return self._spaced(number, free, blocks, where)
+        long = number if self.contiguous else 1
+        runs = [tuple(range(i, i + long)) for i in range(len(blocks) - long + 1)]
+        found = [run for run in runs if set(run) <= set(free)]
+        if len(found) < (1 if self.contiguous else number):
+            kind = " contiguous" if self.contiguous else ""
+            raise TargetError(
+                f"{where}: cannot remove {number}{kind} blocks: keep, targets and ignore protect all but {len(free)} "
+                f"of {len(blocks)}; remove fewer, or protect fewer"
+            )
+        return found
+
+    def _spaced(self, number: int, free: Sequence[int], blocks: Sequence[Block], where: str) -> list[tuple[int, ...]]:
+        """The blocks between the evenly spaced blocks that are kept."""
+        left = len(blocks) - number
+        stay = {round(i * (len(blocks) - 1) / max(1, left - 1)) for i in range(left)}
+        gone = [i for i in range(len(blocks)) if i not in stay]
+        if stuck := sorted(set(gone) - set(free)):
+            protected = f"by spacing removes block {stuck[0]}, which targets or ignore protect"
+            raise TargetError(f"{where}: {protected}; choose by influence or loss")
+        return [(i,) for i in gone]
+
+    def _last(self, choices: Sequence[tuple[int, ...]], blocks: Sequence[Block], where: str) -> list[int]:
+        """The last blocks that may be removed, for the shape of the result."""
+        rounds = 1 if self.contiguous else self._number(blocks, where)
+        return [i for run in choices[-rounds:] for i in run]
+
+    def _chosen(self, model: PreTrainedModel, ids: Tensor, run: Run, where: str) -> list[int]:
+        """The blocks to remove, in order; the journal gets the score of each."""
+        blocks = find_blocks(model)
+        choices, gone = self._choices(blocks, where), []
+        if self.by == "spacing":
+            for (i,) in choices:
+                run.journal.add("note", f"{where} {blocks[i].name}", "dropped", blocks=1)
+            return [i for (i,) in choices]
+        once = influences(model, blocks, ids, len(choices[0])) if self.by == "influence" else None
+        for done in range(1 if self.contiguous else self._number(blocks, where)):
+            costs = {}
+            for i, some in enumerate(choices):
+                if once is None:
+                    run.journal.add("progress", where, f"loss without blocks {[*gone, *some]}", done=i, of=len(choices))
+                    with skipping(blocks, [*gone, *some]):
+                        costs[some] = mean_loss(model, ids, run.lm_objective)
+                else:
+                    costs[some] = float(once[some[0]])
+            best = min(costs, key=lambda some: costs[some])
+            choices.remove(best)
+            gone += best
+            figures = {self.by: round(costs[best], 6), "blocks": len(best), "turn": done + 1}
+            run.journal.add("note", f"{where} {blocks[best[0]].name}", "dropped", **figures)
+        return sorted(gone)
+
+
+def _rest(blocks: Sequence[Block], gone: Sequence[int]) -> list[int]:
+    return [block.index for block in blocks if block.index not in gone]
+
+
+def influences(
+    model: nn.Module, blocks: Sequence[Block], ids: Int[Tensor, "sequences length"], run: int = 1
+) -> Float[Tensor, " starts"]:
+    """For every run of `run` blocks, by its first: 1 - mean cos(x_in of the first, x_out of the last) over tokens.
+
+    ShortGPT (Men 2024), eq. 1; for runs as in Gromov 2024 (https://arxiv.org/abs/2403.17887), eq. 6, without the arc.
+    """
+    total = torch.zeros(len(blocks) - run + 1, dtype=torch.float64)
+    for row in ids:
+        found = states(model, blocks, row[None])
+        for i in range(len(total)):
+            total[i] += float((1 - torch.cosine_similarity(found[i], found[i + run], dim=-1)).mean())
+    return total / len(ids)
+
+
+def _check_runs(model: PreTrainedModel, ids: Tensor, gone: Sequence[int], where: str) -> None:
+    """Raise ModelError unless the smaller model runs with a cache: some need a block with attention for it."""
+    try:
+        with torch.no_grad():
+            model(input_ids=ids.to(next(model.parameters()).device))
+    except UNRUNNABLE as error:
+        raise ModelError(
+            f"{where}: transformers cannot run the model without the blocks {sorted(gone)} ({one_line(error)}); "
+            "protect them with keep"
+        ) from error

@@ -1,0 +1,196 @@
+"""The calibration inputs of a block in a sweep, as block passes see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compress.errors import TargetError
+from compress.layers.linear import CompressedLinear, replace_linear
+from compress.models.structure.links import Group, Link, block_signature, find_links
+from compress.models.structure.permutations import Permutation, find_permutations
+from compress.passes.contract.layers import Layer, Solution
+from compress.passes.contract.observers import Observer
+from compress.passes.contract.passes import BlockPass
+from compress.passes.contract.processes import Processes
+from compress.passes.contract.samples import Sample
+from compress.sweep.capture import Call, read_held
+from compress.sweep.context import BlockContext
+from compress.sweep.install import LayerResult, install, of_one_input
+from compress.sweep.store import ActivationStore
+
+
+@dataclass
+class Inputs:
+    """BlockInputs of one block in a sweep.
+
+    reference_outputs: the uncompressed model's activations after the block. original_outputs: the block's outputs
+    before the sweep. Each is None unless the pass needs it. results: of the layers that the pass has installed.
+    """
+
+    context: BlockContext
+    names: list[str]
+    reference_outputs: ActivationStore | None = None
+    original_outputs: ActivationStore | None = None
+    groups: list[Group] = field(init=False)
+    results: list[LayerResult] = field(init=False, default_factory=list)
+    _samples: dict[str, Sample] = field(init=False, default_factory=dict)
+    _links: list[Link] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        module = self.context.block.module
+        found = [
+            replace(group, linears=tuple(part))
+            for group in self.context.groups()
+            for part in of_one_input(module, group.linears)
+        ]
+        self.groups = [group for group in found if set(group.linears) & set(self.names)]
+
+    @property
+    def name(self) -> str:
+        return self.context.block.name
+
+    @property
+    def label(self) -> str:
+        return f"{self.context.label} {self.name}"
+
+    @property
+    def storage(self) -> torch.dtype:
+        return self.context.run.storage
+
+    @property
+    def processes(self) -> Processes:
+        return self.context.run.processes
+
+    @property
+    def work(self) -> Path | None:
+        return self.context.run.at(self.label).folder_of_pass()
+
+    def check(self, step: BlockPass) -> None:
+        """Raise TargetError when the pass must not change a layer that shares its input with the pass's layers."""
+        for name in [name for group in self.groups for name in group.linears if name not in self.names]:
+            module = self.context.block.module.get_submodule(name)
+            packed = isinstance(module, CompressedLinear) and module.quantized
+            if packed and "quantized" in step.never_after:
+                raise TargetError(
+                    f"{self.context.label}: {self.context.full(name)} is quantized and reads the same input as a layer "
+                    "of this pass; put this pass before the quantization of both"
+                )
+
+    @property
+    def links(self) -> list[Link]:
+        if self._links is None:  # computed on first use: not every pass folds
+            block, kept = self.context.block.module, self.context.state.links
+            signature = block_signature(block)
+            found = kept[signature] = find_links(block, self.probe, kept.get(signature, ()))
+            self._links = [link for link in found if set(link.readers) & set(self.names)]
+        return self._links
+
+    @property
+    def permutations(self) -> list[Permutation]:
+        block, kept = self.context.block.module, self.context.state.permutations
+        signature = block_signature(block)
+        found = kept[signature] = find_permutations(block, self.probe, kept.get(signature, ()))
+        return [link for link in found if set(link.readers) & set(self.names)]
+
+    def observe(self, observer: type[Observer]) -> dict[Group, Any]:
+        with self.watching(observer) as seen:
+            for forward in self.context.forwards(self.context.block.module, self.context.state.hidden):
+                forward()
+        return seen
+
+    @contextmanager
+    def watching(self, observer: type[Observer]) -> Iterator[dict[Group, Any]]:
+        """Observe the input of each group while the block runs inside the context; processes combine what they saw."""
+        seen: dict[Group, Observer] = {}
+        handles = []
+        for group in self.groups:
+            first = self.context.block.module.get_submodule(group.linears[0])
+            seen[group] = observer(CompressedLinear.of(first).shape[1], self.context.run.device)
+            sample = Sample()
+            self._samples |= dict.fromkeys(group.linears, sample)
+            handles.append(first.register_forward_pre_hook(_feeder(seen[group], sample)))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+        for group, found in seen.items():
+            found.merge(self.processes)
+            self._samples[group.linears[0]].merge(self.processes)
+
+    def rows(self, name: str) -> Float[Tensor, "rows in"] | None:
+        """A sample of a linear's inputs, after its input transform; None when no token reached it."""
+        sample = self._samples.get(name)
+        if sample is None or sample.rows is None:
+            return None
+        module = self.context.block.module.get_submodule(name)
+        return module.transform(sample.rows) if isinstance(module, CompressedLinear) else sample.rows
+
+    def probe(self, block: nn.Module) -> Tensor:
+        dtype = next(block.parameters()).dtype
+        call = self.context.state.probe_calls[self.context.block.index]
+        return _cast(call, dtype).run(block, self.context.state.probe.to(dtype))
+
+    @property
+    def batches(self) -> int:
+        return len(self.context.state.hidden)
+
+    def forward(self, block: nn.Module, batch: int) -> Tensor:
+        state, dtype = self.context.state, next(block.parameters()).dtype
+        call, hidden = state.calls[batch][self.context.block.index], state.hidden[batch]
+        if hidden.dtype != dtype:  # a block in training is float32 in a model of any dtype
+            call, hidden = _cast(call, dtype), hidden.to(dtype)
+        return call.run(block, hidden)
+
+    def reference(self, batch: int) -> Tensor:
+        assert self.reference_outputs is not None, "the pass does not set needs_reference"
+        return self.reference_outputs[batch]
+
+    def original(self, batch: int) -> Tensor:
+        assert self.original_outputs is not None, "the pass does not need the block's original outputs"
+        return self.original_outputs[batch]
+
+    def layer(self, name: str) -> Layer:
+        module = self.context.block.module.get_submodule(name)
+        mask = module.mask if isinstance(module, CompressedLinear) else None
+        full = self.context.full(name)
+        run = self.context.run
+        signed = run.format.negative_scales
+        return Layer(full, mask, run.scale_dtype, self.context.logger(full), negative_scales=signed)
+
+    def put(self, name: str, solution: Solution) -> None:
+        layer = replace_linear(self.context.block.module, name)
+        sample = self._samples.get(name)
+        rows = None if sample is None else sample.rows
+        self.results.append(install(self.context, name, layer, rows, lambda weight: solution))
+
+
+def _feeder(observer: Observer, sample: Sample) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        sample.update(args[0].reshape(-1, args[0].shape[-1]))
+        x = module.transform(args[0]) if isinstance(module, CompressedLinear) else args[0]
+        observer.update(x.reshape(-1, x.shape[-1]))
+
+    return hook
+
+
+def _cast(call: Call, dtype: torch.dtype) -> Call:
+    """The same call with every floating-point tensor in another dtype, such as position embeddings."""
+
+    def cast(value: Any) -> Any:
+        value = read_held(value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        if isinstance(value, (tuple, list)):
+            return type(value)(cast(item) for item in value)
+        return value
+
+    return call.changed(cast)

@@ -1,0 +1,366 @@
+"""Capture how a model calls its blocks: the arguments of every block per batch, and the model around the blocks.
+
+The blocks of a stack are captured together. Those of a later stack get the output of the stack before it, which must be
+finished then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compress.checkpoint.sources.opening import OpenModel
+from compress.errors import ModelError, NumericError
+from compress.models.experts import exercised
+from compress.models.kinds.inputs import shape_of_answer
+from compress.models.kinds.kinds import SUPPORTED, answer_of
+from compress.models.kinds.objective import run_on
+from compress.models.kinds.recordings import beginning, is_recorded
+from compress.models.structure.blocks import Block, hidden_argument, hidden_of, stack_of
+from compress.models.structure.front import UNRUNNABLE, samples_for
+from compress.models.tensors import is_finite
+from compress.sweep.store import ActivationStore
+
+LEARNED_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in an activation store, among the arguments of a call."""
+
+    store: ActivationStore
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block: all arguments except the hidden states.
+
+    keyword: the name of the hidden-states argument, or None if it is the first positional argument.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str | None
+
+    def run(self, block: nn.Module, hidden: Float[Tensor, "batch length width"]) -> Tensor:
+        """Run the block on `hidden` and return its output hidden states."""
+        call = self.changed(read_held)
+        if call.keyword is not None:
+            return hidden_of(block(*call.args, **{**call.kwargs, call.keyword: hidden}))
+        return hidden_of(block(hidden, *call.args, **call.kwargs))
+
+    def changed(self, change: Callable[[Any], Any]) -> Call:
+        """The call with another value for each argument."""
+        args = tuple(change(value) for value in self.args)
+        return Call(args, {name: change(value) for name, value in self.kwargs.items()}, self.keyword)
+
+    def values(self) -> list[Any]:
+        """All arguments."""
+        return [*self.args, *self.kwargs.values()]
+
+
+def read_held(value: Any) -> Any:
+    """The tensor for a held one; other values do not change."""
+    return value.store[value.index] if isinstance(value, Held) else value
+
+
+def hold(calls: dict[int, Call], store: ActivationStore) -> dict[int, Call]:
+    """Move activations [batch, length, width] that all calls of a batch share to a store, as an encoder's output."""
+    first, *others = (call.values() for call in calls.values())
+    found: dict[int, Held] = {}
+    for value in first:
+        activation = isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3
+        if activation and id(value) not in found and all(any(value is each for each in other) for other in others):
+            found[id(value)] = Held(store, len(store))
+            store.append(value)
+    return {index: call.changed(lambda value: found.get(id(value), value)) for index, call in calls.items()}
+
+
+@dataclass
+class Captured:
+    """The inputs of the blocks of one stack for one batch of ids.
+
+    hidden: the input of the first block. calls: one per block, by the index of the block.
+    """
+
+    hidden: Float[Tensor, "batch length width"]
+    calls: dict[int, Call]
+
+
+@contextmanager
+def _forwards(blocks: Sequence[Block], forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of every block by forward(block, *args, **kwargs); attributes and hooks stay."""
+    for block in blocks:
+        block.module.forward = lambda *args, _block=block, **kwargs: forward(_block, *args, **kwargs)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.module.forward
+
+
+def _split(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Split a block's arguments into the hidden states and the rest."""
+    if args and isinstance(args[0], Tensor):
+        return args[0], Call(args[1:], kwargs, None)
+    if isinstance(kwargs.get("hidden_states"), Tensor):
+        rest = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+        return kwargs["hidden_states"], Call(args, rest, "hidden_states")
+    raise ModelError(f"model: {block.name} is called without hidden states as its first argument; use another model")
+
+
+class _Enough(Exception):  # noqa: N818  ends a forward pass early; not an error
+    pass
+
+
+class _Found(_Enough):
+    pass
+
+
+Form = Callable[[Tensor], Any]
+"""The output of a block, from its hidden states."""
+
+
+class ModelShell:
+    """The model around its blocks: ids -> first block's input, last block's output -> logits or another answer.
+
+    bring: loads the weights of the first block of a stack, by default as they are stored.
+    """
+
+    def __init__(self, opened: OpenModel, bring: Callable[[Block], Any] | None = None) -> None:
+        self._opened = opened
+        self._bring = bring or opened.weights.bring
+        self._forms: dict[int, Form] = {}
+        self._shared: dict[int, tuple[Any, ...]] = {}
+        self._sketching = False
+
+    @property
+    def stacks(self) -> int:
+        """The number of stacks of the model."""
+        return self._opened.blocks[-1].stack + 1
+
+    def capture(self, ids: Int[Tensor, "batch length"], stack: int = 0, given: Tensor | None = None) -> Captured:
+        """Run the model on token ids while its blocks return their input, and record the arguments of a stack's blocks.
+
+        given: the output of the last block of the stack before it.
+
+        Raises ModelError when a block does not receive the unchanged output of the block before it.
+        """
+        forms = [self._form(ids, number) for number in range(stack + 1)]
+        mine = stack_of(self._opened.blocks, stack)
+        first = mine[0].index
+        seen: list[tuple[Tensor, Call]] = []
+
+        def pass_on(block: Block, *args: Any, **kwargs: Any) -> Any:
+            hidden, call = _split(block, args, kwargs)
+            if block.stack != stack:
+                return forms[block.stack](given if given is not None and block.index == first - 1 else hidden)
+            if seen and hidden is not seen[-1][0]:
+                raise ModelError(
+                    f"model: {block.name} does not receive the unchanged output of the block before it, "
+                    "so the blocks cannot be processed one after the other; use another model"
+                )
+            if not seen:
+                forms[stack] = self._with_shared(block, args, kwargs, forms[stack])
+            seen.append((hidden, call))
+            if len(seen) == len(mine):
+                raise _Enough  # skip the head: its logits would be the largest tensor
+            return forms[stack](hidden)
+
+        try:
+            self._run(ids, pass_on)
+        except _Enough:
+            pass
+        else:
+            raise ModelError(
+                f"model: {len(seen)} of {len(mine)} blocks ran in a forward pass on token ids; "
+                "use a model that runs every block once"
+            )
+        return Captured(seen[0][0], {block.index: call for block, (_, call) in zip(mine, seen, strict=True)})
+
+    def _with_shared(self, block: Block, args: Any, kwargs: Any, form: Form) -> Form:
+        """The form of a stack's outputs with the tensors that its first block makes for the later ones, if any.
+
+        Position biases, for example, depend on the length of the text. Tensors that are equal to those of the last
+        capture are replaced by these, so that batches share them.
+        """
+        sample = form(hidden_argument(args, kwargs))
+        if not isinstance(sample, tuple) or not any(isinstance(part, Tensor) for part in sample[1:]):
+            return form
+        if any(tensor.is_meta for tensor in block.module.parameters()):
+            if self._sketching:
+                return form
+            self._bring(block)
+        made = type(block.module).forward(block.module, *args, **kwargs)[1:]
+        known = self._shared.get(block.stack, ())
+        rest = tuple(old if _same(old, new) else new for old, new in zip(known or made, made, strict=True))
+        self._shared[block.stack] = rest
+        return lambda hidden: (hidden, *rest)
+
+    def logits(self, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Float[Tensor, "*batch cells"]:
+        """The model's answer (`answer_of`) for the last block's output hidden states on these ids, such as its logits.
+
+        Raises ModelError for an output without an answer for every token, or for every sequence where the kind has one.
+        """
+        forms = [self._form(ids, number) for number in range(self.stacks)]
+        last, seen = self._opened.blocks[-1].index, set[int]()
+
+        def replay(block: Block, *args: Any, **kwargs: Any) -> Any:
+            if block.index in seen:
+                raise ModelError(
+                    f"model: {type(self._opened.model).__name__} runs {block.name} several times in a forward pass; "
+                    "use a model that runs every block once"
+                )
+            seen.add(block.index)
+            return forms[block.stack](hidden if block.index == last else _split(block, args, kwargs)[0])
+
+        answer = answer_of(self._run(ids, replay))
+        if answer is None or answer.shape[:-1] != shape_of_answer(self._opened.model, ids):
+            found = "no logits" if answer is None else f"logits of shape {list(answer.shape)} for ids {list(ids.shape)}"
+            raise ModelError(f"model: {type(self._opened.model).__name__} returns {found}; {SUPPORTED}")
+        return answer
+
+    def inputs_of(self, module: nn.Module, ids: Int[Tensor, "batch length"], hidden: Tensor) -> Tensor:
+        """The input of a module after the last block, such as the output head. hidden: the last block's output."""
+
+        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            raise _Found(args[0])
+
+        handle = module.register_forward_pre_hook(stop)
+        try:
+            self.logits(ids, hidden)
+        except _Found as found:
+            return found.args[0]
+        finally:
+            handle.remove()
+        raise ModelError(f"model: {type(self._opened.model).__name__} does not run its output head on token ids")
+
+    def _form(self, ids: Tensor, stack: int) -> Form:
+        """How an output of a stack's blocks holds the hidden states, from one real call of its first block."""
+        if stack not in self._forms:
+            first = stack_of(self._opened.blocks, stack)[0]
+            self._bring(first)
+            plain = type(first.module).forward
+            self._learn(ids, stack, lambda args, kwargs: plain(first.module, *args, **kwargs))
+        return self._forms[stack]
+
+    def _learn_on_meta(self, ids: Tensor, stack: int) -> None:
+        """Learn the same from a copy of the first block without weights."""
+        first = copy.deepcopy(stack_of(self._opened.blocks, stack)[0].module).to("meta")
+        plain = type(first).forward
+
+        def without_weights(args: Any, kwargs: Any) -> Any:
+            args, kwargs = send_to_device(args, "meta"), send_to_device(kwargs, "meta")
+            with exercised(first):  # choosing tokens needs their values
+                output = plain(first, *args, **kwargs)
+            return output if isinstance(output, Tensor) else tuple(_zeros(part, self._opened.device) for part in output)
+
+        self._learn(ids, stack, without_weights)
+
+    def _learn(self, ids: Tensor, stack: int, first_block: Callable[[Any, Any], Any]) -> None:
+        """Learn the form of a stack's outputs from a function that runs its first block."""
+
+        def learn(block: Block, *args: Any, **kwargs: Any) -> Any:
+            if block.stack != stack:
+                return self._forms[block.stack](_split(block, args, kwargs)[0])
+            raise _Enough(first_block(args, kwargs))
+
+        try:
+            self._run(beginning(ids, LEARNED_TOKENS), learn)
+        except _Enough as learned:
+            output = learned.args[0]
+        else:
+            raise ModelError(
+                f"model: {type(self._opened.model).__name__} runs none of its {len(self._opened.blocks)} blocks on "
+                "token ids; use a model that runs every block once"
+            )
+        if isinstance(output, (tuple, list)):
+            rest = tuple(output[1:])
+            self._forms[stack] = lambda hidden: (hidden, *rest)
+        else:
+            self._forms[stack] = lambda hidden: hidden
+
+    def _run(self, ids: Tensor, forward: Callable[..., Any]) -> Any:
+        with torch.no_grad(), _forwards(self._opened.blocks, forward):
+            return run_on(self._opened.model, ids.to(self._opened.device))
+
+    def sketch(self, ids: Int[Tensor, "batch length"], stack: int = 0, given: Tensor | None = None) -> Captured:
+        """As `capture`, on a few tokens, for blocks without weights in memory.
+
+        The weights of a stack's first block are read only if it cannot run without them.
+        """
+        first = stack_of(self._opened.blocks, stack)[0]
+        if any(tensor.is_meta for tensor in first.module.parameters()):
+            with suppress(*UNRUNNABLE):
+                self._learn_on_meta(ids, stack)
+        self._sketching = True
+        try:
+            return self.capture(ids, stack, given)
+        finally:
+            self._sketching = False
+
+    def check(self) -> Int[Tensor, "1 length"]:
+        """Run the model on a sample while its blocks return their input; weights of blocks are not read.
+
+        Returns the sample: a few token ids, or a recording. Raises ModelError unless the model runs on it alone, calls
+        every block once and one after the other, returns the answer of its kind, and writes no weight of a block.
+        """
+        model = self._opened.model
+        blocks = self._opened.blocks
+        before = [(f"{b.name}.{name}", p, p._version) for b in blocks for name, p in b.module.named_parameters()]
+        *others, last = samples_for(model)
+        try:
+            ids = next((one for one in others if self._runs(one) is None), last)
+            if ids is last and (error := self._runs(last)) is not None:
+                alone = "recordings" if is_recorded(last) else "token ids"
+                raise ModelError(
+                    f"model: {type(model).__name__} does not run on {alone} alone ({type(error).__name__}: {error}); "
+                    f"{SUPPORTED}"
+                ) from error
+        finally:
+            self._forms.clear()
+        for name, parameter, version in before:
+            if parameter._version != version:
+                raise ModelError(
+                    f"model: {type(model).__name__} changes {name} in its forward pass, so its weights cannot be "
+                    "compressed; use another model"
+                )
+        return ids
+
+    def _runs(self, ids: Int[Tensor, "1 length"]) -> Exception | None:
+        """Run the model on a sample; returns the error with which it cannot. Raises ModelError for other faults."""
+        try:
+            hidden = None
+            for stack in range(self.stacks):
+                hidden = self.sketch(ids, stack, hidden).hidden
+            assert hidden is not None
+            self.logits(ids, hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except UNRUNNABLE as error:
+            return error
+        return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return torch.equal(one, other) if tensors and one.shape == other.shape else one is other
+
+
+def _zeros(part: Any, device: torch.device) -> Any:
+    return torch.zeros_like(part, device=device) if isinstance(part, Tensor) else part
+
+
+def check_hidden(hidden: Tensor, block: Block) -> None:
+    """Raise NumericError when a block's output holds NaN or infinity."""
+    if not is_finite(hidden):
+        raise NumericError(f"{block.name}: the block's output holds NaN or infinity on the calibration text")

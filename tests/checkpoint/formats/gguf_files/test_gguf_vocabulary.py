@@ -1,0 +1,99 @@
+"""Vocabularies of GGUF files, from tokenizers that are built here."""
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from compress.checkpoint.formats.gguf_files.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, vocabulary_of
+
+TIMES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + TIMES % "{1,3}"
+QWEN2 = "(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + TIMES % ""
+
+
+def fast(model, pre=None, normalizer=None, special="<s>"):
+    """A fast tokenizer."""
+    built = Tokenizer(model)
+    if pre is not None:
+        built.pre_tokenizer = pre
+    if normalizer is not None:
+        built.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=built, bos_token=special, unk_token="<unk>")
+
+
+def of_bytes(pre, **options):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = models.BPE({c: i for i, c in enumerate([*letters, "ab", "abc"])}, [("a", "b"), ("ab", "c")], **options)
+    return fast(model, pre)
+
+
+def split(expression):
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(expression), "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("pre", "options", "name"),
+    [
+        (pre_tokenizers.ByteLevel(), {}, "gpt-2"),
+        (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel()]), {}, "smollm"),
+        (split(LLAMA3), {"ignore_merges": True}, "llama-bpe"),
+        (split(LLAMA3), {}, "smaug-bpe"),
+        (split(QWEN2), {}, "qwen2"),
+    ],
+)
+def test_pre_tokenizers_have_the_names_of_llama_cpp(pre, options, name):
+    found = vocabulary_of(of_bytes(pre, **options), 300)
+    assert (found.model, found.pre) == ("gpt2", name)
+    assert found.merges == ["a b", "ab c"] and found.scores == []
+    assert len(found.tokens) == len(found.types) == 300
+    assert found.types[-1] == UNUSED and found.tokens[-1] == "[PAD299]"
+    assert found.types[found.tokens.index("<s>")] == CONTROL and found.types[found.tokens.index("ab")] == NORMAL
+
+
+def test_an_unknown_pre_tokenizer_is_refused():
+    with pytest.raises(ValueError, match=r"its pre-tokenizer \(Split, ByteLevel\) is none that compress can name"):
+        vocabulary_of(of_bytes(split(r"\w+")), 300)
+    with pytest.raises(ValueError, match="its pre-tokenizer"):
+        vocabulary_of(of_bytes(pre_tokenizers.ByteLevel(use_regex=False)), 300)
+
+
+def pieces(**options):
+    tokens = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
+    model = models.BPE({t: i for i, t in enumerate(tokens)}, merges, byte_fallback=True, unk_token="<unk>")
+    return fast(model, **options)
+
+
+def test_merges_of_pieces_become_scores():
+    found = vocabulary_of(pieces(pre=pre_tokenizers.Metaspace(prepend_scheme="first", split=False)), 264)
+    assert (found.model, found.pre, found.merges) == ("llama", "default", [])
+    score = dict(zip(found.tokens, found.scores, strict=True))
+    assert score["▁a"] > score["ab"] > score["▁ab"] > score["b"]
+    kinds = dict(zip(found.tokens, found.types, strict=True))
+    assert (kinds["<unk>"], kinds["<s>"], kinds["<0x41>"], kinds["a"]) == (UNKNOWN, CONTROL, BYTE, NORMAL)
+    assert found.flags["add_space_prefix"] is True and found.flags["bos_token_id"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])}, True),
+        ({"normalizer": normalizers.Replace(" ", "▁")}, False),
+        ({"pre": pre_tokenizers.Metaspace(prepend_scheme="never")}, False),
+    ],
+)
+def test_whether_a_space_is_put_first(options, added):
+    assert vocabulary_of(pieces(**options), 264).flags["add_space_prefix"] is added
+
+
+def test_other_tokenizers_are_refused():
+    with pytest.raises(ValueError, match="no fast tokenizer"):
+        vocabulary_of(None, 10)
+    with pytest.raises(ValueError, match="of the type Unigram, not BPE"):
+        vocabulary_of(fast(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)), 10)
+    with pytest.raises(ValueError, match="merges characters and has no bytes to fall back to"):
+        vocabulary_of(fast(models.BPE({"a": 0, "<unk>": 1}, [])), 10)
+    with pytest.raises(ValueError, match="its tokenizer has 264 tokens, but the embedding has 20 rows"):
+        vocabulary_of(pieces(), 20)

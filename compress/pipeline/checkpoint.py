@@ -370,8 +370,9 @@ class Shards:
                 (manifest.staged / name).parent.mkdir(exist_ok=True)
                 write_text(manifest.staged / name, text)
             manifest.publish()
-            for entry in manifest.shards.values() if digest is not None else ():
-                entry.file, entry.sha256 = str(format_.file), digest
+            if digest is not None:
+                for entry in manifest.shards.values():
+                    entry.file, entry.sha256 = str(format_.file), digest
             manifest.training, manifest.complete = self.run.training, True
             manifest.reached = manifest.begun = None
             self._write()
